@@ -175,7 +175,7 @@ def test_a_damaged_copy_is_named_and_an_older_one_is_taken(front: Any, copies: P
     shutil.rmtree(front.out)
     done = front.run("--resume")
     assert done.returncode == 0, done.stderr
-    assert f"{newest} is not what its manifest says" in done.stderr
+    assert f"{newest} does not match its manifest" in done.stderr
     assert front.read("plan.json")["resume"]["step"] == 3
     assert not list((front.out / "checkpoints").glob("*.tmp-*"))
 
@@ -212,7 +212,7 @@ def test_a_storage_that_cannot_be_written_ends_the_run_before_its_first_step(fro
     assert "error: file:///proc/nowhere/out cannot be written" in done.stderr
     assert "where: checkpoint.storage" in done.stderr
     assert "why:   FileNotFoundError: " in done.stderr
-    assert "check the URL, the room there, the network and the credentials" in done.stderr
+    assert "check the URL, the free space there, the network and the credentials" in done.stderr
     assert "or train without copies: checkpoint.storage=null" in done.stderr
     assert not front.out.exists()
 
@@ -227,7 +227,7 @@ def test_a_storage_that_cannot_be_written_any_more_is_a_warning(
     _, told = process.communicate(timeout=60)
     assert process.returncode == 75, told
     assert f"was not copied to file://{copies}/out: " in told
-    assert "check the URL, the room there, the network and the credentials" in told
+    assert "check the URL, the free space there, the network and the credentials" in told
     assert "it is complete in output_dir" in told
 
 

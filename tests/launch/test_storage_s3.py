@@ -260,7 +260,7 @@ def test_a_bucket_that_refuses_while_the_run_goes_on_is_a_warning(
     assert process.returncode == 75, told
     (line,) = [line for line in told.splitlines() if "step-00000002 was not copied to s3://" in line]
     assert "PermissionError: " in line
-    assert "check the URL, the room there, the network and the credentials in the environment" in line
+    assert "check the URL, the free space there, the network and the credentials in the environment" in line
     assert "it is complete in output_dir; the next start that resumes the run uploads it" in line
     assert not [word for word in (KEY, SECRET) if word in told]
 

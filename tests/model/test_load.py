@@ -126,7 +126,7 @@ def _index_with_a_missing_file(path: Path) -> None:
             _edit("config.json", vocab_size=349),
             "model.embed_tokens.weight has the shape (319, 32), but config.json requires (349, 32)",
         ),
-        (_cut_short, "is cut short"),
+        (_cut_short, "is truncated"),
         (_remove("model.safetensors"), "the model has no weights"),
         (_remove("config.json"), "no config.json"),
         (_pickled, "pickle"),
@@ -135,7 +135,7 @@ def _index_with_a_missing_file(path: Path) -> None:
         (_edit("config.json", model_type="own", auto_map={"AutoModel": "x.Y"}), "trust_remote_code"),
         (_edit("config.json", vocab_size=10), "config.json"),
         *[
-            (_odd(dtype, value), f"model.layers.1.mlp.up_proj.weight has {said} in it")
+            (_odd(dtype, value), f"model.layers.1.mlp.up_proj.weight contains {said}")
             for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
             for value, said in ((float("nan"), "NaN"), (float("-inf"), "infinity"))
         ],
@@ -164,7 +164,7 @@ def _index_with_a_missing_file(path: Path) -> None:
         (_edit("config.json", num_attention_heads=7), "transformers says: "),
         (
             _edit("config.json", hidden_act="gelatin"),
-            "does not know 'gelatin', the hidden_act in config.json",
+            "does not support 'gelatin' (hidden_act in config.json)",
         ),
         (_edit("config.json", text_config=5), "text_config in config.json is not a JSON object"),
         (_write("model.safetensors.index.json", b"hello"), "model.safetensors.index.json cannot be read"),

@@ -59,4 +59,4 @@ def test_what_was_downloaded_is_used_where_the_hub_is_silent(tmp_path: Path, sil
 
 
 def test_the_variable_that_forbids_to_ask_is_named(tmp_path: Path, silent: str) -> None:
-    assert "HF_HUB_OFFLINE forbids to ask" in located(tmp_path, silent, HF_HUB_OFFLINE="1")
+    assert "HF_HUB_OFFLINE turns access to the hub off" in located(tmp_path, silent, HF_HUB_OFFLINE="1")

@@ -117,7 +117,7 @@ def test_a_model_without_a_template_continues_and_says_so(model_dir: Path, liste
         ("p.jsonl", '{"prompt": "a"\n', "JSON"),
         ("p.jsonl", '{"prompt": " "}\n', "empty"),
         ("p.jsonl", '{"messages": [{"role": "assistant", "content": "a"}]}\n', "ends with an answer"),
-        ("p.jsonl", '{"messages": ["a"]}\n', "no list of"),
+        ("p.jsonl", '{"messages": ["a"]}\n', "is not a list of"),
         ("p.txt", "\n\n", "no prompt"),
         ("p.xyz", "a\n", "unsupported file type"),
     ],

@@ -223,15 +223,15 @@ LORA_A = "base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (_write("adapter_config.json", b"{}"), "adapter_config.json does not say its peft_type"),
+        (_write("adapter_config.json", b"{}"), "adapter_config.json has no peft_type"),
         (_write("adapter_config.json", b"hello"), "it is not JSON: line 1, column 1"),
         (_settings(peft_type="NOPE"), "peft says: "),
-        (_settings(r=None), "has the shape (4, 32), and adapter_config.json on the model beneath makes it (8, 32)"),
+        (_settings(r=None), "has the shape (4, 32), but adapter_config.json and the base model require (8, 32)"),
         (_settings(r="many"), "peft says: "),
         (_settings(target_modules=["nothing"]), "peft says: "),
         (_write("adapter_model.safetensors", b""), "it is empty"),
-        (_weights(lambda tensors: tensors.pop(LORA_A)), "1 tensors of the adapter are not in its file: base_model.model.model.layers.0.mlp.down_proj.lora_A"),
-        (_weights(lambda tensors: tensors[LORA_A].fill_(float("nan"))), f"{LORA_A} has NaN in it"),
+        (_weights(lambda tensors: tensors.pop(LORA_A)), "1 tensors of the adapter are missing from its file: base_model.model.model.layers.0.mlp.down_proj.lora_A"),
+        (_weights(lambda tensors: tensors[LORA_A].fill_(float("nan"))), f"{LORA_A} contains NaN"),
     ],
 )  # fmt: skip
 def test_an_adapter_of_others_that_is_broken_is_refused_by_key_and_tensor(

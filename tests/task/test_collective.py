@@ -68,7 +68,7 @@ def test_processes_that_reach_each_other_add_their_numbers(groups: list[Group], 
         assert result["missing"] == []
         assert result["bytes_per_second"] > 1e5
         assert 0 < result["seconds"] < 60
-        assert f"{world_size} ranks add 4 MiB" in result["text"]
+        assert f"{world_size} ranks sum 4 MiB" in result["text"]
 
 
 def test_one_that_never_comes_is_named_by_all_others(groups: list[Group]) -> None:

@@ -258,7 +258,7 @@ def test_progress_reaches_the_whole(tmp_path: Path, large: Path) -> None:
     other.write_bytes(b"x" * 777)
     told: list[tuple[int, int]] = []
     digest_files(
-        [large, other], cache=tmp_path / "d.json", told=lambda done, total: told.append((done, total))
+        [large, other], cache=tmp_path / "d.json", on_progress=lambda done, total: told.append((done, total))
     )
     assert told[-1] == (5777, 5777)
     assert told == sorted(told)

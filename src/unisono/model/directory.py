@@ -158,8 +158,7 @@ def _from_hub(path: str, revision: str | None) -> Path:
         raise ModelError.of(
             f"{path} is neither a directory on this machine nor a visible model at {hub.endpoint}",
             where="model.path",
-            why="it does not exist there, or it is private"
-            + ("" if hub.token else ", and no token is set"),
+            why="it does not exist there, or it is private" + ("" if hub.token else ", and no token is set"),
             fix="check the spelling; for a private one set HF_TOKEN; for a directory write ./NAME",
         ) from error
     except LocalEntryNotFoundError as error:
@@ -264,9 +263,7 @@ def read_model_config(directory: Path) -> dict[str, Any]:
     kind = settings.get("model_type")
     if not isinstance(kind, str):
         raise ModelError.of(
-            "config.json has no model_type"
-            if kind is None
-            else f"model_type in config.json is {kind!r}",
+            "config.json has no model_type" if kind is None else f"model_type in config.json is {kind!r}",
             where=str(file),
             why="it selects the model's code in transformers",
             fix="copy config.json of the model again",

@@ -1,4 +1,4 @@
-"""Entry of a task process: finds the task by its name and runs it on the request."""
+"""Entry of a task process: runs the task of a name on the request."""
 
 import importlib
 import json

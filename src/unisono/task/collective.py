@@ -1,7 +1,7 @@
-"""One small collective with the real back-end, before the ranks load anything: whether the nodes' processes can work together.
+"""The task `collective`: a small collective with the real backend, to test that processes on all nodes can communicate.
 
-Told to the front: `store` (port) from rank 0, then `phase` messages: `collective.store` once torch is loaded. Every rank
-then reads one line from stdin, `{"store": [host, port]}`, from which its deadline counts: so all are started at once.
+Messages to the front: `store` (port) from rank 0, then `phase`: `collective.store` once torch is loaded. Every rank then reads one line
+from stdin, `{"store": [host, port]}`, from which its deadline counts, so all start at the same time.
 """
 
 import contextlib
@@ -31,8 +31,8 @@ _POLL_S = 0.02
 
 
 @dataclass(frozen=True)
-class _Request:
-    """The request, read."""
+class _Options:
+    """The parsed request."""
 
     rank: int
     world_size: int
@@ -46,7 +46,7 @@ class _Request:
     names: list[str]
 
     @classmethod
-    def read(cls, request: dict[str, Any]) -> "_Request":
+    def read(cls, request: dict[str, Any]) -> "_Options":
         index = request.get("device_index")
         world_size = int(request["world_size"])
         return cls(
@@ -64,54 +64,53 @@ class _Request:
 
 
 def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
-    """Gives `ok`, `text` (what was found, one line), `seconds`, `missing` (ranks that never came), `bytes_per_second`, `small_s`.
+    """Gives `ok`, `text` (the outcome, one line), `seconds`, `missing` (ranks that did not join), `bytes_per_second`, `small_s`.
 
-    `small_s` is of a sum of one number, once connections are made; null: it never came to that.
+    `small_s` is the time for a sum of one number over existing connections; null if that was not reached.
 
-    A failure is no crash: `ok` is false, and `text` says what torch said. What hangs past the deadline says so and ends itself:
-    gloo, for one, waits on for ever in init_process_group if a peer dies while they connect (torch 2.13), whatever its time-out.
+    After a failure `ok` is false, and `text` has torch's message. A process that hangs past the deadline reports it and exits: e.g. gloo
+    (torch 2.13) waits forever in init_process_group, whatever the timeout, if a peer dies while they connect.
 
     Args:
-        request: `rank`, `world_size`; `backend` (gloo, nccl); `device_index` (of the visible accelerators, or null);
-            `store_host` (rank 0: where the store listens); `deadline_s` (from the line on stdin); `names` (of the ranks,
-            for `text`); `rounds` of the large sum; `large_bytes`
-            in it; `store_ports` to be tried before one that the system chooses.
-        report: told the phases, and by rank 0 the store's port.
+        request: `rank`, `world_size`; `backend` (gloo, nccl); `device_index` (among the visible accelerators, or null); `store_host`
+            (rank 0: where the store listens); `deadline_s` (from the line on stdin); `names` (of the ranks, for `text`); `rounds` of the
+            large sum; `large_bytes` in it; `store_ports` to try before one that the system chooses.
+        report: receives the phases, and from rank 0 the store's port.
     """
-    asked = _Request.read(request)
+    options = _Options.read(request)
     found: dict[str, Any] = {"ok": False, "missing": [], "bytes_per_second": None, "small_s": None}
     began = time.monotonic()
     try:
-        listening = _listen(asked, report)
-        report.phase("collective.store", "waits to be told where the store is")
+        listening = _listen(options, report)
+        report.phase("collective.store", "waiting for the store's address")
         host, port = _read_store()
         began = time.monotonic()
-        limit = began + asked.deadline_s
-        with _given_up(asked, report, found):
-            found |= _try(asked, report, _store(host, port, listening, limit), limit, found)
-    except (RuntimeError, OSError, EOFError) as error:  # torch.distributed's own are RuntimeErrors
-        found["text"] = f"{asked.backend}: {one_line(str(error), limit=400) or type(error).__name__}"
+        limit = began + options.deadline_s
+        with _given_up(options, report, found):
+            found |= _try(options, report, _store(host, port, listening, limit), limit, found)
+    except (RuntimeError, OSError, EOFError) as error:  # torch.distributed raises RuntimeErrors
+        found["text"] = f"{options.backend}: {one_line(str(error), limit=400) or type(error).__name__}"
     seconds = time.monotonic() - began
-    _end_after(_GRACE_S)  # also if torch hangs while it is taken down
-    if found["ok"]:  # what failed is left to the end of the process: taking it down could wait for its peers
+    _end_after(_GRACE_S)  # also if torch hangs while it closes the group
+    if found["ok"]:  # after a failure the group is not closed: that could wait for its peers
         let_gloo_finish(_GRACE_S / 2)
         dist.destroy_process_group()
     return {**found, "seconds": seconds}
 
 
 @contextlib.contextmanager
-def _given_up(asked: _Request, report: Reporter, found: dict[str, Any]) -> Iterator[None]:
-    """Reports a failure in this process's name, and ends it, if what is done inside takes longer than the deadline."""
+def _given_up(options: _Options, report: Reporter, found: dict[str, Any]) -> Iterator[None]:
+    """A context that reports a failure and exits the process if it takes longer than the deadline."""
 
     def give_up() -> None:
-        text = f"{asked.backend}: nothing came of it within {asked.deadline_s:g} s, and torch's own time-out did not end it"
-        report.send("result", **{**found, "ok": False, "text": text, "seconds": asked.deadline_s})
+        text = f"{options.backend}: no result within {options.deadline_s:g} s, and torch's own timeout did not end it"
+        report.send("result", **{**found, "ok": False, "text": text, "seconds": options.deadline_s})
         os._exit(0)
 
-    timer = threading.Timer(asked.deadline_s + _GRACE_S / 2, give_up)
+    timer = threading.Timer(options.deadline_s + _GRACE_S / 2, give_up)
     timer.daemon = True
     timer.start()
-    _end_after(asked.deadline_s + _GRACE_S)  # for what holds the interpreter, and that thread with it
+    _end_after(options.deadline_s + _GRACE_S)  # for code that holds the GIL, which blocks that thread, too
     try:
         yield
     finally:
@@ -119,30 +118,30 @@ def _given_up(asked: _Request, report: Reporter, found: dict[str, Any]) -> Itera
 
 
 def _end_after(seconds: float) -> None:
-    """Ends this process then, with all stacks on stderr, whatever it hangs in; a later call takes the place of this one."""
+    """Exits this process after that time, with all stacks on stderr, even if it hangs; a later call replaces this one."""
     faulthandler.dump_traceback_later(seconds, exit=True)
 
 
-def _listen(asked: _Request, report: Reporter) -> socket.socket | None:
-    """Rank 0 binds the store's port itself: one that was found free and is bound later may be taken by then."""
-    if asked.rank != 0:
+def _listen(options: _Options, report: Reporter) -> socket.socket | None:
+    """Binds the store's port on rank 0: a port that is only found free may be taken before it is bound."""
+    if options.rank != 0:
         return None
-    listening = _bound(asked.store_host, [*asked.store_ports, 0])
+    listening = _bound(options.store_host, [*options.store_ports, 0])
     report.send("store", port=listening.getsockname()[1])
     return listening
 
 
 def _bound(host: str, ports: list[int]) -> socket.socket:
-    """Listens on the first port that is free. The last is 0: what the system chooses."""
+    """Listens on the first free port. The last one is 0: the system chooses."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for port in ports[:-1]:
-        with contextlib.suppress(OSError):  # somebody has it
+        with contextlib.suppress(OSError):  # in use
             return socket.create_server((host, port), family=family)
     return socket.create_server((host, ports[-1]), family=family)
 
 
 def _store(host: str, port: int, listening: socket.socket | None, limit: float) -> "dist.TCPStore":
-    if listening is None:  # refused is said at once; torch would try until twice its time-out
+    if listening is None:  # a refused connection fails at once; torch would retry for twice its timeout
         socket.create_connection((host, port), timeout=_left(limit).total_seconds()).close()
     return dist.TCPStore(
         host,
@@ -155,36 +154,36 @@ def _store(host: str, port: int, listening: socket.socket | None, limit: float) 
 
 
 def _try(
-    asked: _Request, report: Reporter, store: "dist.TCPStore", limit: float, found: dict[str, Any]
+    options: _Options, report: Reporter, store: "dist.TCPStore", limit: float, found: dict[str, Any]
 ) -> dict[str, Any]:
-    missing = _roll_call(store, asked, limit)
+    missing = _roll_call(store, options, limit)
     if missing:
-        who = ", ".join(asked.names[rank] for rank in missing)
+        who = ", ".join(options.names[rank] for rank in missing)
         return {
-            "text": f"{who} did not come to the store at {store.host}:{store.port} within {asked.deadline_s:g} s",
+            "text": f"{who} did not connect to the store at {store.host}:{store.port} within {options.deadline_s:g} s",
             "missing": missing,
         }
-    report.phase("collective.group", f"makes a {asked.backend} group of {asked.world_size}")
-    on_gpu = asked.device.type == "cuda"
+    report.phase("collective.group", f"creating a {options.backend} group of {options.world_size}")
+    on_gpu = options.device.type == "cuda"
     if on_gpu:
-        torch.cuda.set_device(asked.device)
+        torch.cuda.set_device(options.device)
     dist.init_process_group(
-        asked.backend,
+        options.backend,
         store=store,
-        rank=asked.rank,
-        world_size=asked.world_size,
+        rank=options.rank,
+        world_size=options.world_size,
         timeout=_left(limit),
-        device_id=asked.device if on_gpu else None,
+        device_id=options.device if on_gpu else None,
     )
-    report.phase("collective.sum", "adds numbers over all ranks")
-    return _small(asked, limit, found) or _large(asked, limit)
+    report.phase("collective.sum", "summing over all ranks")
+    return _small(options, limit, found) or _large(options, limit)
 
 
 def _read_store() -> tuple[str, int]:
-    """The line from the front. The end of stdin means that the front is gone.
+    """The store's address, from the front.
 
     Raises:
-        EOFError: then.
+        EOFError: if stdin ends: the front is gone.
     """
     line = sys.stdin.readline()
     if not line:
@@ -193,71 +192,71 @@ def _read_store() -> tuple[str, int]:
     return str(host), int(port)
 
 
-def _roll_call(store: "dist.TCPStore", asked: _Request, limit: float) -> list[int]:
-    """Says that this rank is here and waits for the others; gives those that did not come.
+def _roll_call(store: "dist.TCPStore", options: _Options, limit: float) -> list[int]:
+    """Announces this rank and waits for the others; gives those that did not join.
 
-    The group's own set-up would say `wait timeout`, and not for whom.
+    torch's own setup of the group would report `wait timeout` without the missing ranks.
     """
-    store.set(f"here/{asked.rank}", b"1")
-    missing = list(range(asked.world_size))
+    store.set(f"here/{options.rank}", b"1")
+    missing = list(range(options.world_size))
     while missing and time.monotonic() < limit:
         missing = [rank for rank in missing if not store.check([f"here/{rank}"])]
         if missing:
             time.sleep(_POLL_S)
-    if asked.rank == 0:
-        _wait_until_all_know(store, asked, missing)
+    if options.rank == 0:
+        _wait_until_all_know(store, options, missing)
     else:
-        store.set(f"knows/{asked.rank}", b"1")
+        store.set(f"knows/{options.rank}", b"1")
     return missing
 
 
-def _wait_until_all_know(store: "dist.TCPStore", asked: _Request, missing: list[int]) -> None:
-    """Rank 0 holds the store: if it left first, the others could not ask it who is missing."""
-    waiting = [rank for rank in range(1, asked.world_size) if rank not in missing]
+def _wait_until_all_know(store: "dist.TCPStore", options: _Options, missing: list[int]) -> None:
+    """Keeps rank 0, which has the store, until the other ranks know who is missing."""
+    waiting = [rank for rank in range(1, options.world_size) if rank not in missing]
     limit = time.monotonic() + _GRACE_S / 2
     while waiting and time.monotonic() < limit:
         waiting = [rank for rank in waiting if not store.check([f"knows/{rank}"])]
         time.sleep(_POLL_S if waiting else 0)
 
 
-def _small(asked: _Request, limit: float, found: dict[str, Any]) -> dict[str, Any]:
-    """Adds the numbers of all ranks, which must give W(W-1)/2; what is wrong, or nothing. All ranks take part."""
-    total = torch.tensor([float(asked.rank)], device=asked.device)
-    _all_reduce(total.clone(), limit)  # makes the connections
+def _small(options: _Options, limit: float, found: dict[str, Any]) -> dict[str, Any]:
+    """Sums the ranks' numbers, which must give W(W-1)/2; gives the failure, or an empty dict. All ranks must call it."""
+    total = torch.tensor([float(options.rank)], device=options.device)
+    _all_reduce(total.clone(), limit)  # opens the connections
     began = time.monotonic()
     _all_reduce(total, limit)
     value = total.item()
     found["small_s"] = time.monotonic() - began
-    wanted = asked.world_size * (asked.world_size - 1) / 2
+    wanted = options.world_size * (options.world_size - 1) / 2
     if value != wanted:
         return {"text": f"the sum over all ranks is {value:g} and must be {wanted:g}"}
     return {}
 
 
-def _large(asked: _Request, limit: float) -> dict[str, Any]:
-    """Adds a large tensor, and measures that. All ranks take part."""
-    large = torch.ones(asked.large_bytes // 4, device=asked.device)
-    _all_reduce(large, limit)  # connections and kernels for this size are made when it first comes
-    bool((large == asked.world_size).all())
+def _large(options: _Options, limit: float) -> dict[str, Any]:
+    """Sums a large tensor, and measures the time. All ranks must call it."""
+    large = torch.ones(options.large_bytes // 4, device=options.device)
+    _all_reduce(large, limit)  # the first sum of this size sets up connections and kernels
+    bool((large == options.world_size).all())
     began = time.monotonic()
-    for _ in range(asked.rounds):
+    for _ in range(options.rounds):
         large.fill_(1.0)
         _all_reduce(large, limit)
-    same = bool((large == asked.world_size).all())  # waits for the device, too
+    same = bool((large == options.world_size).all())  # waits for the device, too
     seconds = max(time.monotonic() - began, 1e-9)
-    size = f"{asked.large_bytes >> 20} MiB"
+    size = f"{options.large_bytes >> 20} MiB"
     if not same:
-        return {"text": f"a sum of {size} over all ranks came back wrong"}
-    speed = asked.rounds * asked.large_bytes / seconds
-    text = f"{asked.backend}: {asked.world_size} ranks add {size} at {speed / 1e6:,.0f} MB/s"
+        return {"text": f"a sum of {size} over all ranks gave a wrong result"}
+    speed = options.rounds * options.large_bytes / seconds
+    text = f"{options.backend}: {options.world_size} ranks sum {size} at {speed / 1e6:,.0f} MB/s"
     return {"ok": True, "text": text, "bytes_per_second": speed}
 
 
 def _all_reduce(tensor: torch.Tensor, limit: float) -> None:
-    """Adds over all ranks, which all take part. Its own time-out, since gloo's begins anew with each operation.
+    """Sums over all ranks; all must call it. It has its own timeout, because gloo's restarts with each operation.
 
     Raises:
-        RuntimeError: if it fails, or is not done by then.
+        RuntimeError: if it fails, or does not finish in time.
     """
     dist.all_reduce(tensor, async_op=True).wait(timeout=_left(limit))
 

@@ -23,12 +23,12 @@ _NOT_TOKENIZER = ("config.json", "generation_config.json", "adapter_config.json"
 
 
 def prepare(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
-    """Gives `data` (a DataSummary) and `model` (ModelFacts), both as JSON.
+    """Prepares a run: gives `data` (a DataSummary) and `model` (ModelFacts), both as JSON.
 
     Args:
-        request: `config` (a RunConfig as JSON), `cache_dir`, and `output_dir`, into which data.json is written, or null;
-            `limit_rows`, if only so many rows of each source are to be read, as in a rehearsal.
-        report: told about progress.
+        request: `config` (a RunConfig as JSON), `cache_dir`, and `output_dir`, where data.json is written, or null;
+            `limit_rows`, the rows to read of each source, for a rehearsal.
+        report: receives progress.
 
     Raises:
         IntegrityError: if the model is the result of a run, and is damaged.
@@ -37,7 +37,7 @@ def prepare(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     report.phase("model", "reading the model's files")
     try:
         facts = inspect_model(config, vouch=_refuse_damage)
-    except ModelError:  # a file that cannot be read may be one that was damaged since it was written
+    except ModelError:  # an unreadable file may have been damaged since it was written
         _refuse_damage(locate_model(config.model.path, config.model.revision), {})
         raise
     ledger = None
@@ -65,10 +65,10 @@ def prepare(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
 def _refuse_damage(
     directory: Path, digests: dict[str, tuple[int, str]], *, only: Callable[[str], bool] = lambda _name: True
 ) -> None:
-    """Compares a model that a run or an export left with the list of its files; other models have none.
+    """Verifies a model that a run or an export has written against the list of its files; other models have no list.
 
     Raises:
-        IntegrityError: naming each file that is damaged, and its tensors.
+        IntegrityError: with each damaged file, and its tensors.
     """
     checked = check_model(directory, read=lambda file: digests.get(file.name) or read_digest(file), only=only)
     if not checked.intact:
@@ -80,14 +80,14 @@ _NOTES = 20
 
 
 def preview(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
-    """Gives `data` (a DataSummary), `rows`, `lengths`, `ledger` and `notes`.
+    """Shows rows as the model sees them: gives `data` (a DataSummary), `rows`, `lengths`, `ledger` and `notes`.
 
-    A row is {row, tokens, loss_tokens, runs}; its runs, [{loss, tokens, text}], joined give its text. `lengths` is a
-    histogram of the training rows, [{first, last, rows}] in tokens. `notes` are the first rows to which something was done.
+    A row is {row, tokens, loss_tokens, runs}; its runs, [{loss, tokens, text}], joined give its text. `lengths` is a histogram of the
+    training rows, [{first, last, rows}] in tokens. `notes` are the first rows that were dropped or changed.
 
     Args:
-        request: `config` (a RunConfig as JSON), `cache_dir`, and `rows`, how many to show.
-        report: told about progress.
+        request: `config` (a RunConfig as JSON), `cache_dir`, and `rows`, the number of rows to show.
+        report: receives progress.
     """
     config = RunConfig.model_validate(request["config"])
     directory = locate_tokenizer(config)
@@ -98,7 +98,7 @@ def preview(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
         cache_dir=Path(request["cache_dir"]),
         report=report,
     )
-    report.phase("preview", "turning tokens back into text")
+    report.phase("preview", "decoding tokens")
     tokenizer = load_tokenizer(directory, trust_remote_code=config.model.trust_remote_code)
     table = TokenTable.open(Path(data.cache_dir), "train")
     ledger = Path(data.cache_dir) / "ledger.json"
@@ -131,13 +131,13 @@ def _shown(table: TokenTable, i: int, tokenizer: Any) -> dict[str, Any]:
 
 
 def runs(targets: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
-    """First and end of each stretch of equal values; there is at least one value."""
+    """Begin and end of each run of equal values; there must be at least one value."""
     changes = (np.flatnonzero(targets[1:] != targets[:-1]) + 1).tolist()
     return list(zip([0, *changes], [*changes, len(targets)], strict=True))
 
 
 def _text(tokenizer: Any, ids: npt.NDArray[np.int32], first: int, end: int) -> str:
-    """What tokens first..end add to the text: decoded alone, some tokenizers would drop a blank at the beginning."""
+    """The text that tokens first..end add: decoded alone, some tokenizers would drop a leading space."""
     before, whole = (
         tokenizer.decode(ids[:stop].tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         for stop in (first, end)
@@ -150,7 +150,7 @@ def _text(tokenizer: Any, ids: npt.NDArray[np.int32], first: int, end: int) -> s
 
 
 def histogram(lengths: npt.NDArray[np.int64]) -> list[dict[str, int]]:
-    """Up to ten classes of equal width from the shortest to the longest: {first, last, rows}."""
+    """Up to ten bins of equal width from the shortest to the longest: {first, last, rows}."""
     shortest, longest = int(lengths.min()), int(lengths.max())
     width = -(-(longest - shortest + 1) // _BINS)
     counts = np.bincount((lengths - shortest) // width)
@@ -162,14 +162,14 @@ def histogram(lengths: npt.NDArray[np.int64]) -> list[dict[str, int]]:
 
 
 def row_origins(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
-    """Gives `rows`: file and line of each row of the sequences, in their order.
+    """Looks up the origins of rows: gives `rows`, file and line of each row of the sequences, in their order.
 
     Args:
         request: `table`, the directory of a token table, and `sequences` of its training split.
-        report: told nothing; this takes a moment.
+        report: not used.
 
     Raises:
-        DataError: if the table is gone, or has no such sequence.
+        DataError: if the table is missing, or has no such sequence.
     """
     del report
     try:

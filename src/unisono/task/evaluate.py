@@ -1,7 +1,7 @@
 """The task `eval`: loss and perplexity over the loss tokens of a file's rows, and scores of generated answers.
 
-Request: target, step (or null), data (file), limit (or null), cache_dir. The rows go through the same preparation as in training, with
-the run's own settings where it is a run. Result: description, figures, ledger, formats, rows (one for each answer).
+Request: target, step (or null), data (file), limit (or null), cache_dir. The rows are prepared as in training, with the settings of the run
+if the target is one. Result: description, figures, ledger, formats, rows (one for each answer).
 """
 
 import glob
@@ -25,11 +25,11 @@ from unisono.text import plain
 from unisono.train.evaluation import Question, question_of
 from unisono.train.step_inputs import load_rows
 
-_TOKENS = 8_192  # of a forward
+_TOKENS = 8_192  # per forward
 
 
 def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
-    """Measures; `figures` has rows, tokens, loss_tokens, loss, perplexity, questions, exact_match, rouge_l, bleu."""
+    """Evaluates; `figures` has rows, tokens, loss_tokens, loss, perplexity, questions, exact_match, rouge_l, bleu."""
     file = request["data"]
     fault = fault_of(expand(file), file)
     if fault is not None and "://" not in file and not (fault.is_missing and glob.has_magic(file)):
@@ -72,13 +72,13 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
 
 
 def _questions(table: TokenTable, rows: Sequence[int]) -> list[tuple[int, Question]]:
-    """The rows that ask something. Where all of a row counts in the loss, as in plain text, nothing is asked."""
+    """The rows with a question. A row that counts in the loss as a whole, e.g. plain text, has none."""
     found = ((row, question_of(table, row)) for row in rows)
     return [(row, question) for row, question in found if question is not None and len(question.prompt) > 1]
 
 
 def evaluation_config(opened: InferenceModel, file: str) -> RunConfig:
-    """The config by which the rows are prepared: every row a sequence of its own, masked as in the run."""
+    """The config for preparing the rows: every row is a sequence of its own, with the loss mask of the run."""
     plan, target = opened.target.plan, opened.target
     tokenizer = opened.tokenizer.name_or_path or str(target.base)
     if plan is None:
@@ -104,7 +104,7 @@ def evaluation_config(opened: InferenceModel, file: str) -> RunConfig:
 def losses(
     opened: InferenceModel, table: TokenTable, sequences: Sequence[int], report: Reporter
 ) -> dict[str, Any]:
-    """Σ of the cross entropy over the loss tokens / their number, and what it is a mean of."""
+    """Σ of the cross entropy over the loss tokens / their number, with perplexity, rows and tokens."""
     count = int(table.sequence_loss_tokens()[list(sequences)].sum())
     tokens = int(table.sequence_tokens()[list(sequences)].sum())
     total, done = 0.0, 0
@@ -126,7 +126,7 @@ def losses(
 
 
 def _groups(table: TokenTable, sequences: Sequence[int]) -> Iterator[list[int]]:
-    """Sequences in order, in groups of up to `_TOKENS` tokens, at least one each."""
+    """Sequences in order, in groups of up to `_TOKENS` tokens and at least one sequence."""
     lengths = table.sequence_tokens()
     group: list[int] = []
     size = 0
@@ -142,7 +142,7 @@ def _groups(table: TokenTable, sequences: Sequence[int]) -> Iterator[list[int]]:
 
 
 def answer_all(opened: InferenceModel, questions: Sequence[Question], report: Reporter) -> list[str]:
-    """Greedy answers, up to twice as long as the longest written one."""
+    """Greedy answers, up to twice as long as the longest reference."""
     if not questions:
         return []
     limit = 2 * max(len(question.answer) for question in questions) + 8
@@ -151,7 +151,7 @@ def answer_all(opened: InferenceModel, questions: Sequence[Question], report: Re
     room = [opened.context - len(question.prompt) for question in questions]
     usual = [i for i, left in enumerate(room) if left >= limit]
     answers: list[list[int]] = [[] for _ in questions]
-    # Where the model's context ends sooner, each has a batch of its own: beyond it some models have no positions.
+    # Questions with less room in the model's context get separate batches: some models have no positions beyond it.
     batches = [(usual, limit), *(([i], left) for i, left in enumerate(room) if left < limit)]
     with opened.ready() as model:
         for places, most in batches:
@@ -171,5 +171,5 @@ def answer_all(opened: InferenceModel, questions: Sequence[Question], report: Re
 
 
 def text_of(opened: InferenceModel, ids: Sequence[int]) -> str:
-    """The text of an answer as scores compare it."""
+    """The text of an answer in the form that scores compare."""
     return plain(decode(opened.tokenizer, ids)).strip()

@@ -1,7 +1,7 @@
-"""The task `export`: a directory that transformers and peft load as it is, whole or not at all.
+"""The task `export`: writes a directory that transformers and peft can load, completely or not at all.
 
 Request: target, step (or null), out, merge. Result: out, what (`adapter`, `merged model` or `model`), description, base, dtype, files,
-bytes, and for a merged model how far its logits are from those of base plus adapter.
+bytes, and for a merged model how much its logits differ from those of base plus adapter.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ from unisono.train.weights import Entries, entries_of, write_model, write_weight
 
 _MODEL_FILES = ("config.json", "*.safetensors", "*.safetensors.index.json", "*.py")
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "README.md")
-# Root mean square of the difference of logits, as a share of their spread: rounding of one addition, or of a 16-bit weight.
+# Root mean square of the difference of logits, relative to their spread: rounding of one addition, or of a 16-bit weight.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.06, "float16": 0.06}
 
 
@@ -50,7 +50,7 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     """Writes the directory.
 
     Raises:
-        UsageError: if OUT is taken, or the target is not there.
+        UsageError: if OUT exists and is not empty, or the target does not exist.
         ModelError: if an adapter cannot be merged.
         IntegrityError: if the target is damaged.
         UnfitError: if the storage fails.
@@ -60,9 +60,7 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     verify_target(target, report)
     merge = bool(request.get("merge")) and _has_adapter(target)
     if request.get("merge") and not merge:
-        report.warning(
-            "nothing_to_merge", "there is no adapter to merge: all weights are in the model already"
-        )
+        report.warning("nothing_to_merge", "there is no adapter to merge: the model already has all weights")
     report.phase("export", f"writing {out}")
     with whole_directory(out) as directory:
         if merge:
@@ -86,7 +84,7 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
 
 
 def write_as_it_is(target: Target, directory: Path) -> Entries:
-    """The adapter, or the whole model, without a change in its weights; gives the digests of the weight files."""
+    """Writes the adapter or the full model with unchanged weights; gives the digests of the weight files."""
     if target.source == "checkpoint":
         assert target.plan is not None
         return write_weights(
@@ -98,7 +96,7 @@ def write_as_it_is(target: Target, directory: Path) -> Entries:
         shutil.copyfile(file, directory / file.name)
     if target.source == "adapter":
         _name_base(target, directory / "adapter_config.json")
-    # Found right by now; what is damaged while it is copied is found by who reads the copy.
+    # Verified before; damage during the copy is detected when the copy is read.
     listing = read_model_manifest(target.weights)
     if listing is None:
         return entries_of(target.weights)
@@ -106,9 +104,9 @@ def write_as_it_is(target: Target, directory: Path) -> Entries:
 
 
 def write_merged(target: Target, directory: Path, report: Reporter) -> tuple[dict[str, Any], Entries]:
-    """The model with the adapter added to its weights, in the dtype of the model's own files.
+    """Writes the model with the adapter merged into its weights, in the dtype of the model's own files.
 
-    What was written is read again, and its logits are compared with those of base plus adapter.
+    The written model is loaded again, and its logits are compared with those of base plus adapter.
 
     Raises:
         ModelError: if the adapter cannot be merged.
@@ -119,24 +117,24 @@ def write_merged(target: Target, directory: Path, report: Reporter) -> tuple[dic
     report.phase("load_model", f"loading {target.description}")
     loaded = load_target(target, dtype=dtype, device=torch.device("cpu"))
     wanted = logits_of_probe(loaded.model)
-    report.phase("merge", "adding the adapter to the weights")
+    report.phase("merge", "merging the adapter into the weights")
     merged = merge_adapter(loaded.model, where=str(target.weights))
     merged.generation_config = (
         GenerationConfig()
-    )  # ours is written below; an odd one would be refused by transformers
+    )  # the real one is written below; transformers would refuse an invalid one
     merged.config.use_cache = True
     entries = write_model(merged, directory, dtype=dtype, max_file_bytes=_largest_file(target))
     del loaded, merged
-    report.phase("verify", "reading the merged model again")
+    report.phase("verify", "verifying the merged model")
     again = load_base(directory, dtype=getattr(torch, dtype), trust_remote_code=trusts_code(target)).eval()
     difference = float(
         (logits_of_probe(again) - wanted).square().mean().sqrt() / wanted.std().clamp_min(1e-6)
     )
     if not difference <= TOLERANCE[dtype]:
         raise ModelError.of(
-            "the merged model does not give what base plus adapter give",
+            "the merged model differs from base plus adapter",
             where=str(target.weights),
-            why=f"its logits differ by {difference:.2g} of their spread; up to {TOLERANCE[dtype]:g} is rounding",
+            why=f"the logits differ by {difference:.2g} of their spread; rounding explains up to {TOLERANCE[dtype]:g}",
             fix="export without --merge",
         )
     return {"dtype": dtype, "logits_differ_by": difference}, entries
@@ -144,10 +142,10 @@ def write_merged(target: Target, directory: Path, report: Reporter) -> tuple[dic
 
 @contextlib.contextmanager
 def whole_directory(out: Path) -> Iterator[Path]:
-    """Gives a path beside `out` that does not exist yet; at the end what is there is synced and renamed to `out`.
+    """Gives a new path next to `out`; at the end the directory there is synced and renamed to `out`.
 
     Raises:
-        UnfitError: if the storage fails; nothing is left of it then.
+        UnfitError: if the storage fails; nothing is left behind then.
     """
     temporary = out.parent / f".{out.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}"
     try:
@@ -158,7 +156,7 @@ def whole_directory(out: Path) -> Iterator[Path]:
         fsync_dir(temporary)
         temporary.rename(out)  # over an empty directory, too
         fsync_dir(out.parent)
-    except BaseException as error:  # also Ctrl-C leaves no half export; raised again
+    except BaseException as error:  # Ctrl-C must not leave a partial export, either; raised again
         shutil.rmtree(temporary, ignore_errors=True)
         if isinstance(error, OSError) or error_number(error) is not None:
             raise UnfitError.of(
@@ -166,7 +164,7 @@ def whole_directory(out: Path) -> Iterator[Path]:
                 where=str(out),
                 why=storage_reason(error),
                 fix=storage_remedy(
-                    error, else_="make room or choose a different place; nothing was left half written"
+                    error, else_="free space there or choose a different directory; nothing was left behind"
                 ),
             ) from error
         raise
@@ -180,20 +178,20 @@ def _sync(file: Path) -> None:
         os.close(fd)
 
 
-def _free_place(asked: str) -> Path:
-    out = Path(asked).expanduser().absolute()
+def _free_place(name: str) -> Path:
+    out = Path(name).expanduser().absolute()
     if out.is_symlink() or (out.exists() and not (out.is_dir() and not any(out.iterdir()))):
         raise UsageError.of(
-            f"{asked} is taken",
+            f"{name} already exists",
             where=str(out),
             why="an export never overwrites",
-            fix="name a directory that does not exist or is empty",
+            fix="use a directory that does not exist or is empty",
         )
     return out
 
 
 def _largest_file(target: Target) -> int:
-    """Bytes of a file of weights: as the run's config says, else as a config that says nothing."""
+    """Maximum bytes of a weight file: by the run's config, else the config's default."""
     section = target.plan.config.checkpoint if target.plan else CheckpointSection()
     return parse_bytes(section.max_shard_size)
 
@@ -205,7 +203,7 @@ def _has_adapter(target: Target) -> bool:
 
 
 def _name_base(target: Target, file: Path) -> None:
-    """An adapter that was trained elsewhere gets the place where the model beneath it is now."""
+    """Sets the base model of an adapter that was trained elsewhere to its present directory."""
     settings = read_json(file)
     named = str(settings.get("base_model_name_or_path") or "")
     if not named or (named.startswith(("/", ".")) and not Path(named).is_dir()):
@@ -214,7 +212,7 @@ def _name_base(target: Target, file: Path) -> None:
 
 
 def _write_rest(target: Target, directory: Path) -> None:
-    """Tokenizer with the chat template of the run, and a generation_config that ends answers where it ended them."""
+    """Writes the tokenizer with the run's chat template, and a generation_config with its stop tokens."""
     tokenizer: Any = load_tokenizer(target.weights) if target.source == "model" else adapter_tokenizer(target)
     template = template_of(target, tokenizer)
     stops = stops_of(target, tokenizer, template)
@@ -240,7 +238,7 @@ _PROBE_TOKENS = 16
 
 
 def logits_of_probe(model: Any) -> torch.Tensor:
-    """(2, tokens, vocabulary) float32: what a model says to two rows of tokens that are the same each time."""
+    """(2, tokens, vocabulary) float32: the logits of a model for two fixed rows of tokens."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     vocabulary = base.get_input_embeddings().weight.shape[0]
     ids = [
@@ -253,16 +251,16 @@ def logits_of_probe(model: Any) -> torch.Tensor:
 
 
 def merge_adapter(model: Any, *, where: str) -> Any:
-    """The transformers model with the adapter in its weights. Sums are made in float32 and rounded once.
+    """The transformers model with the adapter merged into its weights. Sums are computed in float32 and rounded once.
 
-    Tied weights stay tied; the dtype is that of the model beneath.
+    Tied weights stay tied; the dtype is that of the base model.
 
     Args:
-        model: a peft model; it is used up.
+        model: a peft model; it cannot be used afterwards.
         where: for messages.
 
     Raises:
-        ModelError: if the adapter changes one of two tied weights, or is of a kind that cannot be added.
+        ModelError: if the adapter changes one of two tied weights, or is of a kind that cannot be merged.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -285,7 +283,7 @@ def merge_adapter(model: Any, *, where: str) -> Any:
 
 
 def _refuse_tied(model: Any, where: str) -> None:
-    """Where head and embedding are one matrix, what the adapter does to one of them would be done to both."""
+    """Refuses an adapter on head or embedding if both share one matrix: merging would change both."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import ModulesToSaveWrapper
 
@@ -297,6 +295,6 @@ def _refuse_tied(model: Any, where: str) -> None:
             raise ModelError.of(
                 "the adapter changes the embedding or the head, which share one matrix in this model",
                 where=where,
-                why="merged, the change would reach both",
+                why="merging would change both",
                 fix="export without --merge",
             )

@@ -1,12 +1,12 @@
-"""The task `storage`: copies of checkpoints in a storage that fsspec reaches, in a process of its own.
+"""The task `storage`: copies of checkpoints in a storage supported by fsspec.
 
-    URL/RUN_ID/plan.json, config.yaml, environment.json, data.json, metrics.jsonl     as they were at the last upload
-    URL/RUN_ID/step-00000100/*                                                        manifest.json last: without it nothing counts
+    URL/RUN_ID/plan.json, config.yaml, environment.json, data.json, metrics.jsonl     as of the last upload
+    URL/RUN_ID/step-00000100/*                                                        manifest.json last: without it a copy does not count
 
 Requests: {action: try, url, run_id}, {action: look, url, run_id or null, before: step or null},
 {action: upload, url, run_id, path, keep, keep_every: steps or null, best: whether the best stays, beside}, {action: fetch, url, run_id, step, to, beside},
 {action: read_back, url, run_id, step, checksum: of the manifest}.
-Message `progress`: bytes, of. Credentials are those that the storage's package finds in the environment.
+Message `progress`: bytes, of. The storage's package takes credentials from the environment.
 """
 
 import contextlib
@@ -33,15 +33,15 @@ from unisono.task.read_back import forget_cached
 from unisono.text import one_line
 
 BESIDE = ("environment.json", "config.yaml", "data.json", "metrics.jsonl", "plan.json")
-"""Files of a run that go with its checkpoints; the plan last, since with it a directory counts as a run."""
+"""Files of a run that are copied with its checkpoints; the plan last, as a directory with it counts as a run."""
 TRIED = "tried"
-"""The object that is written to try the storage; a try that was killed leaves it, and the next one removes it."""
+"""The object that is written to test the storage; if the test is killed, the next one removes it."""
 _RUN_ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{8}")
 _STEP = re.compile(r"step-(\d{8,})")
 _IN_BUCKETS = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss"})
-"""Storages without directories: what their packages make in place of one is the bucket, be its name mistyped."""
+"""Storages without directories: creating a directory would create the bucket, even if its name is mistyped."""
 _TELL_BUCKETS = frozenset({"s3", "s3a", "gs", "gcs"})
-"""Those whose packages list an empty bucket as empty, and only a missing one as not found."""
+"""Storages whose packages distinguish an empty bucket from a missing one."""
 _CHUNK_BYTES = 8 << 20
 _PROGRESS_S = 1.0
 
@@ -51,26 +51,28 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
 
     Raises:
         UnfitError: if the storage cannot be reached, read or written, or its package is missing.
-        IntegrityError: if what was fetched, or was to be uploaded, is not what its manifest says.
-        DataError: if the URL has no known scheme.
+        IntegrityError: if a fetched or uploaded file does not match its manifest.
+        DataError: if the URL has an unknown scheme.
     """
     storage = None
     try:
         storage = Storage(request["url"], report)
         return _carry_out(request, storage)
     except DataError as error:
-        if isinstance(error.__cause__, ImportError):  # the URL is right, and this machine is not fit for it
+        if isinstance(
+            error.__cause__, ImportError
+        ):  # the URL is valid, but a package is missing on this machine
             raise UnfitError(*error.problems) from error
         raise
     except (UnisonoError, AssertionError):
         raise
-    except Exception as error:  # each storage package has errors of its own; what it says is handed on
+    except Exception as error:  # each storage package has its own errors; the message is passed on
         text = one_line(redact(str(error)), limit=300)
         raise UnfitError.of(
             f"{request['url']} cannot be {storage.doing if storage else 'read'}",
             where="checkpoint.storage",
             why=f"{type(error).__name__}: {text}",
-            fix="check the URL, the room there, the network and the credentials in the environment",
+            fix="check the URL, the free space there, the network and the credentials in the environment",
         ) from error
 
 
@@ -93,7 +95,7 @@ class Storage:
     """The copies below one URL.
 
     Attributes:
-        doing: what is done to it, for the sentence that it cannot be done: read, written, deleted.
+        doing: the present operation, for error messages: read, written, deleted.
     """
 
     def __init__(self, url: str, report: Reporter) -> None:
@@ -104,10 +106,10 @@ class Storage:
         self._report = report
         self.doing = "read"
         self._of = self._done = 0
-        self._told = 0.0
+        self._reported_at = 0.0
 
     def newest(self, run_id: str | None, *, before: int | None) -> dict[str, Any]:
-        """The newest complete checkpoint of the newest run, or of one run, before a step: run_id, step, manifest (its text); all None where there is none."""
+        """The newest complete checkpoint of the newest run, or of one run, before a step: run_id, step, manifest (its text); all None if there is none."""
         runs = (
             [run_id] if run_id else sorted(filter(_RUN_ID.fullmatch, self._names(self._root)), reverse=True)
         )
@@ -119,10 +121,10 @@ class Storage:
         return {"run_id": None, "step": None, "manifest": None}
 
     def try_out(self, run_id: str) -> dict[str, Any]:
-        """Lists a run's place, writes a small object there, reads it back and removes it: all that uploads will do. Gives seconds.
+        """Tests all operations of an upload: lists a run's directory, writes a small object there, reads it back and removes it. Gives seconds.
 
         Raises:
-            UnfitError: if another object is read than was written.
+            UnfitError: if the object differs from what was written.
         """
         began = time.monotonic()
         folder = f"{self._root}/{run_id}"
@@ -137,23 +139,23 @@ class Storage:
         self.doing = "deleted"
         self._fs.rm_file(place)
         for directory in made:
-            with contextlib.suppress(OSError):  # somebody else has put something there meanwhile
+            with contextlib.suppress(OSError):  # another program has written to it meanwhile
                 self._fs.rmdir(directory)
         if found != words:
             raise UnfitError.of(
-                f"{self._url} gives back other bytes than were written to it",
+                f"{self._url} returns different bytes than were written to it",
                 where="checkpoint.storage",
-                why=f"{len(words)} bytes were written to {place}, and {len(found)} bytes that are not these were read",
-                fix="use another storage",
+                why=f"{len(words)} bytes were written to {place}, and {len(found)} different bytes were read",
+                fix="use a different storage",
             )
         return {"seconds": time.monotonic() - began}
 
     def upload(self, run_id: str, path: Path, *, rules: Rules, best: bool, beside: Path) -> dict[str, Any]:
-        """Copies a checkpoint, its manifest last; then deletes old ones. Gives bytes, seconds, checksum, deleted (steps), pruned (it was gone here)."""
+        """Copies a checkpoint, its manifest last; then deletes old copies. Gives bytes, seconds, checksum, deleted (steps), pruned (it was gone here)."""
         began = time.monotonic()
         self.doing = "written"
         with contextlib.ExitStack() as stack:
-            # All are opened first: the checkpoint may be pruned here while it is copied, and what is open stays.
+            # All files are opened first: the checkpoint may be pruned here during the copy, and open files stay readable.
             try:
                 manifest = Manifest.from_bytes(read_bytes(path / MANIFEST))
                 files = {name: stack.enter_context(open_plain(path / name)) for name in manifest.files}
@@ -169,7 +171,7 @@ class Storage:
         for name in BESIDE:
             if (beside / name).is_file():
                 self._write(f"{self._root}/{run_id}/{name}", (beside / name).read_bytes())
-        if new:  # what stands beside must be there before anything counts on it
+        if new:  # the other files of the run must exist before the copy counts
             self._write(f"{self._place(run_id, manifest.step)}/{MANIFEST}", manifest.to_bytes())
         if best:
             rules = replace(rules, protect=self._best(run_id, beside / "metrics.jsonl"))
@@ -185,10 +187,10 @@ class Storage:
         }
 
     def fetch(self, run_id: str, step: int, to: Path, *, beside: Path) -> dict[str, Any]:
-        """Brings a checkpoint's files, all but its manifest, into a directory, and what goes with it into another. Gives bytes, seconds.
+        """Fetches a checkpoint's files, except its manifest, to one directory, and the run's other files to another. Gives bytes, seconds.
 
         Raises:
-            IntegrityError: if a file is not what the manifest says.
+            IntegrityError: if a file does not match the manifest.
         """
         began = time.monotonic()
         manifest = self._manifest(run_id, step)
@@ -209,12 +211,12 @@ class Storage:
         return {"bytes": manifest.total_bytes, "seconds": time.monotonic() - began}
 
     def read_back(self, run_id: str, step: int, *, checksum: str) -> dict[str, Any]:
-        """Reads a copy whole, as one would that goes on from it, and keeps nothing. Gives bytes, seconds, steps (all that count), free_bytes (None: not known).
+        """Reads a copy back, as a resume would. Gives bytes, seconds, steps (all complete copies), free_bytes (None: unknown).
 
-        A copy that is not what was uploaded loses its marker: the next start uploads it again.
+        A copy that differs from what was uploaded loses its manifest: the next start uploads it again.
 
         Raises:
-            IntegrityError: if it has another manifest than was uploaded, or a file of it is not what the manifest says.
+            IntegrityError: if the manifest differs from the uploaded one, or a file does not match the manifest.
         """
         began = time.monotonic()
         place = self._place(run_id, step)
@@ -243,8 +245,8 @@ class Storage:
         }
 
     def _read_from_storage(self, place: str, target: BinaryIO) -> tuple[int, str]:
-        """Size and digest of a file there; of none where it is missing."""
-        if self._is_local:  # what was written a moment ago is in memory, and may never have got further
+        """Size and digest of a file in the storage; 0 and "none" if it is missing."""
+        if self._is_local:  # a file that was just written is in the page cache, and may not be on disk
             with contextlib.suppress(FileNotFoundError):
                 forget_cached(Path(place), flush=True)
         try:
@@ -258,7 +260,7 @@ class Storage:
         return "file" in self._protocols
 
     def _free_bytes(self) -> int | None:
-        """What may still be written, where the storage is a directory of this machine whose file system says so."""
+        """Free bytes, if the storage is a directory of this machine whose file system reports them."""
         if not self._is_local:
             return None
         disk = os.statvfs(self._root)
@@ -277,7 +279,7 @@ class Storage:
                 raise _damaged(str(path / name), found, (entry.bytes, entry.xxh3_128))
 
     def _pour(self, source: IO[bytes], target: IO[bytes]) -> tuple[int, str]:
-        """Copies, and gives size and digest of what was copied."""
+        """Copies a stream; gives its size and digest."""
         digest, size = xxhash.xxh3_128(), 0
         while data := source.read(_CHUNK_BYTES):
             target.write(data)
@@ -289,12 +291,12 @@ class Storage:
 
     def _progress(self) -> None:
         now = time.monotonic()
-        if now - self._told >= _PROGRESS_S:
-            self._told = now
+        if now - self._reported_at >= _PROGRESS_S:
+            self._reported_at = now
             self._report.send("progress", bytes=self._done, of=self._of)
 
     def _prune(self, run_id: str, *, rules: Rules, local: Path) -> list[int]:
-        """Deletes what is neither here any more nor among the newest nor for ever: what its own run has pruned."""
+        """Deletes copies that the run itself has pruned, except the newest and the protected ones."""
         steps = sorted(self._steps(run_id))
         here = {int(found[1]) for path in local.iterdir() if (found := _STEP.fullmatch(path.name))}
         old = steps[: max(0, len(steps) - rules.keep)]
@@ -306,7 +308,7 @@ class Storage:
         return gone
 
     def _best(self, run_id: str, metrics: Path) -> set[int]:
-        """The best step that is whole in the storage. A run that goes on on another machine has its checkpoint only there."""
+        """The best step with a complete copy. A run that was resumed on a different machine has that checkpoint only in the storage."""
         steps = set(self._steps(run_id))
         while (found := best_evaluated(metrics, steps)) is not None:
             if self._manifest(run_id, found[0]) is not None:
@@ -315,7 +317,7 @@ class Storage:
         return set()
 
     def _make_directories(self, place: str) -> list[str]:
-        """Where the storage has directories, those of a place; gives the run's and the root where they were missing, the deepest first."""
+        """Creates the directories of a place, if the storage has directories; gives those of run and root that were missing, deepest first."""
         if self._protocols & _IN_BUCKETS:
             return []
         missing = [folder for folder in (place, place.rpartition("/")[0]) if not self._fs.exists(folder)]
@@ -323,7 +325,7 @@ class Storage:
         return missing
 
     def _remove_marker(self, place: str) -> None:
-        """Without its manifest a checkpoint is none, so that a death half-way leaves nothing that could be taken for whole."""
+        """Removes the manifest first, so that an interrupted operation leaves no copy that seems complete."""
         with contextlib.suppress(FileNotFoundError):
             self._fs.rm_file(f"{place}/{MANIFEST}")
 
@@ -339,20 +341,20 @@ class Storage:
             return []
 
     def _need_bucket(self) -> None:
-        """A bucket that is not there is a mistake, and no empty storage: a run that began anew would go beside the one that is meant."""
+        """Refuses a missing bucket, which is not an empty storage: the run would start from scratch, or write to the wrong place."""
         bucket = self._root.partition("/")[0]
         if not self._protocols & _TELL_BUCKETS:
             return
         try:
             self._fs.ls(bucket, detail=False)
-        except PermissionError:  # what may be read begins further below
+        except PermissionError:  # only deeper paths may be readable
             return
         except FileNotFoundError:
             raise UnfitError.of(
                 f"there is no bucket {bucket}",
                 where="checkpoint.storage",
                 why=f"{self._url} would be in it",
-                fix="correct the URL, or make the bucket",
+                fix="fix the URL, or create the bucket",
             ) from None
 
     def _steps(self, run_id: str) -> Iterator[int]:
@@ -361,7 +363,7 @@ class Storage:
                 yield int(found[1])
 
     def _manifest(self, run_id: str, step: int) -> Manifest | None:
-        """None if there is none, or it is not what it should be."""
+        """The manifest of a copy; None if there is none, or it is invalid."""
         try:
             data = self._fs.cat_file(f"{self._place(run_id, step)}/{MANIFEST}")
             manifest = Manifest.from_bytes(data)
@@ -370,7 +372,7 @@ class Storage:
         return manifest if (manifest.run_id, manifest.step) == (run_id, step) else None
 
     def _is_complete(self, run_id: str, manifest: Manifest) -> bool:
-        """Whether all files are there, with their sizes."""
+        """Whether all files exist with the right sizes."""
         place = self._place(run_id, manifest.step)
         try:
             return all(
@@ -385,7 +387,7 @@ class Storage:
 
 def _damaged(place: str, found: tuple[int, str], wanted: tuple[int, str]) -> IntegrityError:
     return IntegrityError.of(
-        f"{place} is not what its manifest says",
+        f"{place} does not match its manifest",
         where=place,
-        why=f"{found[0]} bytes of digest {found[1]}; {wanted[0]} bytes of digest {wanted[1]} are in the manifest",
+        why=f"it has {found[0]} bytes with digest {found[1]}; the manifest has {wanted[0]} bytes with digest {wanted[1]}",
     )

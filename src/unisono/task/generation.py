@@ -32,22 +32,22 @@ Turns = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Prompt:
-    """One thing that is asked.
+    """A prompt.
 
     Attributes:
         where: for messages: `prompts.jsonl:3`, or empty for the command line.
-        asked: a text, or the messages of a conversation.
+        content: a text, or the messages of a conversation.
     """
 
     where: str
-    asked: str | Turns
+    content: str | Turns
 
 
 def read_prompts(file: str) -> list[Prompt]:
-    """The prompts of a file: txt, a prompt a line; jsonl, json, csv, parquet, arrow: `prompt` (or `text`), or `messages`.
+    """The prompts of a file: one per line in txt; `prompt` (or `text`) or `messages` in jsonl, json, csv, parquet, arrow.
 
     Raises:
-        DataError: with every row that is no prompt.
+        DataError: with every row that is not a prompt.
     """
     path = expand(file)
     fault = fault_of(path, file)
@@ -64,7 +64,7 @@ def read_prompts(file: str) -> list[Prompt]:
         raise DataError.of(
             f"there is no prompt in {file}",
             where=file,
-            fix="write one a line, or a JSON object a line with `prompt`",
+            fix="write one per line, or one JSON object per line with `prompt`",
         )
     return prompts
 
@@ -72,24 +72,24 @@ def read_prompts(file: str) -> list[Prompt]:
 def encode_prompts(
     opened: InferenceModel, prompts: Sequence[Prompt], *, raw: bool, system: str | None, max_new_tokens: int
 ) -> tuple[list[list[int]], ChatTemplate | None]:
-    """The tokens of each prompt, and the template that rendered them; None if they are continued as they are.
+    """The tokens of each prompt, and the template that rendered them; None if they are continued without a template.
 
     Args:
-        opened: whose template and tokenizer are taken.
-        prompts: what is asked.
-        raw: continue a text as it is, without a chat template.
-        system: a system message before each.
-        max_new_tokens: room that must be left for the answer.
+        opened: the model, with template and tokenizer.
+        prompts: the prompts.
+        raw: whether to continue texts without a chat template.
+        system: a system message before each prompt.
+        max_new_tokens: tokens that must be left for the answer.
 
     Raises:
         DataError: with every prompt that cannot be rendered or is too long.
     """
-    talks = any(not isinstance(prompt.asked, str) for prompt in prompts) or system is not None
+    talks = any(not isinstance(prompt.content, str) for prompt in prompts) or system is not None
     if raw and talks:
         raise UsageError.of(
             "messages cannot be continued without a chat template",
             where="--raw",
-            fix="leave --raw out, or give plain text",
+            fix="omit --raw, or use plain text",
         )
     template = None if raw else opened.template
     if template is None and talks:
@@ -117,23 +117,23 @@ def encode_prompts(
 
 
 def render(prompt: Prompt, template: ChatTemplate | None, system: str | None) -> str:
-    """The text that the model goes on from.
+    """The text that the model continues.
 
     Raises:
         RowError: if the template refuses the messages.
     """
     if template is None:
-        assert isinstance(prompt.asked, str)
-        return prompt.asked
+        assert isinstance(prompt.content, str)
+        return prompt.content
     turns: Turns = (
-        [{"role": "user", "content": prompt.asked}] if isinstance(prompt.asked, str) else prompt.asked
+        [{"role": "user", "content": prompt.content}] if isinstance(prompt.content, str) else prompt.content
     )
     before: Turns = [{"role": "system", "content": system}] if system is not None else []
     return template.render([*before, *turns], prompt=True)
 
 
 def tokens_of(opened: InferenceModel, text: str, *, whole: bool) -> list[int]:
-    """The tokens of a text; one that is whole begins as the tokenizer begins texts, and does not end."""
+    """The tokens of a text; a complete text gets the tokenizer's special tokens, but no end of sequence."""
     ids = list(encode_texts(opened.tokenizer, [text], special=whole)[0].ids)
     end = opened.tokenizer.eos_token_id
     while whole and len(ids) > 1 and ids[-1] == end:
@@ -145,20 +145,20 @@ def _prompt_of(row: RawRow | BadRow) -> Prompt | Problem:
     if isinstance(row, BadRow):
         return Problem(row.why, row.where, "", row.fix)
     where = str(row.place)
-    asked = next((row.value[name] for name in _COLUMNS if row.value.get(name) is not None), None)
-    if isinstance(asked, str):
+    content = next((row.value[name] for name in _COLUMNS if row.value.get(name) is not None), None)
+    if isinstance(content, str):
         return (
-            Prompt(where, asked)
-            if asked.strip()
+            Prompt(where, content)
+            if content.strip()
             else Problem("the prompt is empty", where, "", "write one, or remove the row")
         )
-    if isinstance(asked, list):
-        return _conversation(where, asked)
+    if isinstance(content, list):
+        return _conversation(where, content)
     return Problem(
         "the row has no prompt",
         where,
         f"it has {', '.join(list(row.value)[:6]) or 'nothing'}",
-        "name it `prompt` (text) or `messages` (a list of {role, content})",
+        "add a column `prompt` (text) or `messages` (a list of {role, content})",
     )
 
 
@@ -168,14 +168,14 @@ def _conversation(where: str, turns: list[Any]) -> Prompt | Problem:
         for turn in turns
     ):
         return Problem(
-            "`messages` is no list of {role, content}", where, "", "write [{role: user, content: …}]"
+            "`messages` is not a list of {role, content}", where, "", "write [{role: user, content: …}]"
         )
     if turns[-1]["role"] == "assistant":
         return Problem(
             "the conversation ends with an answer",
             where,
-            "nothing is asked",
-            "remove the last message; `unisono eval` compares answers",
+            "there is no question to answer",
+            "remove the last message; `unisono eval` compares answers with references",
         )
     return Prompt(where, turns)
 
@@ -198,7 +198,7 @@ def _length_problem(
         f"a prompt of {len(ids)} tokens leaves no room for an answer of {max_new_tokens}",
         prompt.where,
         f"the model reads {opened.context} tokens",
-        f"set --max-tokens to {opened.context - len(ids)} or less, or shorten the prompt",
+        f"set --max-tokens to at most {opened.context - len(ids)}, or shorten the prompt",
     )
 
 
@@ -206,17 +206,22 @@ _USUAL_TOKENS = 256
 
 
 def run_generate(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
-    """Answers; `answers` has, for each prompt, where, prompt, answer, tokens, ended (`stop` or `length`)."""
+    """Answers one prompt, or a file of them.
+
+    Request: target, step (or null), prompt (text) or file, system (or null), raw, max_tokens (or null: 256, or what the model has room
+    for), temperature, top_p, seed, stop (list). Messages: `token` with `text`, for a single prompt, as it is generated. Result:
+    description, answers (for each prompt: where, prompt, answer, tokens, ended: `stop` or `length`).
+    """
     prompts = _prompts(request)
     opened = open_for_inference(request["target"], step=request.get("step"), report=report)
     raw = bool(request.get("raw"))
-    asked: int | None = request["max_tokens"]
+    max_tokens: int | None = request["max_tokens"]
     ids, template = encode_prompts(
-        opened, prompts, raw=raw, system=request.get("system"), max_new_tokens=asked or 1
+        opened, prompts, raw=raw, system=request.get("system"), max_new_tokens=max_tokens or 1
     )
-    limit = asked or min(_USUAL_TOKENS, opened.context - max(map(len, ids)))
+    limit = max_tokens or min(_USUAL_TOKENS, opened.context - max(map(len, ids)))
     if template is None and not raw:
-        report.warning("no_template", "there is no chat template: prompts are continued as they are")
+        report.warning("no_template", "there is no chat template: prompts are continued without one")
     report.phase("generate", "answering", done=0, total=len(prompts))
     stops: list[str] = request.get("stop") or []
     stream = TextStream(opened.tokenizer, stops) if len(prompts) == 1 else None
@@ -249,7 +254,7 @@ def _prompts(request: dict[str, Any]) -> list[Prompt]:
         raise UsageError.of(
             "the prompt is empty",
             where="PROMPT",
-            fix="write it on the command line, pipe it in, or name a file with --file",
+            fix="give it on the command line, pipe it in, or use --file",
         )
     return [Prompt("", request["prompt"])]
 
@@ -269,11 +274,23 @@ def _answer(
     text = decode(opened.tokenizer, ids)
     cut = cut_at_stop(text, stops)
     ended = "length" if len(ids) == limit and cut == text else "stop"
-    return {"where": prompt.where, "prompt": prompt.asked, "answer": cut, "tokens": len(ids), "ended": ended}
+    return {
+        "where": prompt.where,
+        "prompt": prompt.content,
+        "answer": cut,
+        "tokens": len(ids),
+        "ended": ended,
+    }
 
 
 def run_chat(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
-    """Talks until stdin ends; gives the number of turns."""
+    """Chats until stdin ends.
+
+    Request: target, step (or null), system (or null), max_tokens, temperature, top_p, seed. It reads JSON lines from stdin:
+    {"kind": "say", "text"}, {"kind": "clear"}; the end of stdin ends the chat, SIGINT ends the present answer. It sends `ready` (facts:
+    description, note), then for each `say`: `token` (text) as they are generated and `answer` (text, tokens, ended: stop | length |
+    interrupted), or `refused_turn` (text, fix) if the turn cannot be answered. Result: turns.
+    """
     opened = open_for_inference(request["target"], step=request.get("step"), report=report)
     template, note = opened.chat_template()
     interrupt = _Interrupt()
@@ -290,20 +307,20 @@ def run_chat(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
 
 
 class _Interrupt:
-    """Whether Ctrl-C was pressed since the turn began."""
+    """Whether Ctrl-C was pressed since the start of the turn."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.pressed = False
 
     def __call__(self, *_: object) -> None:
-        self.asked = True
+        self.pressed = True
 
 
 class Conversation:
-    """What has been said, and how the model goes on.
+    """The messages of a chat, and the model that answers.
 
     Attributes:
-        turns: answers given so far.
+        turns: number of answers so far.
     """
 
     def __init__(
@@ -323,14 +340,14 @@ class Conversation:
         self.clear()
 
     def clear(self) -> None:
-        """Forgets everything but the system message."""
+        """Removes all messages but the system message."""
         system = self._request.get("system")
         self._messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
 
     def say(self, text: str) -> None:
-        """Answers; a turn that cannot be answered is forgotten."""
+        """Answers a message; if it cannot be answered, it is removed."""
         self._messages.append({"role": "user", "content": text})
-        self._interrupt.asked = False
+        self._interrupt.pressed = False
         try:
             ids = tokens_of(self._opened, self._template.render(self._messages, prompt=True), whole=False)
         except RowError as error:
@@ -340,7 +357,7 @@ class Conversation:
         if room < 1:
             self._refuse(
                 f"the conversation is longer than the {self._opened.context} tokens that the model reads",
-                "/clear begins anew",
+                "/clear starts a new conversation",
             )
             return
         answer, shown = self._answer(ids, limit=min(room, self._request["max_tokens"]))
@@ -348,7 +365,7 @@ class Conversation:
         self.turns += 1
         ended = (
             "interrupted"
-            if self._interrupt.asked
+            if self._interrupt.pressed
             else "length"
             if len(answer) >= min(room, self._request["max_tokens"])
             else "stop"
@@ -374,7 +391,7 @@ class Conversation:
                 top_p=self._request["top_p"],
                 seed=self._request["seed"] + self.turns,
                 on_token=send,
-                is_done=lambda *_: self._interrupt.asked,
+                is_done=lambda *_: self._interrupt.pressed,
             )
         rest = stream.close()
         if rest:

@@ -39,14 +39,14 @@ _DEFAULT_CONTEXT = 4096  # tokens, of a model that does not say its own
 
 @dataclass(frozen=True)
 class InferenceModel:
-    """A model that can answer.
+    """A model ready for inference.
 
     Attributes:
-        target: what was named.
-        forward: the model, with the way in which its rows are computed.
-        template: the chat template; None where the model was not made for conversations.
-        context: tokens of prompt and answer together, at the most.
-        dtype: of weights that are not trained, and of the computation.
+        target: its source.
+        forward: the model, with the implementation of its forward.
+        template: the chat template; None if the model has none.
+        context: maximum tokens of prompt and answer together.
+        dtype: of untrained weights, and of the computation.
     """
 
     target: Target
@@ -57,57 +57,57 @@ class InferenceModel:
 
     @property
     def tokenizer(self) -> Any:
-        """Of transformers."""
+        """The tokenizer, of transformers."""
         return self.forward.loaded.tokenizer
 
     @property
     def device(self) -> torch.device:
-        """Where it is."""
+        """The device of the weights."""
         return self.forward.loaded.base.device
 
     @property
     def pad_id(self) -> int:
-        """Some token that fills batches; it is masked."""
+        """The token that pads batches; it is masked."""
         for token in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id):
             if isinstance(token, int):
                 return token
         return 0
 
     def chat_template(self) -> tuple[ChatTemplate, str]:
-        """The template for a conversation, and what a person should know if it is only a stand-in.
+        """The template for a conversation, and a note for the user if it is the fallback.
 
         Raises:
-            DataError: if there is none, and no token that could end an answer.
+            DataError: if there is none, and no token could end an answer.
         """
         if self.template is not None:
             return self.template, ""
         template = fallback_template(self.tokenizer)
         return (
             template,
-            f"the tokenizer has no chat template: {template.origin}, which the model may not know",
+            f"the tokenizer has no chat template; the fallback is {template.origin}, which the model may not know",
         )
 
     def stops(self, template: ChatTemplate | None) -> set[int]:
-        """The stop tokens, with the end of turn of a template."""
+        """The stop tokens, with the end-of-turn token of a template."""
         return stops_of(self.target, self.tokenizer, template)
 
     @contextlib.contextmanager
     def ready(self) -> Iterator[Any]:
-        """Within it the model can generate."""
+        """A context in which the model can generate."""
         with self.forward.ready_to_generate() as model:
             yield model
 
 
-def open_for_inference(asked: str, *, step: int | None = None, report: Reporter) -> InferenceModel:
-    """Finds and loads what was named, on this machine's accelerator if it has one.
+def open_for_inference(name: str, *, step: int | None = None, report: Reporter) -> InferenceModel:
+    """Finds and loads a run or model, on this machine's accelerator if there is one.
 
     Raises:
-        UsageError: if there is nothing there, or no weights yet.
-        ModelError: if files are missing or do not fit together.
-        IntegrityError: if a checkpoint is damaged, or a file is not as its list says.
+        UsageError: if it does not exist, or has no weights yet.
+        ModelError: if files are missing or do not match each other.
+        IntegrityError: if a checkpoint is damaged, or a file differs from its list.
     """
-    report.phase("locate", f"looking for {asked}")
-    target = find_target(asked, step=step)
+    report.phase("locate", f"looking for {name}")
+    target = find_target(name, step=step)
     verify_target(target, report)
     report.phase("load_model", f"loading {target.description}")
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -126,10 +126,10 @@ def open_for_inference(asked: str, *, step: int | None = None, report: Reporter)
 
 
 def load_target(target: Target, *, dtype: str, device: torch.device) -> LoadedModel:
-    """Loads the weights of a target in evaluation mode; adapters stay apart from the model beneath them.
+    """Loads the weights of a target in evaluation mode; adapters are not merged into their base model.
 
     Raises:
-        ModelError: if files are missing or do not fit together, or a weight is NaN or infinite.
+        ModelError: if files are missing or do not match each other, or a weight is NaN or infinite.
     """
     loaded = _load(target, dtype=dtype, device=device)
     odd = odd_parameters(loaded.model)
@@ -139,7 +139,7 @@ def load_target(target: Target, *, dtype: str, device: torch.device) -> LoadedMo
 
 
 def _odd_weights(target: Target, odd: list[str], dtype: str) -> ModelError:
-    """What is wrong where parameters are NaN or infinite: the files say it, or else the dtype that they were converted to is too narrow."""
+    """The error for NaN or infinite parameters: the files have such values, or else the dtype of the conversion is too narrow."""
     files = weight_files(target.base)
     if target.weights != target.base:
         files += sorted(target.weights.glob("*.safetensors"))
@@ -147,7 +147,7 @@ def _odd_weights(target: Target, odd: list[str], dtype: str) -> ModelError:
     if found:
         return odd_weights(found)
     return ModelError.of(
-        f"{odd[0]} has values that {dtype} cannot hold",
+        f"{odd[0]} has values out of the range of {dtype}",
         where=str(target.weights),
         why=f"they are infinite in {dtype}; {len(odd)} tensors have such values",
         fix="use a device that computes in the dtype of the files",
@@ -166,7 +166,7 @@ def _load(target: Target, *, dtype: str, device: torch.device) -> LoadedModel:
 
     tokenizer = adapter_tokenizer(target)
     base = load_base(target.base, dtype=DTYPES[dtype], trust_remote_code=trusts_code(target)).to(device)
-    read_safetensors_header(target.weights / "adapter_model.safetensors")  # refused in our words
+    read_safetensors_header(target.weights / "adapter_model.safetensors")  # refuses a damaged file
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message=f".*{_MISSING_KEYS}")
@@ -180,27 +180,27 @@ def _load(target: Target, *, dtype: str, device: torch.device) -> LoadedModel:
 
 
 def _adapter_mismatch(target: Target, error: Exception) -> ModelError:
-    """What peft said, which names the tensors somewhere in many lines: those that are missing, or the first of another shape."""
+    """The error for an adapter that peft refused, with the tensors from its long message: the missing ones, or the first of a wrong shape."""
     weights, settings = target.weights / "adapter_model.safetensors", target.weights / "adapter_config.json"
     if isinstance(error, UserWarning):
         names = re.findall(r"'([^']+)'", str(error).partition(_MISSING_KEYS)[2])
         return ModelError.of(
-            f"{len(names)} tensors of the adapter are not in its file: {', '.join(names[:3])}{' …' * (len(names) > 3)}",
+            f"{len(names)} tensors of the adapter are missing from its file: {', '.join(names[:3])}{' …' * (len(names) > 3)}",
             where=str(weights),
-            why=f"{settings} and the model {target.base} have a place for them",
+            why=f"{settings} and the model {target.base} require them",
             fix="copy the whole directory of the adapter again",
         )
     shapes = _SIZE_MISMATCH.search(str(error))
     if shapes:
         name, found, wanted = shapes[1], *(f"({shape})" for shape in shapes.groups()[1:])
         return ModelError.of(
-            f"{name} has the shape {found}, and adapter_config.json on the model beneath makes it {wanted}",
+            f"{name} has the shape {found}, but adapter_config.json and the base model require {wanted}",
             where=str(weights),
-            why=f"{settings} is of another adapter, or {target.base} is not the model that it was trained on",
+            why=f"{settings} belongs to a different adapter, or {target.base} is not the model that it was trained on",
             fix="copy the whole directory again, or set base_model_name_or_path in adapter_config.json to the model that it was trained on",
         )
     return ModelError.of(
-        "the adapter does not fit the model beneath it",
+        "the adapter does not match its base model",
         where=str(target.weights),
         why=library_words(error, library="peft"),
         fix="copy adapter_config.json again, or set its base_model_name_or_path to the model that it was trained on",
@@ -212,13 +212,13 @@ def _loaded(model: Any, base: Any, tokenizer: Any, trainable: dict[str, torch.nn
 
 
 def _load_checkpoint(target: Target, *, dtype: str, device: torch.device) -> LoadedModel:
-    """As training loads it, and then what was trained is put in its place."""
+    """Loads the model as training does, and then the trained weights of the checkpoint."""
     from unisono.checkpoint.state import CheckpointReader
     from unisono.model.directory import locate_tokenizer
 
     plan = target.plan
     assert plan is not None
-    with torch.random.fork_rng(devices=[]):  # an adapter's first weights are drawn, and overwritten below
+    with torch.random.fork_rng(devices=[]):  # an adapter's initial weights are random, and overwritten below
         loaded = load_for_training(
             plan.config,
             directory=target.base,
@@ -230,32 +230,32 @@ def _load_checkpoint(target: Target, *, dtype: str, device: torch.device) -> Loa
     saved = {name: outline.shape for name, outline in reader.groups["trainable"].items()}
     if {name: tuple(p.shape) for name, p in loaded.trainable.items()} != saved:
         raise ModelError.of(
-            "the checkpoint does not fit the model that the run began with",
+            "the checkpoint does not match the run's original model",
             where=str(target.weights),
             why=f"the model is now read from {target.base}",
-            fix="put the original model there again",
+            fix="restore the original model there",
         )
     with torch.no_grad():
         for name, parameter in loaded.trainable.items():
-            parameter.copy_(reader.tensor("trainable", name))  # one by one, and without the optimizer's
+            parameter.copy_(reader.tensor("trainable", name))  # one by one, and without the optimizer state
     loaded.model.eval()
     return loaded
 
 
 def adapter_tokenizer(target: Target) -> Any:
-    """The adapter's own tokenizer if it has one: it may carry the template that it was trained with."""
+    """The adapter's own tokenizer if it has one (it may have the template of its training), else the base model's."""
     names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
     own = any((target.weights / name).is_file() for name in names)
     return load_tokenizer(target.weights if own else target.base, trust_remote_code=trusts_code(target))
 
 
 def trusts_code(target: Target) -> bool:
-    """Whether the config of the run allows the model's own Python code to run."""
+    """Whether the run's config allows the model's own Python code."""
     return target.plan is not None and target.plan.config.model.trust_remote_code
 
 
 def template_of(target: Target, tokenizer: Any) -> ChatTemplate | None:
-    """The template that the run was trained with; of a model, its own."""
+    """The template that a run was trained with; for a model its own."""
     plan = target.plan
     known = sorted(_known_stops(target, tokenizer))
     names = tuple(str(tokenizer.convert_ids_to_tokens(i)) for i in known if i < len(tokenizer))
@@ -263,7 +263,7 @@ def template_of(target: Target, tokenizer: Any) -> ChatTemplate | None:
         return choose_template(tokenizer, None, stops=names)
     file = plan.config.data.template
     if file is not None and not Path(file).is_file() and tokenizer.chat_template:
-        file = None  # the file is gone; the result has kept its text
+        file = None  # the file is gone; the result has its text
     found = choose_template(tokenizer, file, stops=names)
     if found is None and plan.data.template.startswith("ChatML"):
         return fallback_template(tokenizer)
@@ -271,7 +271,7 @@ def template_of(target: Target, tokenizer: Any) -> ChatTemplate | None:
 
 
 def stops_of(target: Target, tokenizer: Any, template: ChatTemplate | None) -> set[int]:
-    """The tokens that end an answer: those that tokenizer and generation_config.json name, and the template's end of turn."""
+    """The tokens that end an answer: those of tokenizer and generation_config.json, and the template's end-of-turn token."""
     found = _known_stops(target, tokenizer)
     if template is not None and template.end_of_turn is not None:
         found.add(tokenizer.convert_tokens_to_ids(template.end_of_turn))
@@ -283,7 +283,7 @@ def _known_stops(target: Target, tokenizer: Any) -> set[int]:
 
 
 def _dtype(target: Target, device: torch.device) -> str:
-    """The run's own on the same kind of device; else that of the files, or float32 where the device has no such arithmetic."""
+    """The run's dtype on the same kind of device; else that of the files, or float32 if the device does not support it."""
     if target.plan is not None and target.plan.device.kind == device.type:
         return target.plan.dtype
     stored = stored_dtype(target.base)
@@ -313,12 +313,12 @@ def _context(base: Any) -> int:
 
 
 def run_config(opened: InferenceModel) -> RunConfig | None:
-    """The config of the run that was named, or None."""
+    """The config of the run, or None for a model."""
     return opened.target.plan.config if opened.target.plan is not None else None
 
 
-_BROKEN = "\ufffd"  # what a tokenizer gives for bytes that are not yet a character
-_WINDOW = 8  # tokens before the newest that can change how it is written
+_BROKEN = "\ufffd"  # decoded from bytes that are not yet a complete character
+_WINDOW = 8  # tokens before the newest that can change its text
 
 
 def decode(tokenizer: Any, ids: Sequence[int]) -> str:
@@ -328,18 +328,18 @@ def decode(tokenizer: Any, ids: Sequence[int]) -> str:
 
 
 def cut_at_stop(text: str, stops: Sequence[str]) -> str:
-    """The text before the first stop string in it; all of it if there is none."""
+    """The text before its first stop string; the full text if there is none."""
     places = [place for place in (text.find(stop) for stop in stops) if place >= 0]
     return text[: min(places)] if places else text
 
 
 class StopStrings:
-    """Says whether an answer has come to one of its stop strings; looks at its end only."""
+    """Whether an answer has reached a stop string; only its end is searched."""
 
     def __init__(self, tokenizer: Any, stops: Sequence[str]) -> None:
         self._tokenizer = tokenizer
         self._stops = stops
-        # A character takes at most four tokens, where each is a byte.
+        # A character has at most four tokens, each of one byte.
         self._window = 4 * max(map(len, stops), default=0) + _WINDOW
 
     def __call__(self, place: int, answer: Sequence[int]) -> bool:
@@ -350,29 +350,29 @@ class StopStrings:
 
 
 class TextStream:
-    """The text of an answer in pieces. All pieces together are the text up to its first stop string."""
+    """The text of an answer in pieces, complete characters only. All pieces together are the text up to its first stop string."""
 
     def __init__(self, tokenizer: Any, stops: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
         self._stops = stops
         self._ids: list[int] = []
-        self._settled = 0  # tokens whose text is out
-        self._start = 0  # tokens before this one no longer matter to how others are written
-        self._held = ""  # could be the beginning of a stop string
+        self._settled = 0  # tokens whose text has been given
+        self._start = 0  # tokens before this one no longer change the text of others
+        self._held = ""  # possible beginning of a stop string
         self._ended = False
 
     def push(self, token: int) -> str:
-        """What can be shown now that this token has come."""
+        """The text that a new token completes."""
         self._ids.append(token)
         known = decode(self._tokenizer, self._ids[self._start : self._settled])
         text = decode(self._tokenizer, self._ids[self._start :])
         if text.endswith(_BROKEN) or len(text) <= len(known):
-            return ""  # more bytes of the same character are to come
+            return ""  # the character is incomplete
         self._start, self._settled = self._settled, len(self._ids)
         return self._out(text[len(known) :])
 
     def close(self) -> str:
-        """What was held back, when no more tokens come."""
+        """The text that was held back, after the last token."""
         known = decode(self._tokenizer, self._ids[self._start : self._settled])
         rest = self._out(decode(self._tokenizer, self._ids[self._start :])[len(known) :])
         held, self._held = self._held, ""
@@ -392,5 +392,5 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of `text` that `stop` begins with."""
+    """The length of the longest suffix of `text` that is a prefix of `stop`."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,4 +1,4 @@
-"""What the files hold that a run on this node would read: digests that nodes compare before anything imports torch."""
+"""The task `contents`: digests of the files that a run on this node would read, which nodes compare before anything imports torch."""
 
 import os
 import re
@@ -28,36 +28,39 @@ _KEPT_FROM_BYTES = 1 << 24  # smaller ones are read in a hundredth of a second
 _KEPT_FILES = 4_000
 _SETTLED_S = 2.0
 _THREADS = 4
-_TOLD_FROM_BYTES = 1 << 28
-_TOLD_EVERY_S = 1.0
+_REPORTED_FROM_BYTES = 1 << 28
+_REPORT_EVERY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Digested:
-    """What a file holds: its size, and the xxh3-128 of its bytes in hex."""
+    """A file's size, and the xxh3-128 of its bytes in hex."""
 
     bytes: int
     digest: str
 
 
 def digest_files(
-    files: Sequence[Path], *, cache: Path, told: Callable[[int, int], None] = lambda _done, _total: None
+    files: Sequence[Path],
+    *,
+    cache: Path,
+    on_progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> dict[Path, Digested | OSError]:
-    """Size and xxh3-128 of each file, or what the file system said in place of them.
+    """Size and xxh3-128 of each file, or the error of the file system.
 
-    The digest of a large file is kept in `cache`, keyed by path, size, inode, and the times of its last change (mtime) and
-    of the last change of its inode (ctime), which no program can set. What that trusts: a file for which all of these are as they
-    were holds what it held. A disk that rots, a network file system that shows old attributes, and a clock that was
-    set back are not seen by it; they are seen where the weights are read for the run (the digest of `prepare`).
-    A file that was changed in the last two seconds is not kept: a second change could leave the same time.
+    The digest of a large file is kept in `cache`, keyed by path, size, inode, and the times of its last change (mtime) and of the last
+    change of its inode (ctime), which no program can set. The assumption: if all of these are unchanged, so are the contents. Bit rot, a
+    network file system with stale attributes, and a clock that was set back are not detected here, but when the weights are read for the
+    run (the digest of `prepare`). The digest of a file that changed in the last two seconds is not kept: a second change could leave the
+    same time.
 
     Args:
         files: regular files.
-        cache: a JSON file; it is made, and what it holds is bounded.
-        told: called with bytes done and bytes in all, from several threads, one at a time.
+        cache: a JSON file of bounded size; created if missing.
+        on_progress: called with bytes done and total bytes, from several threads, one at a time.
     """
     kept = read_object(cache).get("files")
-    run = _DigestRun(kept if isinstance(kept, dict) else {}, told)
+    run = _DigestRun(kept if isinstance(kept, dict) else {}, on_progress)
     stats = {file: _stat(file) for file in dict.fromkeys(files)}
     run.total = sum(stat.st_size for stat in stats.values() if isinstance(stat, os.stat_result))
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -67,12 +70,12 @@ def digest_files(
 
 
 class _DigestRun:
-    def __init__(self, kept: dict[str, Any], told: Callable[[int, int], None]) -> None:
+    def __init__(self, kept: dict[str, Any], on_progress: Callable[[int, int], None]) -> None:
         self.kept = kept
         self.new: dict[str, list[Any]] = {}
         self.total = 0
         self._done = 0
-        self._told = told
+        self._on_progress = on_progress
         self._lock = threading.Lock()
 
     def digest(self, file: Path, stat: os.stat_result | OSError) -> Digested | OSError:
@@ -105,7 +108,7 @@ class _DigestRun:
     def _advance(self, count: int) -> None:
         with self._lock:
             self._done += count
-            self._told(self._done, self.total)
+            self._on_progress(self._done, self.total)
 
 
 def _stat(file: Path) -> os.stat_result | OSError:
@@ -120,7 +123,7 @@ def _key(stat: os.stat_result) -> list[Any]:
 
 
 def _keep(cache: Path, run: _DigestRun) -> None:
-    """Writes what was new; the files of this run stand last and are the last to be dropped."""
+    """Writes new entries; the files of this run are last, and are the last to be dropped."""
     if all(run.kept.get(name) == entry for name, entry in run.new.items()):
         return
     files = {name: entry for name, entry in run.kept.items() if name not in run.new} | run.new
@@ -128,22 +131,22 @@ def _keep(cache: Path, run: _DigestRun) -> None:
         cache.parent.mkdir(parents=True, exist_ok=True)
         write_json(cache, {"schema": 1, "files": dict(list(files.items())[-_KEPT_FILES:])})
     except OSError:
-        return  # a home that is full or cannot be written costs the next start some seconds, and this one nothing
+        return  # a home that is full or read-only costs the next start some seconds
 
 
 class DigestProgress:
-    """Tells how far the digests are, once a second, where there is much to read."""
+    """Reports the progress of the digests once a second, if there is much to read."""
 
     def __init__(self, report: Reporter, phase: str) -> None:
         self._report = report
         self._phase = phase
-        self._next = time.monotonic() + _TOLD_EVERY_S
+        self._next = time.monotonic() + _REPORT_EVERY_S
 
-    def told(self, done: int, total: int) -> None:
+    def report(self, done: int, total: int) -> None:
         """For `digest_files`: bytes done and bytes in all."""
-        if total < _TOLD_FROM_BYTES or time.monotonic() < self._next:
+        if total < _REPORTED_FROM_BYTES or time.monotonic() < self._next:
             return
-        self._next = time.monotonic() + _TOLD_EVERY_S
+        self._next = time.monotonic() + _REPORT_EVERY_S
         self._report.phase(self._phase, "digests of the files", done=done, total=total)
 
 
@@ -166,7 +169,7 @@ _COMMIT = re.compile(r"^[0-9a-f]{40}$")
 
 @dataclass
 class _InputFiles:
-    """The files of a run by their labels, and what could not be listed."""
+    """The files of a run by their labels, and notes on what could not be listed."""
 
     data: list[tuple[str, Path]] = field(default_factory=list)
     tokenizer: list[tuple[str, Path]] = field(default_factory=list)
@@ -182,20 +185,20 @@ class _InputFiles:
 def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     """Gives `data_files`, `tokenizer_files`, `model_files` (label, bytes, digest), `code`, `note`, `parameters`, `linear_in_out`.
 
-    It refuses nothing: what is missing is in `note`, and is UNKNOWN to whoever compares; `prepare` refuses it in its own words.
-    What is not on this machine yet, as rows behind a URL or a model of the hub, is compared when it has been prepared.
-    `parameters` and `linear_in_out` are as in ModelFacts, or null.
+    It refuses nothing: missing files are listed in `note`, and are UNKNOWN in the comparison; `prepare` refuses them. Inputs that are not
+    on this machine yet, e.g. rows of a URL or a model of the hub, are compared after `prepare`. `parameters` and `linear_in_out` are as in
+    ModelFacts, or null.
 
     Args:
         request: `config` (a RunConfig as JSON, its paths absolute) and `cache_dir`, where digests of large files are kept.
-        report: told about progress where files are large.
+        report: receives progress if files are large.
     """
     config = RunConfig.model_validate(request["config"])
     listed = _list(config)
     found = digest_files(
         listed.everything(),
         cache=Path(request["cache_dir"]) / "digests.json",
-        told=DigestProgress(report, "contents").told,
+        on_progress=DigestProgress(report, "contents").report,
     )
     for path, value in found.items():
         if isinstance(value, OSError):
@@ -221,7 +224,7 @@ def _list(config: RunConfig) -> _InputFiles:
             listed.notes.append(error.problems[0].what)
             continue
         if files is None:
-            listed.notes.append(f"{label} is not on this machine: compared when its rows have been prepared")
+            listed.notes.append(f"{label} is not on this machine yet: compared after its rows are prepared")
         else:
             listed.data += _labelled(label, [file.path for file in files])
     if config.data.template:
@@ -246,7 +249,7 @@ def _sources(config: RunConfig) -> list[tuple[str, str, str]]:
 
 
 def _labelled(label: str, files: list[Path]) -> list[tuple[str, Path]]:
-    """Names below the folder that all of them share: the folder itself may be another one on each node."""
+    """Paths relative to the common folder of all files: the folder itself may differ between nodes."""
     folder = Path(os.path.commonpath([file.parent for file in files]))
     return [(f"{label}: {file.relative_to(folder).as_posix()}", file) for file in files]
 
@@ -277,23 +280,23 @@ def _list_weights(model: Path, listed: _InputFiles) -> None:
 
 
 def _directory(named: str, revision: str | None, listed: _InputFiles) -> Path | None:
-    """Where a model or tokenizer is on this machine. The network is not asked."""
+    """The directory of a model or tokenizer on this machine, without network access."""
     if is_hub_id(named):
         found = _in_hub_cache(named, revision)
         if found is None:
-            listed.notes.append(f"{named} comes from the hub: compared when it has been fetched")
+            listed.notes.append(f"{named} comes from the hub: compared after the download")
         return found
     try:
         return locate_model(named)
     except UnisonoError as error:
-        if Path(named).expanduser().is_dir():  # a folder with a tokenizer alone
+        if Path(named).expanduser().is_dir():  # a folder with only a tokenizer
             return Path(named).expanduser().resolve()
         listed.notes.append(error.problems[0].what)
         return None
 
 
 def _in_hub_cache(named: str, revision: str | None) -> Path | None:
-    """The cached snapshot that the run will use for certain; None where the hub may have a newer one."""
+    """The cached snapshot that the run will certainly use; None if the hub may have a newer one."""
     environment = read_environment()
     pinned = revision is not None and _COMMIT.match(revision) is not None
     if not pinned and environment.variables.get("HF_HUB_OFFLINE", "0").upper() not in (
@@ -337,11 +340,11 @@ def _digests(
 
 
 def _figures(weights: list[Path]) -> tuple[int | None, int | None]:
-    """All parameters, and the sum of in and out features over the matrices that adapters adapt; by the files' headers."""
+    """The number of parameters, and the sum of in and out features over the matrices for adapters, from the files' headers."""
     try:
         headers = [header for file in weights for header in read_safetensors_header(file)]
     except (UnisonoError, OSError):
-        return None, None  # damaged: prepare says so
+        return None, None  # damaged: prepare reports it
     if not headers:
         return None, None
     matrices = [header for header in headers if len(header.shape) == 2 and not is_embedding(header.name)]

@@ -1,6 +1,6 @@
-"""The task `rehearsed`: reads a run's first checkpoint back in a process of its own, from the disk, as a later start would.
+"""The task `rehearsed`: reads a run's first checkpoint back from disk, as a later start would.
 
-Request: path, run_id. Message `room`: what Room holds. Result: seconds, bytes, tensors.
+Request: path, run_id. Message `room`: the measured disk space. Result: seconds, bytes, tensors.
 """
 
 import contextlib
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
-    """Tells the room at once, then reads everything.
+    """Reports the disk space at once, then reads everything.
 
     Raises:
-        IntegrityError: with all that is wrong with the checkpoint.
+        IntegrityError: with everything that is wrong with the checkpoint.
     """
     path, key = Path(request["path"]), user_key(read_environment().settings_dir)
     report.send("room", **asdict(measure_disk_space(path.parent, key=key)))
@@ -43,12 +43,12 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
 
 
 def _read_tensors(path: Path) -> int:
-    """Reads every tensor, whole; gives how many there are.
+    """Reads every tensor; gives their number.
 
     Raises:
-        IntegrityError: if they are not those of which state.json tells.
+        IntegrityError: if they do not match state.json.
     """
-    from unisono.checkpoint.state import CheckpointReader  # brings torch, which the digests did not need
+    from unisono.checkpoint.state import CheckpointReader  # imports torch, which the digests do not need
 
     reader = CheckpointReader(path)
     problems = _misfits(reader)
@@ -64,40 +64,40 @@ def _read_tensors(path: Path) -> int:
 
 
 def _misfits(reader: "CheckpointReader") -> list[str]:
-    """Where the tensors are not those of the parameters that state.json has in the optimizers' groups."""
+    """The differences between the tensors and the parameters in the optimizer groups of state.json."""
     optimizers = reader.values["optimizer"]
     named = {name for state in optimizers.values() for group in state["groups"] for name in group["names"]}
     found = [
-        f"{name} is in state.json, and there is no tensor of it"
+        f"{name} is in state.json, but has no tensor"
         for name in sorted(named - set(reader.groups["trainable"]))
     ]
     found += [
-        f"{name} is a tensor that state.json does not know"
+        f"{name} is a tensor, but not in state.json"
         for name in sorted(set(reader.groups["trainable"]) - named)
     ]
     for optimizer in optimizers:
         for label, outline in reader.groups[f"optimizer-{optimizer}"].items():
             parameter = reader.groups["trainable"].get(label.rpartition("::")[0])
             if parameter is None or outline.shape not in ((), parameter.shape):
-                found.append(f"{label} does not fit its parameter")
+                found.append(f"{label} does not match its parameter")
     return found[:8]
 
 
 def forget_cached(file: Path, *, flush: bool = False) -> None:
-    """Lets the kernel drop what it has of a file in memory: what is read then comes from the disk.
+    """Drops a file from the page cache, so that later reads come from the disk.
 
     Args:
         file: the file.
-        flush: whether what is not on the disk yet is written first; else the kernel keeps it.
+        flush: whether to sync the file first; otherwise the kernel keeps pages that are not on disk yet.
 
     Raises:
-        OSError: if it cannot be opened or written.
+        OSError: if it cannot be opened or synced.
     """
     fd = os.open(file, os.O_RDONLY)
     try:
         if flush:
             os.fsync(fd)
-        with contextlib.suppress(OSError):  # a file system that keeps nothing, or will not let go
+        with contextlib.suppress(OSError):  # the file system has no page cache, or does not support it
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(fd)

@@ -1,4 +1,4 @@
-"""What RUN|MODEL on a command line names: a run's final weights, one of its checkpoints, a model, an adapter. Without torch."""
+"""Finds what RUN|MODEL on a command line means: a run's final weights, one of its checkpoints, a model, an adapter. Without torch."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -27,16 +27,16 @@ class Target:
     """Weights that can be loaded.
 
     Attributes:
-        asked: the words on the command line.
-        source: what `weights` is a directory of.
-        weights: a model, an adapter, or a checkpoint.
-        base: the model beneath an adapter or checkpoint; of a model, itself.
-        plan: of the run, where it is one.
-        description: one line: what is talked to.
-        notes: what a person should know of it.
+        name: RUN|MODEL as given on the command line.
+        source: the kind of the directory `weights`.
+        weights: the directory of a model, an adapter, or a checkpoint.
+        base: the base model of an adapter or checkpoint; for a model the same as `weights`.
+        plan: of the run, if it is one.
+        description: one line for the user.
+        notes: warnings for the user.
     """
 
-    asked: str
+    name: str
     source: Source
     weights: Path
     base: Path
@@ -45,27 +45,27 @@ class Target:
     notes: tuple[str, ...] = ()
 
 
-def find_target(asked: str, *, step: int | None = None) -> Target:
-    """Finds what was named.
+def find_target(name: str, *, step: int | None = None) -> Target:
+    """Finds a run or model.
 
     Args:
-        asked: a run's directory, a model's or adapter's directory, a hub id, or `builtin:NAME`.
-        step: of a run: take this checkpoint and not the result.
+        name: a run's directory, a model's or adapter's directory, a hub id, or `builtin:NAME`.
+        step: for a run: use this checkpoint instead of the result.
 
     Raises:
-        UsageError: if there is nothing there, or no weights yet.
+        UsageError: if it does not exist, or has no weights yet.
         ModelError: if a model or adapter lacks files.
-        IntegrityError: if a run has checkpoints, and none of them is intact; or files are missing or damaged that its list has.
+        IntegrityError: if none of a run's checkpoints is intact; or if files of its list are missing or damaged.
     """
-    directory = Path(asked).expanduser()
-    if not asked.strip():
+    directory = Path(name).expanduser()
+    if not name.strip():
         raise UsageError.of(
-            "no run or model is named",
+            "no run or model is given",
             where="RUN|MODEL",
             fix="give a run's directory, a model's directory, or a hub id",
         )
     try:
-        return _find(asked, directory, step)
+        return _find(name, directory, step)
     except UsageError:  # a file that cannot be read may be one that was damaged since it was written
         for place in (directory, RunDir(directory).adapter, RunDir(directory).model):
             checked = check_model(place)
@@ -74,33 +74,34 @@ def find_target(asked: str, *, step: int | None = None) -> Target:
         raise
 
 
-def _find(asked: str, directory: Path, step: int | None) -> Target:
+def _find(name: str, directory: Path, step: int | None) -> Target:
     if _is_run(directory):
-        return _of_run(asked, RunDir(directory.resolve()), step)
+        return _of_run(name, RunDir(directory.resolve()), step)
     if step is not None:
         raise UsageError.of(
-            f"{asked} is no run, so it has no step {step}",
+            f"{name} is not a run, so it has no step {step}",
             where="--step",
-            fix="give the directory of a run, or leave --step out",
+            fix="give the directory of a run, or omit --step",
         )
     if directory.is_dir():
-        _refuse_other_places(asked, directory.resolve())
+        _refuse_other_places(name, directory.resolve())
     try:
-        found = locate_model(asked)
-    except ModelError as error:  # it speaks of the key of a config
+        found = locate_model(name)
+    except ModelError as error:  # its problems refer to config keys
         raise ModelError(*(Problem(p.what, "RUN|MODEL", p.why, p.fix) for p in error.problems)) from error
     if (found / "adapter_config.json").is_file():
-        return _of_adapter(asked, found)
-    return Target(asked, "model", found, found, None, f"the model {asked}")
+        return _of_adapter(name, found)
+    return Target(name, "model", found, found, None, f"the model {name}")
 
 
 def verify_target(target: Target, report: Reporter) -> None:
-    """Tells what a person should know of the target, and compares its files with the list that was written with them.
+    """Reports the target's notes, and verifies its files against the list that was written with them.
 
-    What is read here is in memory when it is loaded; digests of large files are kept, so that the next start does not read them twice.
+    Files read here are cached by the kernel when they are loaded; digests of large files are cached on disk, so that the next start does
+    not read them twice.
 
     Raises:
-        IntegrityError: naming each file that is damaged, and its tensors.
+        IntegrityError: with each damaged file, and its tensors.
     """
     for note in target.notes:
         report.warning("target", note)
@@ -108,7 +109,7 @@ def verify_target(target: Target, report: Reporter) -> None:
     found = digest_files(
         [file for place in places for file in listed_files(place)],
         cache=read_environment().cache_dir / "digests.json",
-        told=DigestProgress(report, "verify").told,
+        on_progress=DigestProgress(report, "verify").report,
     )
     for place in places:
         checked = check_model(place, read=partial(_digest_of, found))
@@ -119,7 +120,7 @@ def verify_target(target: Target, report: Reporter) -> None:
         if not checked.listed and place == target.weights and target.plan is not None:
             report.warning(
                 "target",
-                f"{place} is not verified: an older version of unisono wrote no {MODEL_MANIFEST} there",
+                f"{place} is not verified: it was written by an older version of unisono, without {MODEL_MANIFEST}",
             )
 
 
@@ -133,7 +134,7 @@ def _digest_of(found: dict[Path, Digested | OSError], file: Path) -> tuple[int, 
 def _restore(target: Target, place: Path) -> str:
     if target.plan is not None and place == target.weights:
         return (
-            f"`unisono export {target.asked} OUT --step N` writes the weights of a checkpoint (`unisono checkpoint ls {target.asked}`), "
+            f"`unisono export {target.name} OUT --step N` writes the weights of a checkpoint (`unisono checkpoint ls {target.name}`), "
             "or copy the directory again"
         )
     return "copy the directory again, or export it again"
@@ -144,83 +145,79 @@ def _is_run(directory: Path) -> bool:
     return directory.is_dir() and (run.plan.is_file() or (run.config.is_file() and run.checkpoints.is_dir()))
 
 
-def _refuse_other_places(asked: str, directory: Path) -> None:
-    """A directory that is part of a run, or nothing that we know, gets a hint instead of `no config.json`."""
+def _refuse_other_places(name: str, directory: Path) -> None:
+    """Refuses a part of a run, or an unknown directory, with a better hint than `no config.json`."""
     if _is_run(directory.parent.parent) and directory.parent.name == "checkpoints":
         number = directory.name.removeprefix("step-").lstrip("0") or "0"
         raise UsageError.of(
-            f"{asked} is a checkpoint",
+            f"{name} is a checkpoint",
             where=str(directory),
-            why="it holds what was trained, without its model",
-            fix=f"name its run: {directory.parent.parent} --step {number}",
+            why="it has the trained weights only, without the base model",
+            fix=f"use its run: {directory.parent.parent} --step {number}",
         )
     if not any((directory / name).is_file() for name in ("config.json", "adapter_config.json")):
         raise UsageError.of(
-            f"{asked} is neither a run nor a model",
+            f"{name} is neither a run nor a model",
             where=str(directory),
-            why="there is no plan.json, config.json or adapter_config.json in it",
+            why="it has no plan.json, config.json or adapter_config.json",
             fix="give a run's directory (output_dir of its config), or a model's with config.json, weights and tokenizer",
         )
 
 
-def _of_run(asked: str, run: RunDir, step: int | None) -> Target:
-    plan = _read_plan(asked, run)
+def _of_run(name: str, run: RunDir, step: int | None) -> Target:
+    plan = _read_plan(name, run)
     base = Path(plan.model.directory)
-    if (
-        not base.is_dir()
-    ):  # the run was carried elsewhere, or the built-in model is in another environment now
+    if not base.is_dir():  # the run was moved, or the built-in model is in a different environment now
         base = locate_model(plan.config.model.path, plan.config.model.revision)
     store = CheckpointStore(run.checkpoints, key=user_key(read_environment().settings_dir))
     if step is not None:
-        return _at_checkpoint(asked, plan, base, _at_step(store, plan, step), ())
+        return _at_checkpoint(name, plan, base, _at_step(store, plan, step), ())
     final = run.adapter if plan.config.adapter is not None else run.model
     outcome = _outcome(run)
     if final.is_dir() and outcome == "completed":
-        return _at_result(asked, plan, base, final)
+        return _at_result(name, plan, base, final)
     damaged: list[str] = []
     newest = store.newest_intact(
-        lambda path, damage: (
-            damaged.append(f"{path.name} is passed over: {damage}") if damage.is_fatal else None
-        ),
+        lambda path, damage: damaged.append(f"{path.name} is skipped: {damage}") if damage.is_fatal else None,
         run_id=plan.run_id,
         trust=True,
     )
     if newest is not None:
         unfinished = f"the run is not finished ({outcome or 'no result yet'}): this is its checkpoint of step {newest.step}"
-        return _at_checkpoint(asked, plan, base, newest, (unfinished, *damaged))
+        return _at_checkpoint(name, plan, base, newest, (unfinished, *damaged))
     if final.is_dir():
-        return _at_result(asked, plan, base, final)
+        return _at_result(name, plan, base, final)
     if damaged:
         raise IntegrityError.of(
-            f"no checkpoint of {asked} is intact",
+            f"no checkpoint of {name} is intact",
             where=str(run.checkpoints),
             why="; ".join(damaged[:4]),
-            fix="`unisono checkpoint verify` shows each; start the run again with --fresh",
+            fix="see `unisono checkpoint verify`; restart the run with --fresh",
         )
     raise UsageError.of(
-        f"{asked} has no weights yet",
+        f"{name} has no weights yet",
         where=str(run.root),
-        why="it ended before its first checkpoint, or has only begun",
-        fix=f"go on with `unisono train {run.config}`",
+        why="it ended before its first checkpoint, or has just started",
+        fix=f"resume it with `unisono train {run.config}`",
     )
 
 
-def _read_plan(asked: str, run: RunDir) -> RunPlan:
+def _read_plan(name: str, run: RunDir) -> RunPlan:
     try:
         return RunPlan.model_validate(read_json(run.plan))
     except FileNotFoundError:
         raise UsageError.of(
-            f"{asked} has no weights yet",
+            f"{name} has no weights yet",
             where=str(run.root),
-            why="there is no plan.json: it ended before it was planned",
+            why="there is no plan.json: it ended before the plan was written",
             fix=f"start it with `unisono train {run.config}`",
         ) from None
     except (OSError, ValueError) as error:
         raise UsageError.of(
-            f"the plan of {asked} cannot be read",
+            f"the plan of {name} cannot be read",
             where=str(run.plan),
             why=why_unreadable(error),
-            fix="restore the file, or name the adapter or model directory in the run instead",
+            fix="restore the file, or use the adapter or model directory in the run instead",
         ) from error
 
 
@@ -240,63 +237,63 @@ def _at_step(store: CheckpointStore, plan: RunPlan, step: int) -> IntactCheckpoi
         raise UsageError.of(
             f"the run has no checkpoint of step {step}",
             where=str(store.root),
-            fix=f"there are those of step {steps}"
-            if steps
-            else "it has none; leave --step out for the result",
+            fix=f"it has checkpoints of step {steps}" if steps else "it has none; omit --step for the result",
         )
     return store.require(path, run_id=plan.run_id, trust=True)
 
 
-def _at_result(asked: str, plan: RunPlan, base: Path, final: Path) -> Target:
+def _at_result(name: str, plan: RunPlan, base: Path, final: Path) -> Target:
     if plan.config.adapter is not None:
         _refuse_incomplete_adapter(final)
         return Target(
-            asked,
+            name,
             "adapter",
             final,
             base,
             plan,
-            f"the run {asked}, finished: {plan.config.model.path} + adapter",
+            f"the run {name}, finished: {plan.config.model.path} + adapter",
         )
     return Target(
-        asked,
+        name,
         "model",
         final,
         final,
         plan,
-        f"the run {asked}, finished: all weights of {plan.config.model.path}",
+        f"the run {name}, finished: all weights of {plan.config.model.path}",
     )
 
 
 def _at_checkpoint(
-    asked: str, plan: RunPlan, base: Path, found: IntactCheckpoint, notes: tuple[str, ...]
+    name: str, plan: RunPlan, base: Path, found: IntactCheckpoint, notes: tuple[str, ...]
 ) -> Target:
-    foreign = ("the checkpoint was not signed by you; only its weights are read",) if found.is_foreign else ()
+    foreign = (
+        ("the checkpoint is signed by another key; only its weights are read",) if found.is_foreign else ()
+    )
     what = "adapter" if plan.config.adapter is not None else "all weights"
-    text = f"the run {asked} at step {found.step}: {what} of {plan.config.model.path}"
-    return Target(asked, "checkpoint", found.path, base, plan, text, (*notes, *foreign))
+    text = f"the run {name} at step {found.step}: {what} of {plan.config.model.path}"
+    return Target(name, "checkpoint", found.path, base, plan, text, (*notes, *foreign))
 
 
-def _of_adapter(asked: str, directory: Path) -> Target:
+def _of_adapter(name: str, directory: Path) -> Target:
     _refuse_incomplete_adapter(directory)
     base = _adapter_settings(directory).get("base_model_name_or_path")
     where = f"base_model_name_or_path in {directory / 'adapter_config.json'}"
     if not isinstance(base, str) or not base:
         raise ModelError.of(
-            f"{asked} does not say which model it adapts",
+            f"{name} does not specify its base model",
             where=where,
-            fix="set it to the directory or hub id of that model",
+            fix="set it to the directory or hub id of the base model",
         )
     try:
         located = locate_model(base)
     except ModelError as error:
         raise ModelError(
             *(
-                Problem(p.what, where, p.why, "set it to where the model beneath the adapter is now")
+                Problem(p.what, where, p.why, "set it to the present directory or hub id of the base model")
                 for p in error.problems
             )
         ) from error
-    return Target(asked, "adapter", directory, located, None, f"the adapter {asked} on {base}")
+    return Target(name, "adapter", directory, located, None, f"the adapter {name} on {base}")
 
 
 def _refuse_incomplete_adapter(directory: Path) -> None:
@@ -304,14 +301,14 @@ def _refuse_incomplete_adapter(directory: Path) -> None:
         raise ModelError.of(
             "the adapter lacks its weights",
             where=str(directory),
-            why="there is no adapter_model.safetensors in it",
+            why="it has no adapter_model.safetensors",
             fix="copy the whole directory again",
         )
     _adapter_settings(directory)
 
 
 def _adapter_settings(directory: Path) -> dict[str, Any]:
-    """What adapter_config.json says; it says at least which kind of adapter it is."""
+    """The contents of adapter_config.json, with the kind of adapter at least."""
     file = directory / "adapter_config.json"
     try:
         settings = read_json_object(file, fix="copy it again")
@@ -319,15 +316,15 @@ def _adapter_settings(directory: Path) -> dict[str, Any]:
         raise ModelError.of(
             "the adapter lacks its settings",
             where=str(directory),
-            why="there is no adapter_config.json in it",
+            why="it has no adapter_config.json",
             fix="copy the whole directory again",
         ) from None
     kind = settings.get("peft_type")
     if not isinstance(kind, str) or not kind:
         raise ModelError.of(
-            f"adapter_config.json does not say its peft_type{'' if kind is None else f', but {kind!r}'}",
+            f"adapter_config.json has no peft_type{'' if kind is None else f', but {kind!r}'}",
             where=str(file),
-            why="it is the kind of the adapter, as LORA, and the file says how to put it on the model",
+            why="it is the kind of the adapter, e.g. LORA, which peft needs to load it",
             fix="copy adapter_config.json of the adapter again",
         )
     return settings
