@@ -80,7 +80,7 @@ def test_one_that_never_comes_is_named_by_all_others(groups: list[Group]) -> Non
     group.go()
     for result in group.results():
         assert (result["ok"], result["missing"]) == (False, [2])
-        assert "node 2 (cyd) did not come" in result["text"]
+        assert "node 2 (cyd) did not connect" in result["text"]
         assert 5.9 < result["seconds"] < 15
     assert time.monotonic() - began < 30
 
