@@ -156,7 +156,7 @@ def test_export_writes_what_transformers_loads(model_dir: Path, tmp_path: Path) 
 
 def test_bad_input_is_exit_2_with_the_remedy(model_dir: Path, tmp_path: Path) -> None:
     assert "no model directory" in refused("chat", tmp_path / "nothing")
-    assert "no run" in refused("export", model_dir, tmp_path / "out", "--step", 3)
+    assert "is not a run" in refused("export", model_dir, tmp_path / "out", "--step", 3)
     assert not (tmp_path / "out").exists()
 
 

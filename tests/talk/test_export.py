@@ -176,7 +176,7 @@ def test_an_empty_directory_is_taken_and_a_full_one_refused(
     assert (out / "model.safetensors").is_file()
     before = sorted(file.stat().st_mtime_ns for file in out.iterdir())
     for taken in (out, out / "config.json"):
-        with pytest.raises(UnisonoError, match="taken") as found:
+        with pytest.raises(UnisonoError, match="already exists") as found:
             exported(model_dir, taken, listening)
         assert found.value.exit_code == 2
     assert sorted(file.stat().st_mtime_ns for file in out.iterdir()) == before

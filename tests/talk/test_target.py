@@ -247,5 +247,5 @@ def test_what_is_not_there_or_is_no_model_is_refused(tmp_path: Path, model_dir: 
     (tmp_path / "empty").mkdir()
     for asked in (tmp_path / "nothing", tmp_path / "empty", "", "builtin:nothing"):
         assert refusal(asked).exit_code == 2
-    with pytest.raises(UsageError, match="no run"):
+    with pytest.raises(UsageError, match="is not a run"):
         find_target(str(model_dir), step=1)
