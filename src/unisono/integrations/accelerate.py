@@ -1,4 +1,4 @@
-"""Accelerate's Accelerator whose ranks agree on data and number of batches, and say what they do.
+"""Accelerate's Accelerator with a check that ranks agree on data and number of batches, and with progress reports.
 
 >>> from unisono.integrations.accelerate import Accelerator
 """
@@ -13,9 +13,9 @@ from unisono.integrations.trainer_facts import TrainerFacts, read_loader
 
 
 class Accelerator(accelerate.Accelerator):
-    """The same, and: `prepare` of a model or an optimizer compares the loaders of all ranks; steps and phases are told.
+    """An Accelerator whose `prepare` of a model or optimizer compares the loaders of all ranks, and which reports steps and phases.
 
-    It changes nothing of the training: no random number is drawn, no collective called, no value read from a device.
+    It does not change the training: it draws no random number, calls no collective, reads no value from a device.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -24,12 +24,12 @@ class Accelerator(accelerate.Accelerator):
         super().__init__(*args, **kwargs)
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """Prepares as Accelerate does; with a model or an optimizer among `args` all ranks compare the loaders among them.
+        """Prepares as Accelerate does; with a model or an optimizer among `args`, all ranks compare the loaders in `args`.
 
-        Loaders that are prepared alone are not compared: a program may do that on one rank.
+        Loaders that are prepared alone are not compared: a program may do that on one rank only.
 
         Raises:
-            Disagreed: on every rank, with the same words.
+            Disagreed: on every rank, with the same message.
         """
         prepared = super().prepare(*args, device_placement=device_placement)
         parts = prepared if isinstance(prepared, tuple) else (prepared,)
@@ -42,28 +42,28 @@ class Accelerator(accelerate.Accelerator):
         return prepared
 
     def agree(self, *loaders: Any, steps: int | None = None) -> None:
-        """All ranks compare these loaders, and the number of optimizer steps if it is given; all ranks must call it.
+        """Compares these loaders on all ranks, and the number of optimizer steps if given; all ranks must call it.
 
         Raises:
-            Disagreed: on every rank, with the same words.
+            Disagreed: on every rank, with the same message.
         """
         for facts in [read_loader(loader) for loader in loaders] or [TrainerFacts()]:
             self._unisono.begin(replace(facts, steps=steps))
 
     def backward(self, loss: Any, **kwargs: Any) -> None:
-        """Backward, as Accelerate does it."""
+        """Accelerate's backward."""
         self._unisono.phase("compute")
         super().backward(loss, **kwargs)
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
-        """Saves, as Accelerate does it."""
+        """Accelerate's save_state."""
         self._unisono.phase("save")
         saved = super().save_state(*args, **kwargs)
         self._unisono.phase("data")
         return saved
 
     def _tell_steps_of(self, optimizer: Any) -> None:
-        """By torch's own hooks: Accelerate calls the optimizer only where a step is due."""
+        """Uses torch's own hooks: Accelerate calls the optimizer only when a step is due."""
         plain = getattr(optimizer, "optimizer", optimizer)
         if not hasattr(plain, "register_step_post_hook"):
             return  # DeepSpeed's

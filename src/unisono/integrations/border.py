@@ -3,15 +3,15 @@
 The front makes the folder `/dev/shm/unisono-<uid>-<nonce>` (0700) and in it `guard.json` (0600), and names that file to the program's
 processes by one variable, UNISONO_GUARD. Nothing else is handed on, and nothing is secret but the folder: whoever can read it is the user.
 
-    held                   locked by the front and its keeper: a folder that nobody holds is removed by the next front
+    held                   locked by the front and its subreaper: a folder that no process holds is removed by the next front
     guard.json             the front: what every process may know (Guard)
-    rank-<pid>.json        a rank: who it is (Registration); written anew, whole, whenever it knows more
-    beat-<pid>             a rank: its signs of life, as unisono.watch.beat has them, RECORD_BYTES; stays readable after its death
+    rank-<pid>.json        a rank: its identity (Registration); replaced atomically whenever more is known
+    beat-<pid>             a rank: its heartbeat record (unisono.watch.beat), RECORD_BYTES; stays readable after its death
     stacks-<pid>           faulthandler in the rank
-    answers-<pid>          the rank's second thread: the flight recorder's dump, when the front has asked through the record
+    answers-<pid>          the rank's second thread: the flight recorder's dump, requested by the front through the record
     events-<pid>.jsonl     a rank, or a launcher: messages as unisono.events has them, one a line
-    facts-<pid>-<name>.json    a rank or a launcher: what it brings to an agreement (Brought); then it waits for
-    answer-<pid>-<name>.json   the front: what came of it (Answer)
+    facts-<pid>-<name>.json    a rank or a launcher: its facts for an agreement (Brought); then it waits for
+    answer-<pid>-<name>.json   the front: the result (Answer)
 
 A process is a rank once it has registered: it does so when it has RANK, LOCAL_RANK and WORLD_SIZE and loads torch. A program without them
 that loads torch is rank 0 of 1. Processes that a rank starts (loaders) inherit the variable and must not register: they look for `rank-<pid>.json`
@@ -52,18 +52,18 @@ _MOST_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """What a guarded process finds.
+    """Settings of a guarded process.
 
     Attributes:
         folder: where it leaves its files.
         run_id: of this start.
-        front_pid: the front of this node; when it is gone nobody reads what is written.
+        front_pid: the front of this node; without it no process reads what is written.
         node_rank: of this node, from 0.
         nodes: of the job.
-        host: this node's name, as verdicts have it.
+        host: this node's name in verdicts.
         store: HOST:PORT for torch's store, free on node 0 when the fronts agreed; empty on one node where torch chooses.
         uneven: whether nodes may have unequal numbers of ranks.
-        options: what the front was asked for beside: `debug_comm` (bool), `json` (bool).
+        options: other options of the front: `debug_comm` (bool), `json` (bool).
     """
 
     folder: Path
@@ -78,7 +78,7 @@ class Guard:
 
     @property
     def is_watched(self) -> bool:
-        """Whether its front lives."""
+        """Whether its front is alive."""
         try:
             stat = Path(f"/proc/{self.front_pid}/stat").read_text(encoding="utf-8", errors="replace")
         except OSError:
@@ -86,7 +86,7 @@ class Guard:
         return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
 
     def write(self) -> Path:
-        """The front's part: makes the folder and guard.json; gives the path for the variable."""
+        """Creates the folder and guard.json, for the front; returns the path for the variable."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = self.folder / GUARD_FILE
         _write(path, {"schema": 1, **asdict(self), "folder": str(self.folder)})
@@ -95,23 +95,23 @@ class Guard:
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """Who a rank is.
+    """Identity of a rank.
 
     Attributes:
         pid: its process.
-        started: the process's start in the kernel's ticks, so that a number used again is not taken for it.
+        started: the process's start in kernel ticks, to detect a reused process number.
         rank: over all nodes.
         local_rank: on this node.
         world_size: ranks of all nodes.
         local_world_size: ranks of this node.
         host: the machine's name.
-        attempt: which start of its launcher it belongs to (TORCHELASTIC_RESTART_COUNT).
-        uuid: of the device that it has bound; empty where none is known.
+        attempt: the launcher's restart count (TORCHELASTIC_RESTART_COUNT).
+        uuid: of the bound device; empty if unknown.
         grouped: whether it has a process group.
-        sees: what the hook sees: "beats", "collectives", "stacks"; what is missing in it is not seen, and the front says so.
+        sees: what the hook observes: "beats", "collectives", "stacks"; the front reports what is missing.
         stacks_signal: at which faulthandler writes the stacks: a real-time signal that the program had left free; 0: none was. Ask
             `facts.processes.catches` before sending it: a program that replaces itself (exec) has no handler any more.
-        restarts: how often its launcher starts its ranks anew (TORCHELASTIC_MAX_RESTARTS).
+        restarts: maximum number of restarts of its launcher (TORCHELASTIC_MAX_RESTARTS).
     """
 
     pid: int
@@ -131,15 +131,15 @@ class Registration:
 
 @dataclass(frozen=True, slots=True)
 class Brought:
-    """What one process brings to an agreement, flat: a value that differs on one rank is named by its key.
+    """Facts of one process for an agreement, flat: a value that differs on one rank is reported by its key.
 
     Attributes:
         pid: of the process.
         name: of the agreement, of small letters and _: "data", "split", "steps"; LAUNCHER is the launchers'.
         rank: of the rank; of a launcher the node's.
-        world_size: how many bring something before it is compared; of a launcher the nodes.
-        facts: what must be equal, by key: numbers, strings, booleans.
-        own: what may differ and is only told.
+        world_size: number of processes that report before facts are compared; for a launcher, of nodes.
+        facts: values that must be equal, by key: numbers, strings, booleans.
+        own: values that may differ and are only reported.
     """
 
     pid: int
@@ -152,12 +152,12 @@ class Brought:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came of an agreement.
+    """Result of an agreement.
 
     Attributes:
-        agreed: whether the process may go on.
-        text: otherwise why not, in one line that the front has said as well: the process prints nothing and leaves.
-        exit_code: with which it leaves then.
+        agreed: whether the process may continue.
+        text: otherwise the reason, in one line that the front prints, too: the process prints nothing and exits.
+        exit_code: with which it exits then.
         facts: for a launcher: `node_rank`, `nodes`, `store` (HOST:PORT).
     """
 
@@ -168,10 +168,10 @@ class Answer:
 
 
 class Presence:
-    """A process's place at the border, in that process.
+    """The border as used by a guarded process.
 
     Attributes:
-        guard: what it found.
+        guard: its settings.
         pid: of this process.
     """
 
@@ -181,7 +181,7 @@ class Presence:
         self._events: int | None = None
 
     def make_memory(self) -> tuple[mmap.mmap, int, int]:
-        """Makes the rank's record and the files of its stacks and answers; to be called before `register`.
+        """Creates the rank's record and the files for stacks and answers; called before `register`.
 
         Returns:
             The record, for Beats; the descriptors of the stacks (for faulthandler) and of the answers (for Pulse).
@@ -196,11 +196,11 @@ class Presence:
             os.close(record)
 
     def register(self, registration: Registration) -> None:
-        """Says who this rank is, or that more is known of it."""
+        """Registers this rank, or updates its registration."""
         _write(self.guard.folder / f"rank-{self.pid}.json", {"schema": 1, **asdict(registration)})
 
     def tell(self, kind: str, **more: Any) -> None:
-        """Appends an event, as unisono.events has them. A folder that is gone, or full, is not this process's trouble."""
+        """Appends an event (unisono.events). Errors of the folder are ignored."""
         line = json.dumps({"kind": kind, "time": time.time(), **more}, ensure_ascii=False, default=str) + "\n"
         with contextlib.suppress(OSError):
             if self._events is None:
@@ -218,18 +218,18 @@ class Presence:
         own: Mapping[str, Any] | None = None,
         limit_s: float,
     ) -> Answer | None:
-        """Brings facts to an agreement of that name, once, and waits for what comes of it; all ranks must call it.
+        """Reports facts to an agreement of that name, once, and waits for its result; all ranks must call it.
 
         Args:
             name: see Brought.
             facts: see Brought.
             rank: of this rank, of a launcher the node's.
-            world_size: how many bring something.
+            world_size: number of processes that report.
             own: see Brought.
             limit_s: seconds to wait.
 
         Returns:
-            None where no answer came: the front is gone, or others have not brought theirs in time. Then one goes on.
+            None without an answer: the front is gone, or others have not reported in time. Then the process continues.
         """
         brought = Brought(self.pid, name, rank, world_size, dict(facts), dict(own or {}))
         answer = self.guard.folder / f"answer-{self.pid}-{name}.json"
@@ -252,7 +252,7 @@ class Presence:
 
 
 def find_guard(environment: Mapping[str, str]) -> Guard | None:
-    """What guards this process; None where nothing does, where it cannot be read, or is not this user's.
+    """The settings of this guarded process; None if it is not guarded, or guard.json is unreadable or belongs to a different user.
 
     Args:
         environment: of the process.
@@ -270,11 +270,11 @@ def find_guard(environment: Mapping[str, str]) -> Guard | None:
 
 
 def own_registration(environment: Mapping[str, str], **more: Any) -> Registration | None:
-    """Who this process is by its environment; None where it names no rank.
+    """The registration of this process from its environment; None if that has no rank.
 
     Args:
         environment: of the process.
-        more: fields of Registration that are known already.
+        more: other fields of Registration.
     """
     try:
         rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
@@ -322,7 +322,7 @@ def registrations(folder: Path) -> Iterator[Registration]:
 
 
 def brought_facts(folder: Path) -> Iterator[Brought]:
-    """What was brought to agreements and has not been answered."""
+    """Facts for agreements that have not been answered."""
     for path in _files(folder, "facts-"):
         found = _made(Brought, read_whole(path) or {})
         if found is not None and not (folder / f"answer-{found.pid}-{found.name}.json").exists():
@@ -330,13 +330,13 @@ def brought_facts(folder: Path) -> Iterator[Brought]:
 
 
 def answer_facts(folder: Path, brought: Brought, answer: Answer) -> None:
-    """Tells a process what came of what it brought. Where the folder is gone all processes are, too."""
+    """Answers a process. If the folder is gone, so are all processes."""
     with contextlib.suppress(FileNotFoundError):
         _write(folder / f"answer-{brought.pid}-{brought.name}.json", {"schema": 1, **asdict(answer)})
 
 
 def _files(folder: Path, prefix: str) -> list[Path]:
-    """The JSON files with such names, in order; none once the folder was taken away, which the keeper does as soon as all is over."""
+    """The JSON files with this prefix, in order; none once the folder is removed, which the subreaper does at the end."""
     try:
         names = os.listdir(folder)  # noqa: PTH208 - one look, where glob takes two
     except FileNotFoundError:
@@ -345,10 +345,10 @@ def _files(folder: Path, prefix: str) -> list[Path]:
 
 
 def memory_of(folder: Path, pid: int) -> "BeatMemory":
-    """The front's end of a rank's record, stacks and answers; the caller closes it.
+    """A reader of a rank's record, stacks and answers; the caller closes it.
 
     Raises:
-        OSError: if the rank has made none.
+        OSError: if the rank has not created them.
     """
     from unisono.watch.rank_record import BeatMemory
 
@@ -370,14 +370,14 @@ def memory_of(folder: Path, pid: int) -> "BeatMemory":
 
 
 class EventsOf:
-    """Reads the events of one process, as they come. For the front."""
+    """Reads new events of one process. For the front."""
 
     def __init__(self, folder: Path, pid: int) -> None:
         self._path = folder / f"events-{pid}.jsonl"
         self._at = 0
 
     def new(self) -> list[dict[str, Any]]:
-        """The whole lines since the last call; torn and foreign ones are left out."""
+        """The complete lines since the last call, without invalid ones."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._at)
@@ -394,7 +394,7 @@ class EventsOf:
 
 
 def read_whole(path: Path) -> dict[str, Any] | None:
-    """The JSON object of a file of the border; None where there is none, or it is none."""
+    """The JSON object in a file of the border; None if there is none."""
     try:
         with path.open("rb") as file:
             return _object(file.read(_MOST_BYTES))
@@ -411,7 +411,7 @@ def _object(data: bytes) -> dict[str, Any] | None:
 
 
 def _write(path: Path, value: dict[str, Any]) -> None:
-    """The file appears whole. It is in memory: nothing is synced."""
+    """Writes a file atomically. It is in memory, so it is not synced."""
     temporary = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     with os.fdopen(fd, "w", encoding="utf-8") as file:
@@ -420,7 +420,7 @@ def _write(path: Path, value: dict[str, Any]) -> None:
 
 
 def _made(kind: type[_Made], value: Mapping[str, Any]) -> _Made | None:
-    """A dataclass of what was read; fields of a newer writer are left out, and None is where some are missing."""
+    """A dataclass of what was read, without fields of a newer writer; None if some are missing."""
     names = {one.name for one in fields(kind)}
     try:
         return kind(**{name: given for name, given in value.items() if name in names})

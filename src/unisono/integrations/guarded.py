@@ -1,11 +1,11 @@
-"""`unisono.guarded()`: three lines with which a loop of one's own says where it is, and what it loses.
+"""`unisono.guarded()`: three lines with which a custom loop reports its steps and its loss.
 
     with unisono.guarded() as guard:
         for batch in guard.steps(loader):
             ...
             guard.step(loss)
 
-Under `unisono run` those who watch know the phase, the step and the loss from then on. Elsewhere it does nothing, and costs nothing.
+Under `unisono run` the watch then knows phase, step and loss. Elsewhere it does nothing, and costs nothing.
 """
 
 import math
@@ -21,18 +21,18 @@ _EVERY_S = 1.0
 
 
 class Guarded:
-    """A loop that tells where it is.
+    """A loop that reports its progress.
 
     Attributes:
-        done: optimizer steps that have been made.
+        done: number of optimizer steps made.
     """
 
     def __init__(self, at: GuardedProcess | None, *, done: int = 0) -> None:
-        """Tells nobody yet.
+        """Nothing is reported yet.
 
         Args:
-            at: this process at the border; None where nothing guards it.
-            done: optimizer steps that were made before, of a run that goes on.
+            at: this guarded process; None if it is not guarded.
+            done: optimizer steps made before, for a resumed run.
         """
         self._at = at
         self.done = done
@@ -50,7 +50,7 @@ class Guarded:
             self._at.phase("program")
 
     def steps(self, batches: Iterable[_Batch]) -> Iterator[_Batch]:
-        """The batches, each with a sign of life where it is asked for and where it is there."""
+        """The batches, with a heartbeat before and after each is read."""
         if self._at is None:
             yield from batches
             return
@@ -70,8 +70,8 @@ class Guarded:
         """An optimizer step has been made.
 
         Args:
-            loss: of the step, as a number. Of a tensor only one on the CPU is read, for another would make the device wait; it is told once
-                in a second, and at once where it is no number any more.
+            loss: of the step, as a number. A tensor is read only if it is on the CPU, since a read would synchronize the device; it is
+                reported once per second, and immediately if it is not finite.
         """
         self.done += 1
         if self._at is None:
@@ -84,22 +84,22 @@ class Guarded:
             self._at.tell("step", step=self.done, loss=value if math.isfinite(value) else str(value))
 
     def phase(self, name: str) -> None:
-        """Something else is done from here on: "evaluate", "save", "load_data", "load_model"; then "program"."""
+        """Enters a phase: "evaluate", "save", "load_data", "load_model"; then "program"."""
         if self._at is not None:
             self._at.phase(name)
 
 
 def guarded(*, done: int = 0) -> Guarded:
-    """A loop that tells where it is, under `unisono run`; elsewhere it tells nobody.
+    """A loop that reports its progress under `unisono run`; elsewhere it reports nothing.
 
     Args:
-        done: optimizer steps that were made before, of a run that goes on.
+        done: optimizer steps made before, for a resumed run.
     """
     return Guarded(this_process(), done=done)
 
 
 def _number(loss: Any) -> float | None:
-    """The loss, where it is in this machine's memory."""
+    """The loss, if it is in host memory."""
     if isinstance(loss, int | float):
         return float(loss)
     device = getattr(loss, "device", None)

@@ -1,4 +1,4 @@
-"""A callback for Lightning's Trainer: the ranks agree on data and steps, and say what they do.
+"""A callback for Lightning's Trainer: ranks agree on data and steps, and report progress.
 
 >>> trainer = Trainer(…, callbacks=[UnisonoCallback()])
 """
@@ -14,19 +14,19 @@ from unisono.integrations.trainer_facts import TrainerFacts, length_of, read_loa
 
 
 class UnisonoCallback(Callback):
-    """Refuses, before the first step and on every rank, a training on which the ranks do not agree; then it tells the watch.
+    """Raises on every rank, before the first step, if ranks do not agree on the training; then reports progress to the watch.
 
-    It changes nothing of the training: no random number is drawn, no collective called, no value read from a device.
+    It does not change the training: it draws no random number, calls no collective, reads no value from a device.
     """
 
     def __init__(self) -> None:
         self._reporter = CallbackReporter()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """All ranks compare what they are about to train on.
+        """Compares on all ranks what they are about to train on.
 
         Raises:
-            Disagreed: on every rank, with the same words.
+            Disagreed: on every rank, with the same message.
         """
         self._reporter.begin(_facts(trainer))
         self._reporter.phase("data")
@@ -39,13 +39,13 @@ class UnisonoCallback(Callback):
         self._reporter.phase("compute")
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """The gradients are there."""
+        """The gradients are ready."""
         self._reporter.phase("update")
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """A batch is done; the loss is told where Lightning has it on the host already."""
+        """A batch is done; the loss is reported if it is already on the host."""
         self._reporter.phase("data")
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if loss is not None and getattr(getattr(loss, "device", None), "type", "") == "cpu":
@@ -56,22 +56,22 @@ class UnisonoCallback(Callback):
         self._reporter.phase("evaluate")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """It is over."""
+        """The evaluation is over."""
         self._reporter.phase("data")
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """A checkpoint is being saved; there is no word of its end but the next batch."""
+        """A checkpoint is being saved; the next batch marks its end."""
         self._reporter.phase("save")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """What the program does after it is its own."""
+        """The training is over."""
         self._reporter.phase("finish")
 
 
 def _facts(trainer: Trainer) -> TrainerFacts:
-    """Of the first loader, and of the plan. Several loaders: only the steps are compared."""
+    """Facts of the first loader and of the plan. With several loaders only the steps are compared."""
     loader = trainer.train_dataloader
     facts = (
         read_loader(loader)

@@ -1,4 +1,4 @@
-"""The rendezvous back-end `unisono` of torchrun: the launchers of all nodes agree on what they are about to start, before they do.
+"""The rendezvous backend `unisono` of torchrun: the launchers of all nodes agree on what they are about to start.
 
 torchrun finds it by the entry point `torchrun.handlers`. Under `unisono run` the front's environment asks for it (PET_RDZV_BACKEND), so that
 programs that start torchrun by themselves are caught, too; by hand: `torchrun --rdzv-backend unisono --rdzv-endpoint HOST:PORT --nnodes 2
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def get_handler() -> "Callable[[RendezvousParameters], RendezvousHandler]":
-    """What torchrun calls to make a handler; the entry point."""
+    """The entry point that torchrun calls to create a handler."""
     from unisono.integrations.torchrun_handler import create
 
     return create

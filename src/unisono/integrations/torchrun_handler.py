@@ -1,4 +1,4 @@
-"""The handler: brings what this launcher is about to start to the front, waits for the word of all nodes, and gives torch its store."""
+"""The handler: reports what this launcher is about to start to the front, waits for the result of all nodes, and returns torch's store."""
 
 import contextlib
 import json
@@ -42,7 +42,7 @@ def create(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 class UnisonoRendezvous(RendezvousHandler):
-    """Agreement through the front of this node; without a front, through one that is started for it."""
+    """Agreement through the front of this node; without a front, it starts one."""
 
     def __init__(
         self,
@@ -52,13 +52,13 @@ class UnisonoRendezvous(RendezvousHandler):
         node_rank: int | None,
         max_restarts: int = 0,
     ) -> None:
-        """Knows what torchrun was asked for; nothing is begun.
+        """Stores torchrun's options; nothing is started.
 
         Args:
             parameters: of torchrun.
-            nproc: ranks that it is about to start here; None: not known.
-            node_rank: as it was given to torchrun; `--rdzv-conf rank=R` and the front beat it.
-            max_restarts: how often it starts its ranks anew.
+            nproc: ranks that it is about to start here; None: unknown.
+            node_rank: torchrun's option; `--rdzv-conf rank=R` and the front take precedence.
+            max_restarts: number of restarts of its ranks.
         """
         self._parameters = parameters
         self._nodes = int(parameters.max_nodes)
@@ -76,19 +76,19 @@ class UnisonoRendezvous(RendezvousHandler):
         self._round = 0
 
     def get_backend(self) -> str:
-        """The back-end's name."""
+        """The backend's name."""
         return "unisono"
 
     @property
     def use_agent_store(self) -> bool:
-        """Ranks use the launchers' store: its port is bound already, so nobody can come between."""
+        """Ranks use the launchers' store: its port is already bound, so no other process can take it."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Waits until all nodes agree; ranks that are started anew have a store of their own.
+        """Waits until all nodes agree; restarted ranks get a new store.
 
         Raises:
-            RendezvousTimeoutError: if nobody answers.
+            RendezvousTimeoutError: if there is no answer.
             SystemExit: with code 3, if they do not agree.
         """
         if self._store is None:
@@ -101,22 +101,22 @@ class UnisonoRendezvous(RendezvousHandler):
         return RendezvousInfo(store, max(self._node_rank, 0), self._nodes, RendezvousStoreInfo(host, port))
 
     def is_closed(self) -> bool:
-        """Never: how many nodes there are is fixed."""
+        """Never: the number of nodes is fixed."""
         return False
 
     def set_closed(self) -> None:
-        """Nothing is to be closed."""
+        """Does nothing."""
 
     def num_nodes_waiting(self) -> int:
-        """Nobody comes later."""
+        """None: nodes cannot join later."""
         return 0
 
     def get_run_id(self) -> str:
-        """Of torchrun."""
+        """torchrun's run id."""
         return str(self._parameters.run_id)
 
     def shutdown(self) -> bool:
-        """The store ends with the process."""
+        """Nothing to do: the store ends with the process."""
         return True
 
     def _alone(self) -> "Store":
@@ -135,7 +135,7 @@ class UnisonoRendezvous(RendezvousHandler):
             answer = self._bring(guard)
         finally:
             code = _end(companion) if companion is not None else 0
-        if answer is None and code:  # it has said why
+        if answer is None and code:  # it has reported why
             _leave("", code)
         if answer is None:
             raise RendezvousTimeoutError(
@@ -151,7 +151,7 @@ class UnisonoRendezvous(RendezvousHandler):
         return TCPStore(host, port, None, False, timedelta(seconds=_STORE_S))
 
     def _renew(self, store: "Store") -> None:
-        """A new store for ranks that are started anew: torch adds no prefix, and in the old one are addresses of those that are gone."""
+        """A new store for restarted ranks: torch adds no prefix, and the old one has addresses of ranks that are gone."""
         key = f"unisono/{self._parameters.run_id}/{self._round}/ranks"
         if self._node_rank > 0:
             host, port = json.loads(store.get(key))
@@ -169,7 +169,7 @@ class UnisonoRendezvous(RendezvousHandler):
             own["store_port"] = self._listening.getsockname()[1]
         limit_s = (
             float(guard.options.get("join_timeout_s", self._wait_s)) + 60.0
-        )  # the front's own word comes first
+        )  # the front's own timeout comes first
         return Presence(guard).bring(
             LAUNCHER,
             {"nproc": self._nproc},
@@ -180,7 +180,7 @@ class UnisonoRendezvous(RendezvousHandler):
         )
 
     def _bind(self, host: str) -> socket.socket:
-        """A port that is ours from now on, on the address that the nodes reach node 0 by."""
+        """A bound port on the address at which the nodes reach node 0."""
         family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind)
         sock.bind(address)
@@ -201,9 +201,9 @@ class UnisonoRendezvous(RendezvousHandler):
         )
 
     def _start_companion(self) -> "tuple[Guard, subprocess.Popen[bytes]]":
-        """By hand there is no front: a small one holds the meeting, says what it finds, and ends.
+        """Starts a small front where there is none: it compares the nodes, reports the result, and exits.
 
-        The job's token goes to it and out of this process, so that ranks never see it.
+        The job's token is passed to it and removed from this process, so that ranks never see it.
         """
         host, port = parse_rendezvous_endpoint(self._parameters.endpoint, _DEFAULT_PORT)
         settings = {
@@ -231,13 +231,13 @@ class UnisonoRendezvous(RendezvousHandler):
         companion.stdin.flush()
         said = companion.stdout.readline().decode().strip()
         guard = find_guard({"UNISONO_GUARD": said})
-        if guard is None:  # it has said why
+        if guard is None:  # it has reported why
             _leave("", companion.wait(60) or 3)
         return guard, companion
 
 
 def _end(companion: "subprocess.Popen[bytes]") -> int:
-    """It has answered and ends by itself, once it has told the others; gives its exit code."""
+    """Waits for the front, which exits once it has informed the other nodes; returns its exit code."""
     assert companion.stdin is not None
     with contextlib.suppress(OSError):
         companion.stdin.close()
@@ -259,7 +259,7 @@ _RUN = "torch.distributed.run"
 
 
 def launcher_nproc(frame: FrameType | None = None) -> int | None:
-    """Ranks that the launcher is about to start on this node; None where it does not say.
+    """Number of ranks that the launcher is about to start on this node; None if unknown.
 
     Args:
         frame: the innermost call; the default is the caller's.
@@ -268,12 +268,12 @@ def launcher_nproc(frame: FrameType | None = None) -> int | None:
 
 
 def launcher_restarts(frame: FrameType | None = None) -> int | None:
-    """How often the launcher starts its ranks anew when one dies; None where it does not say."""
+    """Number of restarts of the launcher; None if unknown."""
     return _of_config("max_restarts", frame or sys._getframe(1))  # noqa: SLF001 - see above
 
 
 def launcher_node_rank(frame: FrameType | None = None) -> int | None:
-    """The node's number, as torchrun was given it by `--node-rank` or PET_NODE_RANK; None where it was not started by its command."""
+    """The node rank from torchrun's `--node-rank` or PET_NODE_RANK; None if torchrun's command was not used."""
     args = _local_of(frame or sys._getframe(1), _RUN, "run", "args")  # noqa: SLF001 - see above
     rank = getattr(args, "node_rank", None)
     return rank if isinstance(rank, int) else None

@@ -26,12 +26,12 @@ Say = Callable[[str], None]
 
 
 class World:
-    """The process group of this program, as one of its ranks sees it.
+    """The process group of this program, as seen by one rank.
 
     Attributes:
         rank: of this process.
-        size: how many there are.
-        store: torch's store, which all of them reach.
+        size: number of ranks.
+        store: torch's store, which all ranks reach.
     """
 
     def __init__(self, rank: int, size: int, store: Any) -> None:
@@ -39,12 +39,12 @@ class World:
 
     @property
     def patience_s(self) -> float:
-        """How long a collective of this group would wait, and so do we."""
+        """The timeout of the group's collectives, used here as well."""
         return float(self.store.timeout.total_seconds())
 
 
 def find_world() -> World | None:
-    """The world of a program that has made a process group of several ranks; None on one device."""
+    """The world of a program with a process group of several ranks; None for a single rank."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return None
@@ -62,10 +62,10 @@ def meet(world: World, facts: TrainerFacts, *, say: Say) -> None:
     Args:
         world: see find_world.
         facts: of this rank.
-        say: tells a person that others are waited for.
+        say: reports that others are waited for.
 
     Raises:
-        Disagreed: on every rank, with the same words, if they differ; or if a rank has not come within the group's own patience.
+        Disagreed: on every rank, with the same message, if they differ; or if a rank has not come within the group's own patience.
     """
     facts = replace(facts, rank=world.rank)
     prefix = f"unisono/{next(_TURNS)}"
@@ -86,7 +86,7 @@ def meet(world: World, facts: TrainerFacts, *, say: Say) -> None:
 
 
 def refusal(verdict: Verdict) -> Disagreed:
-    """The exception of a verdict: its words, and under the traceback the evidence and the remedy."""
+    """The exception for a verdict: its message, and as notes the evidence and the fix."""
     cause = find_cause(verdict.cause)
     title = f"{cause.title}: " if cause else ""
     error = Disagreed(Problem(f"{title}{verdict.summary}  [{verdict.cause}]"), verdict=verdict)
@@ -105,7 +105,7 @@ def _compare_on_rank0(world: World, prefix: str, facts: TrainerFacts, say: Say) 
     else:
         verdict = compare([facts, *(_facts_of(world.store, f"{prefix}/{rank}", rank) for rank in others)])
     world.store.set(f"{prefix}/word", json.dumps(verdict.to_json() if verdict else None))
-    if verdict:  # who holds the store stays until the others have read it
+    if verdict:  # the rank with the store stays until the others have read it
         _await(
             world,
             [f"{prefix}/heard/{rank}" for rank in others if f"{prefix}/{rank}" not in late],
@@ -138,7 +138,7 @@ def _read(store: Any, key: str) -> str:
 
 
 def _await(world: World, keys: Sequence[str], limit_s: float, say: Say | None) -> set[str]:
-    """Waits until all keys are there; gives those that are missing at the limit."""
+    """Waits until all keys exist; returns those that are missing at the limit."""
     began = time.monotonic()
     pause_s, said_s = _FIRST_LOOK_S, _SAID_AFTER_S
     while keys and not world.store.check(list(keys)):
@@ -171,20 +171,20 @@ def _missing_ranks(ranks: Sequence[int], world: World) -> Verdict:
 
 
 class Recorder(Protocol):
-    """Who is told. Phases are those of unisono.watch.beat."""
+    """Receives progress reports. Phases are those of unisono.watch.beat."""
 
     def phase(self, name: str) -> None:
-        """The rank does something else from here on."""
+        """The rank enters a phase."""
 
     def step(self, step: int) -> None:
-        """It works on this optimizer step, from 1."""
+        """The rank begins this optimizer step, from 1."""
 
     def tell(self, kind: str, **fields: Any) -> None:
-        """An event, as unisono.events has them."""
+        """An event of unisono.events."""
 
 
 class Unwatched:
-    """Tells nobody: there is no front."""
+    """Ignores progress reports: there is no front."""
 
     def phase(self, name: str) -> None:
         """Nothing."""
@@ -197,21 +197,21 @@ class Unwatched:
 
 
 def find_recorder() -> Recorder:
-    """This process at the border of `unisono run`; elsewhere one that tells nobody."""
+    """This guarded process under `unisono run`; otherwise one that ignores reports."""
     return this_process() or Unwatched()
 
 
 class CallbackReporter:
-    """The part of all callbacks that knows no trainer."""
+    """The part of all callbacks that does not depend on the trainer."""
 
     def __init__(self) -> None:
         self._recorder = find_recorder()
 
     def begin(self, facts: TrainerFacts) -> None:
-        """Agrees with the other ranks on what is about to be trained; all ranks must call it. Alone it only tells.
+        """Compares with the other ranks what is about to be trained; all ranks must call it. A single rank only reports it.
 
         Raises:
-            Disagreed: on every rank, with the same words.
+            Disagreed: on every rank, with the same message.
         """
         self._recorder.tell("facts", facts=facts.to_json())
         world = find_world()
@@ -226,14 +226,14 @@ class CallbackReporter:
             raise
 
     def phase(self, name: str) -> None:
-        """What the rank does from here on; saying it again is a sign of life."""
+        """The rank enters a phase; a repetition counts as a heartbeat."""
         self._recorder.phase(name)
 
     def step(self, step: int) -> None:
-        """The optimizer step that it works on, from 1."""
+        """The rank begins this optimizer step, from 1."""
         self._recorder.step(step)
 
     def loss(self, step: int, loss: object) -> None:
-        """A loss that the trainer has already brought to the host; nothing else is read from the device."""
+        """Reports a loss that the trainer has already copied to the host; nothing is read from the device."""
         if isinstance(loss, int | float) and not isinstance(loss, bool):
             self._recorder.tell("step", step=step, loss=loss if math.isfinite(loss) else str(loss))

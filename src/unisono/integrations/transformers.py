@@ -1,4 +1,4 @@
-"""A callback for the Hugging Face Trainer, and so for TRL's: the ranks agree on data and steps, and say what they do.
+"""A callback for the Hugging Face Trainer and TRL's trainers: ranks agree on data and steps, and report progress.
 
 >>> trainer = Trainer(…, callbacks=[UnisonoCallback()])
 """
@@ -13,9 +13,9 @@ from unisono.integrations.trainer_facts import read_loader
 
 
 class UnisonoCallback(TrainerCallback):
-    """Refuses, before the first step and on every rank, a training on which the ranks do not agree; then it tells the watch.
+    """Raises on every rank, before the first step, if ranks do not agree on the training; then reports progress to the watch.
 
-    It changes nothing of the training: no random number is drawn, no collective called, no value read from a device.
+    It does not change the training: it draws no random number, calls no collective, reads no value from a device.
     """
 
     def __init__(self) -> None:
@@ -24,10 +24,10 @@ class UnisonoCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """All ranks compare what they are about to train on.
+        """Compares on all ranks what they are about to train on.
 
         Raises:
-            Disagreed: on every rank, with the same words.
+            Disagreed: on every rank, with the same message.
         """
         loader = kwargs.get("train_dataloader")
         self._reporter.begin(
@@ -45,25 +45,25 @@ class UnisonoCallback(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """The gradients are there."""
+        """The gradients are ready."""
         self._reporter.phase("update")
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """What comes next has been decided by the Trainer's own callbacks, which come first."""
+        """The Trainer's own callbacks, which run first, have decided what comes next."""
         self._reporter.phase(_next(control))
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """As at the end of a step."""
+        """The same as at the end of a step."""
         self._reporter.phase(_next(control))
 
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Another batch of an evaluation."""
+        """A batch of an evaluation is done."""
         self._reporter.phase("evaluate")
 
     def on_evaluate(
@@ -88,7 +88,7 @@ class UnisonoCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """What the program does after it is its own."""
+        """The training is over."""
         self._reporter.phase("finish")
 
 

@@ -1,7 +1,7 @@
-"""What runs inside the ranks of somebody else's program under `unisono run`: the program is unchanged, and only Python's start is.
+"""Code that runs inside the ranks of a foreign program under `unisono run`. The program is unchanged; only Python's start differs.
 
-`path/sitecustomize.py` is found because its folder leads PYTHONPATH. It hooks the import of some modules of torch, and each of them, once it
-is loaded, is given to the module here that `HOOKS` there names. Nothing here imports torch: the program does.
+`path/sitecustomize.py` is found because its folder is first in PYTHONPATH. It hooks the import of some modules of torch: once one is
+loaded, it is passed to the function of this package that `HOOKS` there names. Nothing here imports torch: the program does.
 """
 
 import os
@@ -11,7 +11,7 @@ from pathlib import Path, PurePath
 from unisono.integrations.border import VARIABLE
 
 PATH = Path(__file__).parent / "path"
-"""The folder that leads PYTHONPATH; all that is in it is a sitecustomize.py."""
+"""The folder that is first in PYTHONPATH; it contains only sitecustomize.py."""
 
 _DEAF = {
     "I": "isolated (-I): it reads neither PYTHONPATH nor sitecustomize",
@@ -21,7 +21,7 @@ _DEAF = {
 
 
 def injected(environment: Mapping[str, str], guard_file: Path) -> dict[str, str]:
-    """An environment in which every Python is guarded from within, unless it is started so that it does not look.
+    """An environment in which every Python process is guarded, unless its options disable sitecustomize.
 
     Args:
         environment: of the program.
@@ -32,7 +32,7 @@ def injected(environment: Mapping[str, str], guard_file: Path) -> dict[str, str]
 
 
 def why_deaf(words: Sequence[str]) -> str | None:
-    """Why the Python of a command line cannot be guarded from within; None where it can, or is no Python.
+    """Why the Python of a command line cannot be guarded; None if it can, or is not Python.
 
     Args:
         words: the command line, at least one word.
@@ -46,9 +46,9 @@ def why_deaf(words: Sequence[str]) -> str | None:
         for at, letter in enumerate(word[1:], 2):
             if letter in _DEAF:
                 return f"this Python is {_DEAF[letter]}"
-            if letter in "cm":  # from here on it is the program
+            if letter in "cm":  # the program follows
                 return None
-            if letter in "WX":  # the rest of the word is its value, or else the next one
+            if letter in "WX":  # its value is the rest of the word, or the next one
                 if not word[at:]:
                     next(rest, "")
                 break

@@ -39,14 +39,14 @@ class GuardedProcess:
     """This process. Until it is a rank, its beats go nowhere.
 
     Attributes:
-        presence: at the border.
-        registration: who it is; None while it is no rank.
-        beats: its signs of life, of the main thread.
+        presence: of this process at the border.
+        registration: its identity; None while it is not a rank.
+        beats: the heartbeat of its main thread.
         step_starts: where its steps begin.
         reachability: whether it can still reach the place where it makes them.
-        main: the main thread's number; or of the thread that trains, where that is another one.
+        main: the number of the main thread, or of the thread that trains if that is a different one.
         inside: whether the main thread is in a hooked function, which may call others.
-        counts_steps: whether steps are those of an optimizer; False once the program says by itself which step it is in.
+        counts_steps: whether optimizer steps are counted; False once the program reports its steps itself.
     """
 
     def __init__(self, presence: Presence) -> None:
@@ -64,7 +64,7 @@ class GuardedProcess:
 
     @property
     def is_rank(self) -> bool:
-        """Whether it has registered."""
+        """Whether it has registered as a rank."""
         return self.registration is not None
 
     def is_main_thread(self) -> bool:
@@ -72,7 +72,7 @@ class GuardedProcess:
         return threading.get_ident() == self.main
 
     def become(self, registration: Registration | None) -> None:
-        """Registers as a rank, or says more of it; nothing where it is not known who it is, or another living process is that rank."""
+        """Registers as a rank, or updates the registration; does nothing if it is None, or a different living process is that rank."""
         if registration is None:
             return
         if self.registration is None:
@@ -90,21 +90,21 @@ class GuardedProcess:
         self.presence.register(registration)
 
     def note(self, text: str) -> None:
-        """Tells the front what was done in the program's place, or what a person should know."""
+        """Reports to the front what was changed for the program, or other information for a person."""
         self.presence.tell("note", text=text)
 
     def tell(self, kind: str, **fields: Any) -> None:
-        """Tells the front something of a rank, as unisono.events has it."""
+        """Reports an event of a rank (unisono.events) to the front."""
         if self.is_rank:
             self.presence.tell(kind, **fields)
 
     def phase(self, name: str) -> None:
-        """The main thread does something else from here on."""
+        """The main thread enters a phase."""
         if self.is_main_thread():
             self.beats.enter(name)
 
     def _follow(self) -> None:
-        """The thread that makes the first step is the one whose life is told: Ray trains in a thread of its own. One of autograd's is no program's."""
+        """Follows the thread that makes the first step, since Ray trains in its own thread. Threads of autograd do not count."""
         if (
             not self.beats.step
             and not self.is_main_thread()
@@ -113,7 +113,7 @@ class GuardedProcess:
             self.main = threading.get_ident()
 
     def step(self, step: int) -> None:
-        """The program says by itself which step it works on, from 1: its optimizers are not counted from here on."""
+        """The program reports its step itself, from 1; optimizer steps are no longer counted."""
         self._follow()
         self.counts_steps = False
         self._begin_step(step)
@@ -127,7 +127,7 @@ class GuardedProcess:
             self._begin_step(max(1, self.beats.step) + 1)
 
     def take_batch(self) -> None:
-        """The program says that it has taken a batch for the step, so that it is begun."""
+        """The program reports that it has read a batch, which starts the step."""
         if self.is_main_thread() and self.step_starts.batch(None):
             self.beats.take_batch()
 
@@ -138,7 +138,7 @@ class GuardedProcess:
             self.beats.enter("program")
 
     def _begin(self) -> int:
-        """Begins to beat in the front's memory; gives the signal that asks for stacks, 0 for none."""
+        """Starts the heartbeat in the front's memory; returns the signal that requests stacks, 0 for none."""
         record, stacks, answers = self.presence.make_memory()
         step = self.beats.step
         self.beats = Beats(record)
@@ -149,7 +149,7 @@ class GuardedProcess:
         if number:
             import faulthandler
 
-            # Never chained: the default of a real-time signal ends the process.
+            # Never chained: the default action of a real-time signal kills the process.
             faulthandler.register(number, file=stacks, all_threads=True, chain=False)
         sampling = Sampling(self.beats, self._where)
         Pulse(record, sampling.dump, answers).start()
@@ -159,7 +159,7 @@ class GuardedProcess:
         return number
 
     def _where(self) -> dict[str, Any]:
-        """Which thread trains, and whether it can still make a step, as far as that is known. Any thread may ask."""
+        """Which thread trains, and whether it can still make a step, if known. Any thread may call it."""
         may_step = self.reachability.is_open(sys._current_frames().get(self.main or 0))  # noqa: SLF001 - as faulthandler does
         return {"thread": self.main, "may_step": may_step}
 
@@ -173,7 +173,7 @@ class GuardedProcess:
         sys.excepthook = hook
         leave = sys.exit
 
-        def leaving(status: Any = None, /) -> None:  # what multiprocessing and its like do with an exception
+        def leaving(status: Any = None, /) -> None:  # used by multiprocessing after an exception
             cause = sys.exc_info()[1]
             if status not in (None, 0) and cause is not None and not isinstance(cause, SystemExit):
                 self.ended(cause)
@@ -182,7 +182,7 @@ class GuardedProcess:
 
         sys.exit = leaving  # type: ignore[assignment]
         atexit.register(self.ended, None)
-        with suppress(ImportError):  # a forked child of multiprocessing comes by there alone
+        with suppress(ImportError):  # a forked child of multiprocessing runs only this
             from multiprocessing.util import Finalize
 
             Finalize(None, self._ended_as_child, exitpriority=1)
@@ -191,18 +191,18 @@ class GuardedProcess:
         self.ended(sys.exc_info()[1])
 
     def ended(self, error: BaseException | None) -> None:
-        """The last word: once, and never that of a process which was forked."""
+        """Reports the end of the process, once, and never for a forked child."""
         if self._has_ended or not self.is_rank:
             return
         self._has_ended = True
-        step = max(0, self.beats.step - 1)  # steps that it has made
+        step = max(0, self.beats.step - 1)  # completed steps
         if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
             self.presence.tell("result", step=step, exit_code=self._exit_code)
         else:
             self.presence.tell("crashed", step=step, **describe_crash(error))
 
     def _forked(self) -> None:
-        """A child is no rank by birth, and must not write in its parent's record."""
+        """A forked child is not a rank, and must not write to its parent's record."""
         self.presence = Presence(self.presence.guard)
         self.registration = None
         self.beats, self.step_starts, self.reachability = Beats(), StepStarts(), StepReachability()
@@ -211,7 +211,7 @@ class GuardedProcess:
 
 
 def _is_taken(presence: Presence, registration: Registration) -> bool:
-    """Whether a living process is that rank already: then this one is a loader, or another helper that has inherited its environment."""
+    """Whether a living process is already that rank: then this one is a loader or other child that inherited its environment."""
     return any(
         other.pid != presence.pid
         and (other.rank, other.attempt) == (registration.rank, registration.attempt)
@@ -221,7 +221,7 @@ def _is_taken(presence: Presence, registration: Registration) -> bool:
 
 
 def _free_signal() -> int:
-    """A real-time signal that nobody here handles, ignores or blocks; 0 where there is none."""
+    """A real-time signal that this process does not handle, ignore or block; 0 if there is none."""
     taken = 0
     with open("/proc/self/status") as file:  # noqa: PTH123 - a small file, in somebody else's process
         for line in file:
@@ -234,18 +234,18 @@ def _free_signal() -> int:
 
 
 _this_process: GuardedProcess | None = None
-"""This process; None where nothing guards it, or before the first hook."""
+"""This process; None if it is not guarded, or before the first hook."""
 
 
 def this_process(environment: Mapping[str, str] = os.environ) -> GuardedProcess | None:  # noqa: TID251 - of somebody else's program
-    """This process at the border; None where nothing guards it. It is a rank from then on where its environment says which."""
+    """This guarded process; None if it is not guarded. It registers as a rank if its environment has one."""
     global _this_process
     if _this_process is None:
         guard = find_guard(environment)
         if guard is None or not guard.is_watched:
             return None
         _this_process = GuardedProcess(Presence(guard))
-        if "LOCAL_RANK" in environment:  # else RANK may be the pod's, and this its launcher
+        if "LOCAL_RANK" in environment:  # otherwise RANK may be the pod's, and this process its launcher
             _this_process.become(own_registration(environment))
     return _this_process
 
@@ -259,24 +259,24 @@ _MUCH_BYTES = 1 << 16
 
 
 def count_begun() -> int:
-    """How many collectives this process has begun, by torch's own count."""
+    """Number of collectives that this process has begun, by torch's own count."""
     return sum(begun_of(json.loads(dump(includeCollectives=False))) for dump in recorders())
 
 
 def dump_of_interest() -> bytes:
-    """All that one recorder has: the one in which something is pending, or else the one that has recorded last."""
+    """The dump of one recorder: the one with pending collectives, or else the one with the newest entry."""
     return flight_record(rank_by=pending_of)
 
 
 class Sampling(threading.Thread):
-    """The thread. It ends with the process, and is nothing that anybody waits for."""
+    """The sampling thread, a daemon."""
 
     def __init__(self, beats: Beats, where: Callable[[], dict[str, Any]]) -> None:
-        """Has not begun.
+        """Not started yet.
 
         Args:
             beats: of the thread that trains.
-            where: what is known of where that is; it goes into a dump as it is.
+            where: returns facts about that thread, which are added to a dump.
         """
         super().__init__(name="unisono-sampling", daemon=True)
         self._beats = beats
@@ -285,7 +285,7 @@ class Sampling(threading.Thread):
         self._use = _Use()
 
     def run(self) -> None:
-        """Looks four times a second; closer once a second while the main thread is silent and nothing is begun."""
+        """Samples four times per second; once per second in detail while the main thread is silent and no collective begins."""
         self._beats.note_groups(begun=0, pending=0, still_ns=0)
         seen, since, looked = (-1, -1), time.monotonic(), 0.0
         while True:
@@ -293,7 +293,7 @@ class Sampling(threading.Thread):
             now = time.monotonic()
             with suppress(
                 ValueError, LookupError, TypeError, RuntimeError
-            ):  # a recorder that is not known here
+            ):  # an unknown version of the recorder
                 self._begun = count_begun()
             moved = (self._beats.written, self._begun)
             if moved != seen:
@@ -305,7 +305,7 @@ class Sampling(threading.Thread):
                 self._look_closer()
 
     def dump(self) -> bytes:
-        """All that a recorder has, and where the thread that trains is, for the front that asks for it."""
+        """A recorder's dump with facts about the training thread, requested by the front."""
         where, dump = json.dumps(self._where()).encode(), dump_of_interest()
         return b"%s, %s" % (where[:-1], dump[1:]) if dump.startswith(b'{"') else dump
 
@@ -317,30 +317,28 @@ class Sampling(threading.Thread):
 
 
 def begun_of(dump: Any) -> int:
-    """How many collectives all process groups have begun together."""
+    """Number of collectives begun in all process groups."""
     return sum(
         max(0, int(status["last_enqueued_collective"])) for status in dump.get("pg_status", {}).values()
     )
 
 
 def pending_of(dump: Any) -> int:
-    """How many of the recorded collectives are begun and not done."""
+    """Number of recorded collectives that are not completed."""
     return sum(not entry["retired"] for entry in dump.get("entries") or ())
 
 
 class _Use:
-    """What the process, and those that it has started, have used since they were last seen to do something."""
+    """CPU and I/O use of the process and its children since their last activity."""
 
     def __init__(self) -> None:
         self._last: tuple[float, int, int] | None = None
         self._since = time.monotonic_ns()
 
     def still_ns(self) -> int:
-        """For how long they have used next to nothing."""
+        """Nanoseconds in which they have used almost nothing."""
         now = time.monotonic_ns()
-        own_s = (
-            time.process_time() - time.thread_time()
-        )  # this thread's own looks are no work of the program's
+        own_s = time.process_time() - time.thread_time()  # without the time of this thread
         found = (own_s, _ticks_below(os.getpid()), _io_bytes())
         last, self._last = self._last, found
         if (
@@ -354,7 +352,7 @@ class _Use:
 
 
 def _ticks_below(pid: int) -> int:
-    """Processor time of all processes below one, and of those that they have outlived, in the kernel's ticks."""
+    """CPU time of all child processes, including exited ones, in kernel ticks."""
     total, todo, seen = 0, [pid], 0
     while todo and seen < _MOST_BELOW:
         for child in _children(todo.pop()):
@@ -378,7 +376,7 @@ def _children(pid: int) -> list[int]:
 
 
 def _io_bytes() -> int:
-    """What this process has read and written so far."""
+    """Bytes that this process has read and written."""
     with suppress(OSError, ValueError):
         lines = Path("/proc/self/io").read_text().splitlines()
         return sum(int(line.partition(": ")[2]) for line in lines if line.startswith(("rchar", "wchar")))

@@ -27,11 +27,11 @@ _SETTINGS = ("seed", "shuffle", "drop_last", "even_batches", "split_batches")
 
 @dataclass(frozen=True)
 class ShardedRows:
-    """A data set that a sampler deals out over ranks.
+    """Rows of a dataset that a sampler shards over ranks.
 
     Attributes:
-        replicas: over how many.
-        facts: what is equal on all of them, if each has the same rows in the same order.
+        replicas: number of shards.
+        facts: values that are equal on all ranks, if each has the same rows in the same order.
         own: this rank's part.
     """
 
@@ -41,7 +41,7 @@ class ShardedRows:
 
 
 def sharded_rows_of(loader: Any) -> ShardedRows | None:
-    """What a torch DataLoader deals out; None where no sampler of it deals, or its length is not known.
+    """The rows that a torch DataLoader shards; None if no sampler of it shards, or the length is unknown.
 
     Args:
         loader: a DataLoader, of torch or made from one.
@@ -72,7 +72,7 @@ def _sharded_rows(loader: Any, sampler: Any, replicas: int, part: int) -> Sharde
 
 
 def _samplers(loader: Any) -> Iterator[Any]:
-    """The loader's samplers, the outer ones first; accelerate wraps one in another."""
+    """The loader's samplers, the outer ones first; accelerate wraps samplers."""
     todo = [getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)]
     for _ in range(_DEEP):
         if not todo:
@@ -91,10 +91,10 @@ def _length(value: Any) -> int | None:
 
 
 def digest_of(data: Any) -> str | None:
-    """A digest of which rows a data set has, and in which order; None where nothing in it tells.
+    """A digest of the rows of a dataset and their order; None if unknown.
 
-    Known are torch's Subset, ConcatDataset and TensorDataset, data sets of the library datasets, and lists. Nothing is read from a disk
-    but the indices of a selection, or three rows of a table as they lie there.
+    Supported are torch's Subset, ConcatDataset and TensorDataset, datasets of the library datasets, and lists. Only the indices of a
+    selection, or three rows of a table, are read from disk.
     """
     told = [repr(part) for part in _row_identity(data, _DEEP)]
     return f"{zlib.crc32(json.dumps(told).encode()):08x}" if told else None
@@ -126,14 +126,14 @@ def _row_identity(data: Any, deep: int) -> Iterator[Any]:
 
 
 def _rows_of(tensor: Any) -> Any:
-    """The first rows of a tensor in this machine's memory."""
+    """The first rows of a tensor in host memory."""
     if getattr(tensor, "is_cuda", True) or not hasattr(tensor, "tolist"):
         return None
     return tensor[:_MOST_ROWS].reshape(-1)[:_MOST_INDICES].tolist()
 
 
 def _simple(rows: Sequence[Any]) -> Iterator[Any]:
-    """The first rows, if they are of text and numbers."""
+    """The first rows, if they consist of text and numbers."""
     first = rows[:_MOST_ROWS]
     try:
         yield json.dumps(first)
@@ -142,12 +142,12 @@ def _simple(rows: Sequence[Any]) -> Iterator[Any]:
 
 
 _NAMES = ("split", "split_b", "split_c", "split_d")
-"""Of the agreements on the first, second … loader: for training, for evaluation."""
-_LIMIT_S = 10.0  # others may have more to do before they read; what comes later still ends the run
+"""Names of the agreements on the first, second … loader: for training, for evaluation."""
+_LIMIT_S = 10.0  # others may start to read later; a late difference still stops the run
 
 
 def hook_loaders(module: ModuleType) -> None:
-    """Changes torch.utils.data.dataloader."""
+    """Hooks torch.utils.data.dataloader."""
     at = this_process()
     if at is None:
         return
@@ -166,14 +166,14 @@ def hook_loaders(module: ModuleType) -> None:
         return original(self)
 
     loader.__iter__ = iterate
-    # What all of torch's loaders give at iter(); it has no public name, and a test notices if it goes.
+    # The iterator of all torch loaders; it has no public name, and a test fails if it changes.
     of_batches = getattr(module, "_BaseDataLoaderIter", None)
     if of_batches is not None:
         of_batches.__next__ = _reading(of_batches.__next__, at)
 
 
 def _reading(original: Callable[[Any], Any], at: GuardedProcess) -> Callable[[Any], Any]:
-    """A sign of life where a batch is asked for, and another where it is there."""
+    """A heartbeat before and after a batch is read."""
 
     @functools.wraps(original)
     def read(self: Any) -> Any:
@@ -212,7 +212,7 @@ def _compare(dealt: ShardedRows, at: GuardedProcess, names: Any) -> None:
         at.presence.tell("refused", text=answer.text, exit_code=answer.exit_code)
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(answer.exit_code)  # the program must not go on, nor write over what it has
+        os._exit(answer.exit_code)  # the program must not continue, nor overwrite its files
 
 
 _ALONE = {"RANK": "0", "WORLD_SIZE": "1"}
@@ -225,20 +225,20 @@ _FRAMEWORKS = {
     "trl": "trl.trainer.utils",
     "transformers": "transformers.trainer",
 }
-"""A module of each that is loaded where it trains, and not where a program takes something else from it; first those that use others."""
+"""For each framework a module that is imported only for training; first those that use others."""
 
 
 def hook_optimizers(module: ModuleType) -> None:
-    """Changes torch.optim.optimizer."""
+    """Hooks torch.optim.optimizer."""
     at = this_process()
     if at is not None:
         module.register_optimizer_step_post_hook(StepCounter(at))
 
 
 class StepCounter:
-    """Counts the steps of the first optimizer that makes one: where there are several, a step is one of that.
+    """Counts the steps of the first optimizer that makes one.
 
-    A process that nothing has called a rank is the only one of its program once it trains: launchers load torch, too, and never step.
+    A process without a rank is the only one of its program once it trains: launchers import torch, too, but never make a step.
     """
 
     def __init__(self, at: GuardedProcess) -> None:
@@ -258,7 +258,7 @@ class StepCounter:
 
 
 def framework_in(modules: Container[str]) -> str:
-    """Whose loop it is, as diagnose.gather calls it; empty where it is the program's own, or not known.
+    """The framework of the loop, with the names of diagnose.gather; empty for the program's own loop, or if unknown.
 
     Args:
         modules: that the process has loaded.

@@ -35,12 +35,12 @@ _NAMES = {
     "other": ("new_group", "split_group"),
 }
 # fmt: on
-"""Functions of torch.distributed.distributed_c10d by what they are; those that a torch does not have are left out."""
-_PLAIN = ("Tensor", "Parameter")  # of others, as tensors that are only traced, the size may be no number
+"""Functions of torch.distributed.distributed_c10d by kind; those that a version of torch lacks are skipped."""
+_PLAIN = ("Tensor", "Parameter")  # the size of others, e.g. traced tensors, may not be a number
 
 
 def wrap_collectives(module: ModuleType, here: GuardedProcess) -> list[str]:
-    """Replaces the collectives in torch.distributed.distributed_c10d; gives the names of those that were found.
+    """Wraps the collectives in torch.distributed.distributed_c10d; returns the names of those that exist.
 
     Args:
         module: torch's.
@@ -57,9 +57,9 @@ def wrap_collectives(module: ModuleType, here: GuardedProcess) -> list[str]:
 
 
 def beating(function: Callable[..., Any], kind: int, here: GuardedProcess) -> Callable[..., Any]:
-    """The function with a sign of life at both its ends, where the main thread calls it, and not from within another one.
+    """The function with a heartbeat before and after it, if the main thread calls it, and not inside another one.
 
-    One that fails leaves the record as it is: it is where the rank ends, and its last sign of life says which it was.
+    A failing one leaves the record unchanged: a rank usually exits there, and its last heartbeat shows which one it was.
     """
 
     @functools.wraps(function)
@@ -87,13 +87,13 @@ _SETTERS = {"torch.cuda": "set_device", "torch.accelerator": "set_device_index"}
 
 
 class _Chosen:
-    """Whether the program has chosen a device by itself."""
+    """Whether the program has selected a device itself."""
 
     by_program = False
 
 
 def hook_devices(module: ModuleType) -> None:
-    """Changes torch.cuda or torch.accelerator: a device that the program chooses is its own choice."""
+    """Hooks torch.cuda or torch.accelerator, to detect that the program selects a device."""
     if this_process() is not None:
         name = _SETTERS[module.__name__]
         setattr(module, name, _choosing(getattr(module, name)))
@@ -109,7 +109,7 @@ def _choosing(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def bind_device(at: GuardedProcess, environment: Mapping[str, str]) -> int | None:
-    """Binds the device of LOCAL_RANK, and says so; gives the index of the one that is bound, None without a GPU or if it is not to be known."""
+    """Binds the device of LOCAL_RANK and reports it; returns the index of the bound device, None without a GPU or if it is unknown."""
     cuda: Any = getattr(sys.modules.get("torch"), "cuda", None)
     if cuda is None or not cuda.is_available():
         return None
@@ -127,11 +127,11 @@ def bind_device(at: GuardedProcess, environment: Mapping[str, str]) -> int | Non
 
 
 def device_for(local_rank: str, count: int) -> int | None:
-    """Which device belongs to a rank of this node; None where that cannot be said.
+    """The device index of a rank on this node; None if unknown.
 
     Args:
         local_rank: LOCAL_RANK, as it is set or empty.
-        count: devices that the rank sees; where it sees one, that is its own.
+        count: number of devices visible to the rank; a single one is its own.
     """
     if count == 1:
         return 0
@@ -139,7 +139,7 @@ def device_for(local_rank: str, count: int) -> int | None:
 
 
 def device_uuid() -> str:
-    """The current device's, as the driver writes it; empty without a GPU."""
+    """UUID of the current device, as the driver writes it; empty without a GPU."""
     cuda: Any = getattr(sys.modules.get("torch"), "cuda", None)
     if cuda is None or not cuda.is_available() or not cuda.is_initialized():
         return ""
@@ -152,7 +152,7 @@ _KEPT = ("_bootstrap_store_info", "_shared_tcp_store_server")
 
 
 def hook_rendezvous(module: ModuleType) -> None:
-    """Changes torch.distributed.elastic.rendezvous.dynamic_rendezvous: each start has a store of its own, as torch means it to be."""
+    """Hooks torch.distributed.elastic.rendezvous.dynamic_rendezvous, so that each start has its own store."""
     handler = module.DynamicRendezvousHandler
     handler.next_rendezvous = _forgetting(handler.next_rendezvous)
 
@@ -166,13 +166,13 @@ def _forgetting(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         try:
             return original(self)
         finally:
-            before.clear()  # not earlier: ranks on other nodes may be at the old store until all have met
+            before.clear()  # not earlier: ranks on other nodes may use the old store until the rendezvous is complete
 
     return next_rendezvous
 
 
 def with_own_names(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
-    """torch's `rendezvous`, whose store has names of its own for each start of the launcher."""
+    """torch's `rendezvous` with a prefix of the store for each start of the launcher."""
 
     @functools.wraps(original)
     def rendezvous(*args: Any, **kwargs: Any) -> Iterator[tuple[Any, int, int]]:
@@ -184,9 +184,9 @@ def with_own_names(original: Callable[..., Any], module: ModuleType) -> Callable
 
 
 def _start_in(store: Any, environment: Mapping[str, str], module: ModuleType) -> int:
-    """Which start this is, from 0, where ranks share the store with those of earlier ones; else 0.
+    """The number of this start, from 0, if ranks share the store with earlier ones; else 0.
 
-    Of several nodes only those count alike that meet statically. Then the launchers' own words are in the same store.
+    On several nodes the number is equal only with a static rendezvous. Then the launchers' own keys are in the same store.
     """
     text = environment.get("TORCHELASTIC_RESTART_COUNT", "")
     if not text.isdigit() or environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -204,7 +204,7 @@ _LOOPBACK = "lo"
 
 
 def hook_process_groups(module: ModuleType) -> None:
-    """Changes torch.distributed.distributed_c10d, before anybody has taken a function out of it."""
+    """Hooks torch.distributed.distributed_c10d, before any function is imported from it."""
     at = this_process()
     if at is None:
         return
@@ -212,18 +212,18 @@ def hook_process_groups(module: ModuleType) -> None:
     module.rendezvous = with_own_names(module.rendezvous, module)  # type: ignore[attr-defined]
     module.init_process_group = _opening(module.init_process_group, module, at)  # type: ignore[attr-defined]
     module.destroy_process_group = _closing(module.destroy_process_group, module, at)  # type: ignore[attr-defined]
-    atexit.register(let_gloo_finish)  # of a program that never destroys its group
+    atexit.register(let_gloo_finish)  # for a program that never destroys its group
 
 
 def _opening(original: Callable[..., None], module: ModuleType, at: GuardedProcess) -> Callable[..., None]:
-    """init_process_group, with what it lacks."""
+    """init_process_group with a bound device, and without a port in a world of one."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def init_process_group(*args: Any, **kwargs: Any) -> None:
         try:
             given = signature.bind(*args, **kwargs).arguments
-        except TypeError:  # torch says it best
+        except TypeError:  # torch reports the error
             return original(*args, **kwargs)
         if module.is_initialized():
             return original(*args, **kwargs)
@@ -247,7 +247,7 @@ def _opening(original: Callable[..., None], module: ModuleType, at: GuardedProce
 
 
 def _closing(original: Callable[..., None], module: ModuleType, at: GuardedProcess) -> Callable[..., None]:
-    """destroy_process_group, which may be called again."""
+    """destroy_process_group, which may be called twice."""
 
     @functools.wraps(original)
     def destroy_process_group(group: Any = None) -> None:
@@ -267,7 +267,7 @@ def _closing(original: Callable[..., None], module: ModuleType, at: GuardedProce
 
 
 def _is_gone(group: Any, module: ModuleType) -> bool:
-    """Whether a group has been destroyed, or there has been none. A group that this rank is not in is torch's to judge."""
+    """Whether a group was destroyed, or never created. torch handles groups without this rank."""
     if group is None:
         return not module.is_initialized()
     members = module._world.pg_map  # noqa: SLF001 - where torch itself looks; a test notices if it goes
@@ -275,7 +275,7 @@ def _is_gone(group: Any, module: ModuleType) -> bool:
 
 
 def _world_size(given: Mapping[str, Any], environment: Mapping[str, str]) -> int | None:
-    """How many ranks the group will have; None where that is not known before."""
+    """Number of ranks of the new group; None if unknown before."""
     size = given.get("world_size", -1)
     if size != -1:
         return int(size)
@@ -286,14 +286,14 @@ def _world_size(given: Mapping[str, Any], environment: Mapping[str, str]) -> int
 
 
 def _joining_rank(given: Mapping[str, Any], environment: Mapping[str, str]) -> Registration | None:
-    """Who joins, as far as is known before: so a rank that waits for the others is seen already."""
+    """The registration known before joining, so that a rank that waits for the others is already visible."""
     known = {"RANK": given.get("rank", -1), "WORLD_SIZE": given.get("world_size", -1)}
     said = {name: str(value) for name, value in known.items() if value != -1}
     return own_registration({**environment, **said})
 
 
 def _as_it_is(module: ModuleType, at: GuardedProcess) -> Registration | None:
-    """Who this rank is, by torch's own word."""
+    """The registration of this rank, from torch."""
     rank, world_size = module.get_rank(), module.get_world_size()
     known = at.registration or own_registration({"RANK": str(rank), "WORLD_SIZE": str(world_size)})
     if known is None:
@@ -302,16 +302,16 @@ def _as_it_is(module: ModuleType, at: GuardedProcess) -> Registration | None:
 
 
 def _is_nccl(backend: Any) -> bool:
-    """Whether GPUs speak to each other by NCCL alone. With no backend named, a device_id would take gloo away from tensors on the CPU."""
+    """Whether GPUs use NCCL alone. Without a backend, a device_id would disable gloo for CPU tensors."""
     return str(backend or "").lower() in ("nccl", "cuda:nccl", "cpu:gloo,cuda:nccl")
 
 
 @contextmanager
 def _alone(at: GuardedProcess, given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """What init_process_group is given in a world of one: a store in memory in place of one that listens at a port.
+    """Arguments of init_process_group in a world of one: a store in memory instead of one that listens on a port.
 
-    gloo is kept on the loopback meanwhile, and variables that name no interface of this machine are dropped: they are leftovers of another
-    start, and NCCL would fail over them.
+    gloo uses the loopback interface meanwhile, and variables that name no interface of this machine are removed: they are leftovers of a
+    different start, and NCCL would fail with them.
     """
     environment = os.environ  # noqa: TID251 - of this process alone, and as it was afterwards
     names = {name for _, name in socket.if_nameindex()}

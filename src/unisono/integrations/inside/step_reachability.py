@@ -15,28 +15,28 @@ _ENDS = ("RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE")
 _ALWAYS = ("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT", "JUMP_ABSOLUTE")
 
 _Calls = tuple[tuple[CodeType, int], ...]
-"""Functions that are being called, the outermost first, and where in its bytecode each is."""
+"""Functions on the stack, the outermost first, each with its offset in the bytecode."""
 
 
 class StepReachability:
-    """Where the main thread makes its steps."""
+    """The place where the main thread makes its steps, and whether it can be reached again."""
 
     def __init__(self) -> None:
         self._calls: _Calls = ()
         self._noted = -_EVERY_S
 
     def note(self, frame: FrameType) -> None:
-        """A step is made here. Once a second is enough, for a loop is at the same place each time."""
+        """Records that a step is made here, at most once per second, since a loop makes steps at the same place."""
         now = time.monotonic()
         if now - self._noted >= _EVERY_S:
             self._noted = now
             self._calls = _calls_of(frame)
 
     def is_open(self, frame: FrameType | None) -> bool | None:
-        """Whether the main thread can come to that place again; None where no step was made, or it is not known where it is now.
+        """Whether the main thread can reach that place again; None if no step was made, or its position is unknown.
 
         Args:
-            frame: in which the main thread is.
+            frame: of the main thread.
         """
         if frame is None or not self._calls:
             return None
@@ -45,9 +45,9 @@ class StepReachability:
                 return False
             if leads(code, now, at_step):
                 return True
-            if now != at_step:  # what it calls from there is something else
+            if now != at_step:  # it calls a different function from there
                 return False
-        return None  # it is where it made the step, or within
+        return None  # it is at the step, or inside it
 
 
 def _calls_of(frame: FrameType) -> _Calls:
@@ -60,12 +60,12 @@ def _calls_of(frame: FrameType) -> _Calls:
 
 
 def leads(code: CodeType, start: int, end: int) -> bool:
-    """Whether a function that is at one place may come to another one, or to the same again, if nothing is raised.
+    """Whether a function may reach one offset from another, or the same again, if nothing is raised.
 
     Args:
         code: of the function.
-        start: offset of the bytecode that is being run.
-        end: the same, of where it might come.
+        start: offset of the current instruction.
+        end: offset to reach.
     """
     follow = _followers(code)
     offsets = sorted(follow)
@@ -84,8 +84,8 @@ def leads(code: CodeType, start: int, end: int) -> bool:
 
 @cache
 def _followers(code: CodeType) -> dict[int, tuple[int, ...]]:
-    """Of each instruction, those that may be run after it."""
-    import dis  # not before somebody asks
+    """For each instruction, those that may follow it."""
+    import dis  # imported only when needed
 
     rows = list(dis.get_instructions(code))
     following = [*(row.offset for row in rows[1:]), None]
@@ -101,10 +101,10 @@ _ALIKE = 3
 
 
 class StepStarts:
-    """Begins a step with a batch of the loader that it trains on; where it reads none of torch's, with the collective that begins every step.
+    """Detects the start of a step: a batch of the training loader, or without torch loaders, the collective that starts every step.
 
-    A batch for an evaluation, or the barrier after the loop, begins no step. Which loader it trains on is seen at each step: the one that
-    was read last before it. Not safe for several threads: all of it is called by the main one.
+    A batch for an evaluation, or the barrier after the loop, does not start a step. The training loader is the one that was read last
+    before a step. Not thread-safe: only the main thread calls it.
     """
 
     def __init__(self) -> None:
@@ -117,12 +117,12 @@ class StepStarts:
         self._alike = 0
 
     def batch(self, rows: object) -> bool:
-        """A batch was taken of these rows; whether it begins a step, or goes on with it. None: of what the program itself calls its batches."""
+        """A batch of these rows was read; returns whether it belongs to a step. None: a batch that the program itself reports."""
         self._read, self._reads = id(rows), True
         return self._trained_on in (None, self._read)
 
     def collective(self, kind: int, elements: int) -> bool:
-        """A collective is called; whether it begins a step. Only the first after a step may, and where batches are read it sums up the last one."""
+        """A collective is called; returns whether it starts a step. Only the first after a step may, unless batches are read."""
         if self._has_begun or self._reads or self._by_batches:
             return False
         self._has_begun = True
@@ -132,7 +132,7 @@ class StepStarts:
         return self._alike >= _ALIKE
 
     def stepped(self) -> None:
-        """A step is made."""
+        """A step was made."""
         if self._reads:
             self._trained_on = self._read
         self._by_batches = self._reads

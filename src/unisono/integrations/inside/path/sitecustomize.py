@@ -1,7 +1,7 @@
-"""Python loads this at its start, because its folder leads PYTHONPATH under `unisono run`.
+"""Python loads this at its start, because its folder is first in PYTHONPATH under `unisono run`.
 
-It sees to it that some modules of torch are changed when, and if, the program loads them; then it lets the sitecustomize run that would
-have run without it. Any Python of the program comes by here, so it needs nothing but what is loaded already, and never fails.
+It hooks some modules of torch, so that they are changed if the program imports them; then it runs the sitecustomize that it hides.
+Every Python process of the program runs this file, so it imports only what is already loaded, and never fails.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _RECORDED = "200"  # collectives that torch's flight recorder keeps; it reads th
 
 
 class _Home:
-    """Finds the unisono that guards, where the program's Python has another one or none."""
+    """Finds the unisono that guards, if the program's Python has a different one or none."""
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
@@ -39,7 +39,7 @@ class _Home:
 
 
 class _Finder:
-    """Finds a hooked module as the finders after it do."""
+    """Finds a hooked module with the finders after it."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name not in HOOKS:
@@ -54,7 +54,7 @@ class _Finder:
 
 
 class _Loader:
-    """Loads a module as its own loader does, has it changed, and is forgotten."""
+    """Loads a module with its own loader, then changes it."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -63,7 +63,7 @@ class _Loader:
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__loader__ = self._loader  # what the program looks at is as ever
+        module.__loader__ = self._loader  # the program sees the original loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         self._loader.exec_module(module)
@@ -78,7 +78,7 @@ def _nothing(*_: Any) -> None:
 
 
 def _change(module: ModuleType) -> None:
-    """Hands the module over. Whatever goes wrong is told to the front alone: the program goes on, unguarded."""
+    """Calls the module's hook. Errors are reported only to the front: the program continues, unguarded."""
     try:
         part, _, function = HOOKS[module.__name__].partition(".")
         getattr(__import__(f"unisono.integrations.inside.{part}", fromlist=[function]), function)(module)
@@ -89,7 +89,7 @@ def _change(module: ModuleType) -> None:
 
 
 def _tell(text: str) -> None:
-    """As border.Presence.tell, which may be what cannot be loaded."""
+    """The same as border.Presence.tell, which may be what cannot be imported."""
     import json
     import time
 
@@ -99,11 +99,11 @@ def _tell(text: str) -> None:
         with open(os.path.join(folder, f"events-{os.getpid()}.jsonl"), "a") as file:  # noqa: PTH118, PTH123
             file.write(line)
     except OSError:
-        pass  # the front is gone, and nobody asks
+        pass  # the front is gone
 
 
 def _run_the_other() -> None:
-    """The sitecustomize that is hidden by this one; its errors are its own, and Python tells them as ever."""
+    """Runs the sitecustomize that this one hides; Python reports its errors as usual."""
     own = [at for at, entry in enumerate(sys.path) if os.path.abspath(entry) == _HERE]  # noqa: PTH100
     hidden = [(at, sys.path.pop(at)) for at in reversed(own)]
     this = sys.modules.pop(__name__, None)
