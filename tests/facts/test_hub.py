@@ -38,4 +38,4 @@ def test_a_server_of_another_kind_is_told_and_not_taken_for_a_silent_one() -> No
 
 
 def test_what_is_no_http_address_is_not_opened() -> None:
-    assert probe_url("file:///etc/passwd", limit_s=1.0) == "it is no http address"
+    assert probe_url("file:///etc/passwd", limit_s=1.0) == "not an http address"

@@ -36,7 +36,7 @@ def test_a_file_in_the_way_is_said(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("")
     found = probe_storage(tmp_path / "runs" / "new")
     assert found.writable is False
-    assert "no directory" in found.trouble
+    assert "not a directory" in found.trouble
 
 
 def test_a_read_only_file_system_is_said() -> None:

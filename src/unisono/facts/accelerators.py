@@ -41,15 +41,15 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """How well a device is. None and empty: it does not tell, as many workstation cards do not.
+    """Health of a device. None and empty: not reported, as by many workstation cards.
 
     Attributes:
         ecc: whether memory errors are corrected.
-        uncorrected: memory errors since the driver was loaded that could not be.
+        uncorrected: uncorrectable memory errors since the driver was loaded.
         pages_pending: memory pages wait for a restart to be taken out of use.
         rows_pending: the same of rows (Ampere and later).
-        rows_failed: a row could not be replaced: the device is to be sent back.
-        slowed: why its clock is held down.
+        rows_failed: row remapping failed: the device needs replacement.
+        slowed: clock throttle reasons.
         fabric: of NVSwitch machines: empty (no such), `not started`, `in progress`, `completed`, or what went wrong.
     """
 
@@ -81,7 +81,7 @@ class DeviceDetails:
         health: see there.
         mig: UUIDs of its slices; None: it is not sliced, and empty: it is, into none.
         compute_mode: `default`, `exclusive` (one process at a time) or `prohibited`.
-        trouble: why it does not answer; empty: it does.
+        trouble: why it does not respond; empty: it does.
     """
 
     index: int
@@ -157,7 +157,7 @@ class DevicesDetails:
     note: str = ""
 
     def pair(self, one: int, other: int) -> Pair:
-        """What is known of two devices."""
+        """Level and peer access of two devices."""
         return self.pairs.get((min(one, other), max(one, other)), Pair())
 
     def device(self, index: int) -> DeviceDetails | None:
@@ -169,10 +169,10 @@ _FRESH_S = 3.0
 
 
 class GpuUtilization(Protocol):
-    """Tells how busy a device is. Asked a few times a second, so an answer must cost nothing."""
+    """Utilization of devices. Called several times per second, so it must be cheap."""
 
     def percent(self, uuid: str) -> int | None:
-        """Of the last moment; None where it is not known, or not known yet."""
+        """Utilization in percent; None: unknown, or not yet known."""
         ...
 
 
@@ -186,7 +186,7 @@ class NoGpuUtilization:
 
 
 class NvidiaUtilization:
-    """Asks the NVIDIA driver, in a thread: a driver that has lost its device may not answer for minutes. The thread ends with the process."""
+    """Queries the NVIDIA driver in a daemon thread: a driver that has lost its device may block for minutes."""
 
     def __init__(self, nvml: Any) -> None:
         self._nvml = nvml
@@ -196,7 +196,7 @@ class NvidiaUtilization:
         threading.Thread(target=self._run, name="gpu-use", daemon=True).start()
 
     def percent(self, uuid: str) -> int | None:
-        """What was found last, if that is not old; asks for it again."""
+        """The last value if recent; requests a new one."""
         if uuid not in self._asked:
             self._asked.add(uuid)
             self._wanted.put(uuid)

@@ -30,31 +30,31 @@ _TOKEN = "UNISONO_TOKEN"  # noqa: S105 - the variable's name
 
 @dataclass(frozen=True)
 class Environment:
-    """The variables that matter to us."""
+    """Environment variables that matter to unisono."""
 
     leftovers: dict[str, str] = field(default_factory=dict)
-    """Variables of a distributed job. On one device they are ignored, and named."""
+    """Variables of a distributed job. On one device they are ignored and reported."""
     variables: dict[str, str] = field(default_factory=dict)
-    """Those of the catalogue and of the families NCCL_…, GLOO_… and the like, as they are set; never a secret."""
+    """Known variables and those of the families NCCL_…, GLOO_… and the like; never a secret."""
     strangers: tuple[str, ...] = ()
-    """Names in the neighbourhood of those that matter to us, which nobody here knows; without their values."""
+    """Unknown names that resemble known variables; without their values."""
     torchelastic_run: str | None = None
     slurm_tasks: int | None = None
     slurm_nodes: int | None = None
     slurm_step: SlurmStep | None = None
-    """The step that this process is a task of."""
+    """The Slurm step of which this process is a task."""
     world_size: int | None = None
     rank: int | None = None
     local_rank: int | None = None
-    """These three are no input of a front: a rank holds them against the plan."""
+    """These three are not input of a front: a rank compares them with the plan."""
     omp_num_threads: int | None = None
     cache_dir: Path = Path("~/.cache/unisono")
     hub_cache: Path = Path("~/.cache/huggingface/hub")
-    """Where huggingface_hub keeps what it downloaded."""
+    """Download cache of huggingface_hub."""
     settings_dir: Path = Path("~/.config/unisono")
     """The user's own folder: the key that signs checkpoints."""
     temporary_dir: Path = Path("/tmp")  # noqa: S108 - it is named, nothing is written
-    """Where temporary files go."""
+    """Folder of temporary files."""
     visible_devices: str | None = None
     ray_address: str | None = None
     colour: bool = True
@@ -105,20 +105,20 @@ def read_environment() -> Environment:
 
 
 def all_variables() -> dict[str, str]:
-    """All variables, for a program that is to find what this process has found. Take the token out first."""
+    """All variables, for a child program. Call `take_token` first."""
     return dict(os.environ)
 
 
 def take_token() -> str | None:
-    """The job's token from UNISONO_TOKEN, which is then gone: nothing that is started later can read it. None if unset or empty.
+    """Removes UNISONO_TOKEN and returns the job's token, so that child processes cannot read it. None if unset or empty.
 
-    Only `/proc/PID/environ` of this process itself, which is the same user's to read, keeps what it was started with.
+    Only `/proc/PID/environ` of this process, readable by the same user, still contains it.
     """
     return os.environ.pop(_TOKEN, "").strip() or None
 
 
 def _job_variables(env: Mapping[str, str]) -> dict[str, str]:
-    """The variables that tell nodes apart, without secrets."""
+    """Variables that may differ between nodes, without secrets."""
     return {
         name: value
         for name, value in sorted(env.items())
@@ -137,7 +137,7 @@ def _is_known(name: str) -> bool:
 
 
 def _hub_cache(env: Mapping[str, str]) -> Path:
-    """As huggingface_hub finds it."""
+    """The cache folder, by the rules of huggingface_hub."""
     named = env.get("HF_HUB_CACHE") or env.get("HUGGINGFACE_HUB_CACHE")
     if named:
         return Path(named).expanduser()
@@ -159,11 +159,11 @@ _LIMIT_BYTES = 1 << 16
 
 
 def read_nccl_files(*, named: str | None, home: Path | None = None, system: Path = _SYSTEM) -> dict[str, str]:
-    """What is set in the user's file, then in the system's; as in NCCL the first that sets a name wins.
+    """Settings of the user's file and the system's; as in NCCL the first file that sets a name wins.
 
     Args:
-        named: NCCL_CONF_FILE, which takes the place of ~/.nccl.conf.
-        home: the user's home; None finds it out.
+        named: NCCL_CONF_FILE, which replaces ~/.nccl.conf.
+        home: the user's home; None: looked up.
         system: the machine's file.
     """
     own = Path(named) if named else _home(home) / ".nccl.conf"

@@ -1,4 +1,4 @@
-"""The Hugging Face hub as this machine sees it: where it is, whether it may be asked, whether there is a token, and whether it answers."""
+"""The Hugging Face Hub as configured on this machine: endpoint, offline mode, token, reachability."""
 
 import http.client
 import os
@@ -14,12 +14,12 @@ _TRUE = ("1", "ON", "YES", "TRUE")
 
 @dataclass(frozen=True, slots=True)
 class Hub:
-    """What the environment says of it.
+    """Hub settings of the environment.
 
     Attributes:
         endpoint: its address, without credentials.
-        offline: the variable that forbids to ask it; empty where none does.
-        token: where a token is kept; empty where there is none. Never the token.
+        offline: the variable that sets offline mode; empty: online.
+        token: where the token is stored; empty: none. Never the token itself.
     """
 
     endpoint: str
@@ -42,7 +42,7 @@ def read_hub(cache: Path) -> Hub:
 
 
 def is_cached(cache: Path, kind: str, name: str) -> bool:
-    """Whether a repository was downloaded, at least in part. `kind`: models or datasets."""
+    """Whether a repository is in the cache, at least in part. `kind`: models or datasets."""
     folder = cache / f"{kind}--{name.replace('/', '--')}" / "snapshots"
     try:
         return any(any(entry.iterdir()) for entry in folder.iterdir())
@@ -51,9 +51,9 @@ def is_cached(cache: Path, kind: str, name: str) -> bool:
 
 
 def probe_url(url: str, *, limit_s: float) -> str:
-    """Empty where anything answers within the limit, whatever it says; else why not. Proxies are those of the environment.
+    """Why a URL does not respond within the limit; empty if it does, with any status. Uses the environment's proxies.
 
-    In a thread: a name server that is down holds its caller for half a minute.
+    Runs in a thread: a name server that is down blocks for half a minute.
     """
     answers: list[str] = []
 
@@ -68,7 +68,7 @@ def probe_url(url: str, *, limit_s: float) -> str:
             answers.append(str(getattr(error, "reason", error)) or type(error).__name__)
 
     if not url.startswith(("https://", "http://")):
-        return "it is no http address"
+        return "not an http address"
     thread = threading.Thread(target=work, name="hub", daemon=True)
     thread.start()
     thread.join(limit_s)

@@ -11,9 +11,9 @@ OWN_CGROUP = Path("/proc/self/cgroup")
 
 
 def cgroup_folders(controller: str, *, root: Path = CGROUP_ROOT, own: Path = OWN_CGROUP) -> Iterator[Path]:
-    """Every folder whose limits hold for this process: of version 2, then of version 1's `controller`.
+    """All cgroup folders whose limits apply to this process: version 2, then version 1 of `controller`.
 
-    Inside a container the path that the kernel tells is often not mounted, while its root is: such folders are still given,
+    In a container the path that the kernel reports is often not mounted, only its root: such folders are still given,
     and reading from them fails.
     """
     inside = _cgroup_paths(own)
@@ -24,7 +24,7 @@ def cgroup_folders(controller: str, *, root: Path = CGROUP_ROOT, own: Path = OWN
 
 
 def _cgroup_paths(own: Path) -> dict[str, str]:
-    """The process's path by the names of the controllers; version 2 has no names."""
+    """The process's path by controller names; version 2 has no names."""
     found = {"": ""}
     try:
         for line in own.read_text().splitlines():
@@ -47,7 +47,7 @@ _WITHOUT_PROC = 8 * 10**9
 
 @dataclass(frozen=True)
 class SystemLimits:
-    """What a process can have. None: could not be read, or (for the shell's limits) unlimited."""
+    """Resources of a process. None: could not be read, or (for ulimits) unlimited."""
 
     cores: int
     memory_bytes: int
@@ -60,7 +60,7 @@ class SystemLimits:
 
 
 def read_limits(*, shm: Path = Path("/dev/shm")) -> SystemLimits:  # noqa: S108 - it is looked at, nothing is written
-    """Looks once."""
+    """Reads the current values."""
     size, free = _space(shm)
     return SystemLimits(
         cores=usable_cores(),
@@ -75,7 +75,7 @@ def read_limits(*, shm: Path = Path("/dev/shm")) -> SystemLimits:  # noqa: S108 
 
 
 def usable_cores(*, root: Path = CGROUP_ROOT, own: Path = OWN_CGROUP) -> int:
-    """Cores this process may use: affinity, and the cgroups' share of time."""
+    """Cores this process may use: CPU affinity and cgroup CPU quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     for folder in cgroup_folders("cpu", root=root, own=own):
         share = _cpu_share(folder)
@@ -85,7 +85,7 @@ def usable_cores(*, root: Path = CGROUP_ROOT, own: Path = OWN_CGROUP) -> int:
 
 
 def _cpu_share(folder: Path) -> float | None:
-    """How many cores' time a cgroup has, or None where it is not limited."""
+    """A cgroup's CPU quota in cores; None: unlimited."""
     try:
         quota, period = (folder / "cpu.max").read_text().split()
     except (OSError, ValueError):
@@ -100,7 +100,7 @@ def _cpu_share(folder: Path) -> float | None:
 def available_memory(
     *, root: Path = CGROUP_ROOT, own: Path = OWN_CGROUP, info: Path = Path("/proc/meminfo")
 ) -> int:
-    """Bytes that a new process can have: what the system has free, within the limits of all cgroups above."""
+    """Bytes that a new process can allocate: free system memory, within all cgroup limits."""
     left = [_memory_left(folder) for folder in cgroup_folders("memory", root=root, own=own)]
     return _smallest([_available(info), *left]) or 0
 
@@ -116,7 +116,7 @@ def _available(info: Path) -> int:
 
 
 def _memory_left(folder: Path) -> int | None:
-    """Bytes up to a cgroup's limit, or None where it has none. The page cache can be taken back, so it counts as free."""
+    """Bytes up to a cgroup's limit; None: unlimited. The page cache can be reclaimed, so it counts as free."""
     for limit_name, used_name, cache_name in (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -136,7 +136,7 @@ def _stat(file: Path, name: str) -> int:
 
 
 def _pids_left() -> int | None:
-    """Processes up to the cgroup's limit."""
+    """Number of further processes within the cgroup's limit."""
     left = []
     for folder in cgroup_folders("pids"):
         most, now = _number(folder / "pids.max"), _number(folder / "pids.current")
@@ -176,7 +176,7 @@ def _word(file: Path) -> str | None:
 
 
 def oom_kills(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int | None:
-    """The cgroup's count of out-of-memory kills, or None where it cannot be read."""
+    """The cgroup's number of OOM kills; None if it cannot be read."""
     for path in _event_files(root, own):
         try:
             lines = path.read_text().splitlines()
@@ -189,7 +189,7 @@ def oom_kills(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/
 
 
 def _event_files(root: Path, own: Path) -> list[Path]:
-    """Where the count may stand: cgroup 2, then 1; inside a container the path told is often not mounted, its root is."""
+    """Files that may hold the count: cgroup 2, then 1; in a container often only the root is mounted."""
     inside = {"": "", "memory": ""}
     try:
         for line in own.read_text().splitlines():
@@ -211,12 +211,12 @@ _PATTERN = Path("/proc/sys/kernel/core_pattern")
 
 @dataclass(frozen=True, slots=True)
 class CoreDumps:
-    """How a crash is written down.
+    """Core dump settings.
 
     Attributes:
-        limit_bytes: of one dump (ulimit -c); None: as large as the process.
-        to_file: whether the kernel writes a file; else a program takes it, which has limits of its own.
-        pattern: where to, as the kernel has it; relative: into the working directory.
+        limit_bytes: of one dump (ulimit -c); None: unlimited.
+        to_file: whether the kernel writes a file; else it pipes the dump to a program.
+        pattern: the kernel's core_pattern; relative: in the working directory.
     """
 
     limit_bytes: int | None
@@ -225,7 +225,7 @@ class CoreDumps:
 
 
 def read_core_dumps(*, pattern: Path = _PATTERN) -> CoreDumps:
-    """Looks once."""
+    """Reads the current values."""
     soft = resource.getrlimit(resource.RLIMIT_CORE)[0]
     try:
         text = pattern.read_text().strip()

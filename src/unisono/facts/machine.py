@@ -23,14 +23,14 @@ class Gpu:
     memory_free_bytes: int
     capability: tuple[int, int]
     bus_id: str = ""
-    """On the PCI bus, as `0000:07:00.0`."""
+    """PCI address, e.g. `0000:07:00.0`."""
     numa_node: int | None = None
-    """The memory that is near it; None on machines with one."""
+    """The nearest NUMA node; None on machines with one."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What one node has."""
+    """Hardware of a node."""
 
     host: str
     cores: int
@@ -39,14 +39,14 @@ class Machine:
     cpu_bfloat16: bool
     gpus: list[Gpu] = field(default_factory=list)
     gpu_note: str = ""
-    """Why there are no accelerators, or could not be seen."""
+    """Why no accelerators were found."""
 
 
 class DeviceProbe(Protocol):
     """Lists the accelerators of this machine."""
 
     def __call__(self) -> tuple[list[Gpu], str]:
-        """All of them, and a note where there are none."""
+        """All accelerators, and a note if there are none."""
         ...
 
 
@@ -55,7 +55,7 @@ def probe_nvidia() -> tuple[list[Gpu], str]:
     try:
         import pynvml  # type: ignore[import-untyped, unused-ignore]
     except ImportError:
-        note = "a driver is here, but nvidia-ml-py is not: pip install 'unisono[gpu]'"
+        note = "found an NVIDIA driver, but nvidia-ml-py is not installed: pip install 'unisono[gpu]'"
         return [], note if Path("/proc/driver/nvidia").exists() else "no NVIDIA driver"
     try:
         pynvml.nvmlInit()
@@ -90,13 +90,13 @@ def _gpu(nvml: Any, index: int) -> Gpu:
 
 
 def pci_address(bus_id: str) -> str:
-    """A PCI address as /sys spells it: `00000000:07:00.0` is `0000:07:00.0` there."""
+    """A PCI address in the format of /sys: `00000000:07:00.0` becomes `0000:07:00.0`."""
     domain, colon, rest = bus_id.strip("\0").lower().partition(":")
     return f"{domain[-4:].rjust(4, '0')}:{rest}" if colon else bus_id
 
 
 def numa_node_of(address: str, *, folder: Path = Path("/sys/bus/pci/devices")) -> int | None:
-    """The NUMA node of a PCI device, or None where the machine has one, or does not tell."""
+    """The NUMA node of a PCI device; None if the machine has one, or unknown."""
     try:
         node = int((folder / address / "numa_node").read_text())
     except (OSError, ValueError):
@@ -105,7 +105,7 @@ def numa_node_of(address: str, *, folder: Path = Path("/sys/bus/pci/devices")) -
 
 
 def driver_version(*, root: Path = Path("/")) -> str | None:
-    """The version of the NVIDIA kernel driver, as its files tell; None where there is none."""
+    """Version of the NVIDIA kernel driver, from its files; None if there is none."""
     try:
         return (root / "sys/module/nvidia/version").read_text().strip() or None
     except OSError:
@@ -123,7 +123,7 @@ def _text(value: str | bytes) -> str:
 
 
 def read_machine(probe: DeviceProbe = probe_nvidia) -> Machine:
-    """Looks at this machine once."""
+    """Reads this machine's hardware."""
     gpus, note = probe()
     name, bfloat16 = _cpu()
     return Machine(
@@ -138,7 +138,7 @@ def read_machine(probe: DeviceProbe = probe_nvidia) -> Machine:
 
 
 def _cpu() -> tuple[str, bool]:
-    """The processor's name, and whether it multiplies bfloat16 matrices itself."""
+    """The processor's name, and whether it has bfloat16 instructions."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -160,7 +160,7 @@ def free_bytes(path: Path) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Processors:
-    """What computes where there is no accelerator, and what sits between accelerators where there are.
+    """Processors of a machine.
 
     Attributes:
         name: of the model.
@@ -168,7 +168,7 @@ class Processors:
         sockets: how many.
         threads: hardware threads of the machine.
         cores: of the machine, two threads of one core counted once.
-        usable: of this process: affinity, and the cgroup's share of time.
+        usable: by this process: CPU affinity and cgroup CPU quota.
         numa_nodes: hardware threads of each memory node, by number.
         usable_nodes: the memory nodes on which this process may run.
         bfloat16: how bfloat16 is multiplied: `amx`, `avx512`, `neon`, or empty: by emulation, slower than float32.
@@ -191,12 +191,12 @@ def read_processors(
     nodes: Path = Path("/sys/devices/system/node"),
     allowed: frozenset[int] | None = None,
 ) -> Processors:
-    """Looks once.
+    """Reads the current values.
 
     Args:
         info: cpuinfo of /proc.
         nodes: the folder of memory nodes.
-        allowed: the hardware threads that this process may use; None: it is asked.
+        allowed: hardware threads that this process may use; None: looked up.
     """
     text = _content_of(info)
     own = _allowed_threads() if allowed is None else allowed

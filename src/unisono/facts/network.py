@@ -27,7 +27,7 @@ _DOWN_STATES = (2, 3)  # IF_OPER_DOWN, IF_OPER_LOWERLAYERDOWN: enabled, but the 
 
 @dataclass
 class KernelInterface:
-    """One interface as the kernel tells of it. `kind` is of virtual ones (veth, bridge, …), else empty."""
+    """An interface as the kernel reports it. `kind` is set for virtual ones (veth, bridge, …), else empty."""
 
     name: str
     mtu: int | None
@@ -43,7 +43,7 @@ def read_kernel_interfaces() -> list[KernelInterface]:
     """All interfaces of this network namespace, in the kernel's order.
 
     Raises:
-        OSError: if the kernel does not answer, as under some sandboxes.
+        OSError: if the kernel does not reply, e.g. in some sandboxes.
     """
     links = {index: link for index, link in map(_kernel_interface, _dump(_GET_LINKS)) if link.name}
     for index, address in map(_address, _dump(_GET_ADDRESSES)):
@@ -53,9 +53,9 @@ def read_kernel_interfaces() -> list[KernelInterface]:
 
 
 def _dump(kind: int) -> list[bytes]:
-    """The bodies of all messages that answer one request."""
+    """Bodies of all reply messages to one request."""
     if not hasattr(socket, "AF_NETLINK"):
-        raise OSError("only Linux has netlink")
+        raise OSError("netlink needs Linux")
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0) as channel:
         channel.settimeout(_LIMIT_S)
         channel.bind((0, 0))
@@ -69,7 +69,7 @@ def _dump(kind: int) -> list[bytes]:
                 if what == _DONE or length < 16:
                     return bodies
                 if what == _ERROR:
-                    raise OSError(-struct.unpack_from("=i", data, 16)[0], "the kernel refused the question")
+                    raise OSError(-struct.unpack_from("=i", data, 16)[0], "the kernel refused the request")
                 bodies.append(data[16:length])
                 data = data[(length + 3) & ~3 :]
 
@@ -140,19 +140,19 @@ class NetworkInterface:
 
 
 class NetworkProbe(Protocol):
-    """Says what this machine's network is."""
+    """Reads this machine's network."""
 
     def interfaces(self) -> list[NetworkInterface]:
-        """All of them; none where they cannot be listed."""
+        """All interfaces; empty if they cannot be listed."""
         ...
 
     def resolve(self, name: str) -> list[str]:
-        """The addresses of a host name, each once; none where nobody knows it in time."""
+        """Addresses of a host name, without duplicates; empty if unresolved in time."""
         ...
 
 
 class SystemNetwork:
-    """The real one."""
+    """The system's implementation."""
 
     def interfaces(self) -> list[NetworkInterface]:
         """All of them, as the kernel lists them."""
@@ -167,9 +167,9 @@ class SystemNetwork:
 
 
 def resolve(name: str, *, limit_s: float = 3.0) -> list[str]:
-    """The addresses of a name, each once, in the resolver's order; none if there are none or it takes too long.
+    """Addresses of a name, without duplicates, in the resolver's order; empty if there are none or it takes too long.
 
-    getaddrinfo has no time-out of its own, and a name server that is down holds it for half a minute.
+    getaddrinfo has no timeout, and blocks for half a minute if a name server is down.
     """
     literal = _literal(name)
     if literal:
@@ -190,7 +190,7 @@ def resolve(name: str, *, limit_s: float = 3.0) -> list[str]:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address leads back to the machine itself: 127.0.0.0/8, ::1, or these written as the other."""
+    """Whether an address is loopback: 127.0.0.0/8, ::1, or IPv4-mapped."""
     try:
         parsed = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
@@ -235,7 +235,7 @@ def _kind(link: KernelInterface) -> InterfaceKind:
 
 
 def _speed(name: str, folder: Path = Path("/sys/class/net")) -> int | None:
-    """Megabits a second as the driver tells; virtual ones and cables that are out tell none, or -1."""
+    """Speed in Mbit/s from the driver; None for virtual interfaces and unplugged cables."""
     try:
         speed = int((folder / name / "speed").read_text())
     except (OSError, ValueError):
@@ -252,7 +252,7 @@ class InfinibandPort:
         port: counted from 1.
         state: `ACTIVE`, `INIT` (no subnet manager), `DOWN` …
         physical: `LinkUp`, `Polling` (no cable, or the other end is off), `Disabled` …
-        gbit: per second; None: not told.
+        gbit: Gbit/s; None: unknown.
         layer: `InfiniBand`, or `Ethernet` for RoCE.
         numa_node: the memory that is near it.
     """
@@ -267,7 +267,7 @@ class InfinibandPort:
 
     @property
     def is_active(self) -> bool:
-        """Whether it carries data."""
+        """Whether the port is active."""
         return self.state == "ACTIVE"
 
     def __str__(self) -> str:
@@ -276,7 +276,7 @@ class InfinibandPort:
 
 
 def read_infiniband(folder: Path = Path("/sys/class/infiniband")) -> tuple[InfinibandPort, ...]:
-    """All ports, by name; none where there are no adapters."""
+    """All ports by name; empty without adapters."""
     try:
         devices = sorted(folder.iterdir())
     except OSError:

@@ -57,14 +57,14 @@ def _is_accelerator(entry: Path) -> bool:
 def redirecting_bridges(
     addresses: Sequence[str], folder: Path = _BUS
 ) -> Mapping[str, tuple[str, ...]] | None:
-    """The bridges above each device that send what two devices exchange through the host, where an IOMMU may stop it (ACS).
+    """Bridges above each device that redirect peer traffic through the host, where an IOMMU may block it (ACS).
 
     Args:
-        addresses: of devices; those that have no such bridge are left out.
+        addresses: of devices; the result omits those without such a bridge.
         folder: of the kernel's list.
 
     Returns:
-        None where it cannot be read: only root sees the whole of a bridge's registers.
+        None if unreadable: only root can read all registers of a bridge.
     """
     found: dict[str, tuple[str, ...]] = {}
     for address in addresses:
@@ -127,7 +127,7 @@ class KernelLine:
 
 
 def read_kernel_log(path: Path = Path("/dev/kmsg")) -> list[KernelLine] | None:
-    """All that the kernel still has, the oldest first; None where this user may not read it, or there is none."""
+    """All lines in the kernel's buffer, the oldest first; None if not readable."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
@@ -185,7 +185,7 @@ _PEER_ACCESS = {
     0: "",
     1: "the chipset does not support it",
     2: "the device does not support it",
-    3: "the way between them does not support it",
+    3: "the link between them does not support it",
     4: "it is disabled in the driver's settings",
     5: "not supported",
 }
@@ -196,7 +196,7 @@ _THROTTLE_REASONS = {
     0x40: "heat, by the hardware",
     0x80: "the power supply (power brake)",
 }
-"""Idle (0x1), clocks that somebody has set (0x2, 0x100) and boost in step (0x10) are no trouble."""
+"""Idle (0x1), clocks set by a user (0x2, 0x100) and sync boost (0x10) are not problems."""
 _PEERS: dict[int, Peer] = {0: "gpu", 2: "switch"}
 _MAX_LINKS = 36
 _COMPUTE_MODES = {0: "default", 1: "exclusive", 2: "prohibited", 3: "exclusive"}
@@ -215,14 +215,14 @@ class DetailsProbe(Protocol):
 
 @dataclass(frozen=True)
 class OtherSources:
-    """What the driver's answers are put together with; tests hand in recorded ones.
+    """Sources besides the driver; tests supply recorded ones.
 
     Attributes:
         numa_node: of an address on the bus.
         on_bus: the accelerators there.
         kernel_log: its lines, or None.
         holder: who a process is.
-        redirecting: see `facts.nvidia.redirecting_bridges`.
+        redirecting: see `redirecting_bridges`.
     """
 
     numa_node: Callable[[str], int | None] = numa_node_of
@@ -233,17 +233,13 @@ class OtherSources:
 
 
 def probe_details(*, limit_s: float = _LIMIT_S) -> DevicesDetails:
-    """Asks this machine's driver, for some seconds at the most; what keeps it from answering is in `note`."""
+    """Reads all details from this machine's driver within `limit_s`; if it fails, `note` says why."""
     beside = OtherSources()
     on_bus = beside.on_bus()
     try:
         import pynvml  # type: ignore[import-untyped, unused-ignore]
     except ImportError:
-        note = (
-            f"{len(on_bus)} NVIDIA devices are on the bus, and nvidia-ml-py is not installed"
-            if on_bus
-            else ""
-        )
+        note = f"{len(on_bus)} NVIDIA devices on the bus, but nvidia-ml-py is not installed" if on_bus else ""
         return DevicesDetails(on_bus=on_bus, note=note)
     found: list[DevicesDetails] = []
     thread = threading.Thread(
@@ -255,11 +251,11 @@ def probe_details(*, limit_s: float = _LIMIT_S) -> DevicesDetails:
 
 
 def read_nvml(nvml: Any, beside: OtherSources) -> DevicesDetails:
-    """All that the driver tells.
+    """All details from the driver.
 
     Args:
-        nvml: the module pynvml, or one that answers as it does.
-        beside: the rest.
+        nvml: the module pynvml, or a stand-in.
+        beside: other sources.
     """
     on_bus = beside.on_bus()
     try:
@@ -274,7 +270,7 @@ def read_nvml(nvml: Any, beside: OtherSources) -> DevicesDetails:
 
 
 def xids_in(lines: Sequence[KernelLine]) -> tuple[Xid, ...]:
-    """The errors of the driver among the lines of the kernel's log."""
+    """Xid errors in lines of the kernel log."""
     found = ((line, _XID.search(line.text)) for line in lines)
     return tuple(
         Xid(_full_address(matched["bus"]), int(matched["number"]), matched["text"].strip(), line.age_s)
@@ -290,7 +286,7 @@ def _full_address(text: str) -> str:
 
 
 class _Reader:
-    """The questions. A question that a device does not know has the answer None."""
+    """Queries to NVML. A query that a device does not support returns None."""
 
     def __init__(self, nvml: Any, beside: OtherSources) -> None:
         self._nvml = nvml
@@ -319,7 +315,7 @@ class _Reader:
         )
 
     def _ask(self, name: str, *arguments: Any) -> Any:
-        """The driver's answer; None where it, or this nvidia-ml-py, does not know the question."""
+        """The driver's answer; None if the driver or nvidia-ml-py does not support the query."""
         question = getattr(self._nvml, name, None)
         if question is None:
             return None
@@ -357,7 +353,7 @@ class _Reader:
         )
 
     def _links(self, handle: Any) -> Iterator[NvLink | None]:
-        """Each NVLink that the device has; None for one that is down."""
+        """All NVLinks of a device; None for one that is down."""
         for link in range(_MAX_LINKS):
             state = self._ask("nvmlDeviceGetNvLinkState", handle, link)
             if state is None:
@@ -423,7 +419,7 @@ class _Reader:
         }
 
     def _peer_access(self, one: Any, other: Any) -> str:
-        """Empty where each can read and write the other; the first reason why not."""
+        """Why two devices cannot read or write each other's memory; empty if they can."""
         for source, target in ((one, other), (other, one)):
             for ability in (_READ, _WRITE):
                 status = self._ask("nvmlDeviceGetP2PStatus", source, target, ability)

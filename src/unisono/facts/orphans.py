@@ -23,16 +23,16 @@ _GUARD_VARIABLE = (
 
 @dataclass(frozen=True, slots=True)
 class Orphan:
-    """A process that an earlier run has left behind.
+    """A process that outlived an earlier run.
 
     Attributes:
         pid: of the process.
-        run_id: of its run; empty where its plan is gone.
+        run_id: of its run; empty if its plan is gone.
         plan: the run's plan; of a guarded program its guard.json.
         age_s: seconds since it began.
-        state: of its main thread: D waits in the kernel, where no signal reaches it.
+        state: of its main thread; D: uninterruptible wait in the kernel.
         mine: whether it belongs to this user.
-        began: in ticks since the machine's start: a number that is given again to another process has another one.
+        began: start time in ticks since boot; distinguishes a reused pid.
     """
 
     pid: int
@@ -45,13 +45,13 @@ class Orphan:
 
 
 def find_orphans(proc: Path = Path("/proc")) -> list[Orphan]:
-    """All of them that can be seen, the oldest first."""
+    """All visible orphans, the oldest first."""
     found = [orphan for pid in _pids(proc) if (orphan := _orphan(proc, pid)) is not None]
     return sorted(found, key=lambda orphan: (orphan.began, orphan.pid))
 
 
 def end_orphan(orphan: Orphan, *, limit_s: float = 3.0) -> bool:
-    """Ends it if it is this user's, and still the same process; gives whether it is gone. SIGKILL: its front, which would tidy up, is gone."""
+    """Kills an orphan of this user if it is still the same process; returns whether it is gone. SIGKILL, since the front that would clean up is gone."""
     if not orphan.mine or not hasattr(os, "pidfd_open"):
         return False
     try:
@@ -118,7 +118,7 @@ def _orphan(proc: Path, pid: int) -> Orphan | None:
 
 
 def _same_pid_namespace(folder: Path) -> bool:
-    """Whether its numbers are ours: to a process in a container its front has another number than it has here."""
+    """Whether the process is in this pid namespace: in a container its front has a different pid."""
     try:
         lines = (folder / "status").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -127,7 +127,7 @@ def _same_pid_namespace(folder: Path) -> bool:
 
 
 def _front_of(words: list[str]) -> tuple[int, Path] | None:
-    """The number of the front, and the plan, of a rank's command line; None for any other."""
+    """Front pid and plan from a rank's command line; None for other processes."""
     for place, word in enumerate(words[:-1]):
         if word == "unisono.worker" and words[place - 1] == "-m" and "--front-pid" in words[:-1]:
             number = words[words.index("--front-pid") + 1]
@@ -136,7 +136,7 @@ def _front_of(words: list[str]) -> tuple[int, Path] | None:
 
 
 def _front_of_guarded_program(folder: Path) -> tuple[int, Path] | None:
-    """The same of a process under `unisono run`, whose environment names its guard.json."""
+    """The same for a process under `unisono run`, from its environment."""
     try:
         variables = (folder / "environ").read_bytes().split(b"\0")
     except OSError:
@@ -152,7 +152,7 @@ def _front_of_guarded_program(folder: Path) -> tuple[int, Path] | None:
 
 
 def _json_object(file: Path) -> dict[str, Any]:
-    """A JSON object in a file; empty where it cannot be had."""
+    """The JSON object in a file; empty if unreadable."""
     try:
         value = parse_json(read_text(file, most_bytes=_MOST_BYTES))
     except (OSError, ValueError):
@@ -161,7 +161,7 @@ def _json_object(file: Path) -> dict[str, Any]:
 
 
 def _start_ticks(proc: Path, pid: int) -> int | None:
-    """When a process began, in ticks since the machine's start; None if there is none."""
+    """Start time of a process in ticks since boot; None if there is no such process."""
     try:
         fields = (proc / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()
         return int(fields[_START_FIELD])
@@ -173,7 +173,7 @@ _RANK_POLL_S = 0.02
 
 
 def living_ranks(front: int) -> list[int]:
-    """The pids of a front's ranks, and of processes that these have forked, by their command lines. Zombies do not live."""
+    """Pids of a front's ranks and their forks, by command line; without zombies."""
     found = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdecimal() and _is_rank_of(folder, str(front).encode()):
@@ -184,7 +184,7 @@ def living_ranks(front: int) -> list[int]:
 
 
 def wait_until_gone(front: int, *, limit_s: float) -> list[int]:
-    """Those that still live after so many seconds; returns as soon as there are none."""
+    """Waits until a front's ranks have ended; returns those still alive after `limit_s`."""
     limit = time.monotonic() + limit_s
     while (left := living_ranks(front)) and time.monotonic() < limit:
         time.sleep(_RANK_POLL_S)

@@ -1,4 +1,4 @@
-"""Whether paths still lead to what they led to: watched by a process of its own, since storage that hangs would hang whoever asks.
+"""Monitors whether paths still lead to the same files. Runs in a child process, since storage can hang.
 
 Run by path, stdlib only: python path_monitor.py PATH … It ends with its stdin. A line of JSON on stdout for each change: what is at each path,
 `[device, inode]` or null, and where that is now which was there at the beginning, or null.
@@ -34,7 +34,7 @@ class PathState(NamedTuple):
 
 
 class PathMonitor:
-    """Looks at paths some times a second, until it is closed. What one look sees and the next does not is not told."""
+    """Checks paths several times per second until closed. A state seen only once is not reported."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._process = subprocess.Popen(
@@ -49,7 +49,7 @@ class PathMonitor:
         self._rest = b""
 
     def news(self) -> list[PathState] | None:
-        """What is at the paths now, if that has changed since it was asked last. Never waits."""
+        """The state of the paths, if it has changed since the last call; else None. Never blocks."""
         assert self._process.stdout is not None
         chunk = b""
         with contextlib.suppress(BlockingIOError):
@@ -63,7 +63,7 @@ class PathMonitor:
         ]
 
     def close(self) -> None:
-        """Ends it; a process that hangs in the kernel is left to end by itself."""
+        """Kills the child; one that hangs in the kernel is abandoned."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.kill()

@@ -19,19 +19,19 @@ _NOT_SYNCHRONISED = 5  # TIME_ERROR
 
 
 class Clock(Protocol):
-    """Tells the time."""
+    """A clock."""
 
     def wall(self) -> float:
-        """Seconds since 1970, as the system believes; for people and for comparing machines, never for waiting."""
+        """Seconds since 1970 by the system clock; for display and for comparing machines, never for waiting."""
         ...
 
     def monotonic(self) -> float:
-        """Seconds that only ever grow; for waiting."""
+        """Monotonic seconds; for waiting."""
         ...
 
 
 class SystemClock:
-    """The real one."""
+    """The system's implementation."""
 
     def wall(self) -> float:
         """The system's time of day."""
@@ -43,7 +43,7 @@ class SystemClock:
 
 
 def is_synchronised() -> bool | None:
-    """Whether the kernel's clock is kept right by a time service, as that service has told it; None where nobody can be asked."""
+    """Whether a time service synchronizes the kernel's clock; None if unknown."""
     if not sys.platform.startswith("linux"):
         return None
     state = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.create_string_buffer(_TIMEX_BYTES))
@@ -52,7 +52,7 @@ def is_synchronised() -> bool | None:
 
 @dataclass(frozen=True)
 class Probes:
-    """All that a front learns about its machine through something that tests can put in place.
+    """All readers of the machine that tests can replace.
 
     Attributes:
         devices: lists the accelerators: "8 GPUs visible here, 2 there" is tried with it on a machine without any.

@@ -33,7 +33,7 @@ class ProcessStat:
 
 
 def read_stat(pid: int) -> ProcessStat | None:
-    """One reading of a small file, some 20 µs; None if there is no such process."""
+    """State and CPU time from /proc/PID/stat, about 20 µs; None if there is no such process."""
     try:
         fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -49,18 +49,18 @@ def read_stat(pid: int) -> ProcessStat | None:
 
 
 def io_bytes(pid: int) -> int:
-    """What the process has read and written so far, from caches, disks and pipes together; 0 where the kernel does not tell."""
+    """Bytes read and written so far, including caches, disks and pipes; 0 if unknown."""
     counts = (line.partition(": ") for line in _line(Path(f"/proc/{pid}/io")).splitlines())
     return sum(int(value) for name, _, value in counts if name in ("rchar", "wchar", "read_bytes"))
 
 
 def wait_channel(pid: int) -> str:
-    """The kernel's function that the main thread waits in; an empty string where it runs, or the kernel does not tell."""
+    """The kernel function in which the main thread waits; empty if it runs, or unknown."""
     return wait_channel_in(Path(f"/proc/{pid}"))
 
 
 def child_states(pid: int) -> str:
-    """The states of the processes that it has started, one letter each; those that were waited for already are not among them."""
+    """States of its child processes, one letter each; without those that were already reaped."""
     found = []
     for child in _children(pid)[:_MOST_CHILDREN]:
         stat = read_stat(child)
@@ -70,7 +70,7 @@ def child_states(pid: int) -> str:
 
 
 def has_handler(pid: int, number: int) -> bool:
-    """Whether the process has a handler of its own for a signal; without one most signals end it."""
+    """Whether the process has its own handler for a signal; without one most signals end it."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -82,7 +82,7 @@ def has_handler(pid: int, number: int) -> bool:
 
 
 def frozen_cgroup(pid: int, *, root: Path = CGROUP_ROOT) -> Path | None:
-    """The control group whose freezer holds the process: no signal reaches it until it is thawed."""
+    """The cgroup that froze the process, which receives no signal until it is thawed; None: not frozen."""
     for folder in cgroup_folders("freezer", root=root, own=Path(f"/proc/{pid}/cgroup")):
         if _line(folder / "cgroup.freeze") == "1" or _line(folder / "freezer.state").startswith("FR"):
             return folder
@@ -90,7 +90,7 @@ def frozen_cgroup(pid: int, *, root: Path = CGROUP_ROOT) -> Path | None:
 
 
 def _children(pid: int) -> list[int]:
-    """Each thread has its own."""
+    """Child processes of all threads."""
     try:
         threads = list(Path(f"/proc/{pid}/task").iterdir())
     except OSError:
@@ -118,7 +118,7 @@ _STATES = {
 
 
 class ThreadCounters(NamedTuple):
-    """What grows while a thread does anything at all: switches between threads, and ticks of CPU time."""
+    """Counters that grow while a thread makes progress: context switches and ticks of CPU time."""
 
     switches: int
     ticks: int
@@ -129,11 +129,11 @@ class ThreadState:
     """A thread at one moment.
 
     Attributes:
-        number: the kernel's, of the thread.
-        name: as the process calls it; the kernel keeps 15 letters.
+        number: the kernel's thread id.
+        name: of the thread; the kernel keeps 15 characters.
         state: R, S, D, T, Z …
         wait_channel: the kernel function that it waits in; empty if unknown.
-        moves: to be compared with those of another moment.
+        moves: counters, to compare with those of a different time.
     """
 
     number: int
@@ -144,7 +144,7 @@ class ThreadState:
 
     @property
     def is_uninterruptible(self) -> bool:
-        """Whether it waits for storage, or something like it, and not even SIGKILL ends it."""
+        """Whether it waits uninterruptibly, e.g. for storage; not even SIGKILL ends it."""
         return self.state == "D"
 
     def __str__(self) -> str:
@@ -155,7 +155,7 @@ class ThreadState:
 
 
 def read_thread(pid: int, number: int) -> ThreadState | None:
-    """A thread of a process; None if it has ended, or the system does not tell."""
+    """A thread of a process; None if it has ended or is not readable."""
     base = Path(f"/proc/{pid}/task/{number}")
     try:
         name, _, rest = (base / "stat").read_text().partition("(")[2].rpartition(")")
@@ -174,7 +174,7 @@ def read_thread(pid: int, number: int) -> ThreadState | None:
 
 
 def stuck_threads(pid: int) -> list[ThreadState]:
-    """The threads of a process that no signal reaches."""
+    """Threads of a process in uninterruptible sleep."""
     try:
         numbers = [int(entry.name) for entry in Path(f"/proc/{pid}/task").iterdir()]
     except OSError:
@@ -184,7 +184,7 @@ def stuck_threads(pid: int) -> list[ThreadState]:
 
 
 def wait_channel_in(base: Path) -> str:
-    """What a thread waits in, of its folder in /proc; an empty string where it runs, or the kernel does not tell."""
+    """The wait channel of a thread's folder in /proc; empty if it runs, or unknown."""
     try:
         found = (base / "wchan").read_text().strip()
     except OSError:
@@ -193,7 +193,7 @@ def wait_channel_in(base: Path) -> str:
 
 
 def processes_below(pid: int) -> list[tuple[int, int]]:
-    """(process, its parent) of all processes below one, parents first. One reading of /proc."""
+    """(pid, parent pid) of all descendants of a process, parents first."""
     children: dict[int, list[int]] = {}
     for entry in os.scandir("/proc"):
         if entry.name.isdigit():
@@ -211,7 +211,7 @@ def processes_below(pid: int) -> list[tuple[int, int]]:
 
 
 def variables_of(pid: int, names: Sequence[str]) -> dict[str, str]:
-    """Some variables with which a process of this user was started; nothing of one that is gone, or another's."""
+    """Some initial environment variables of a process; empty if it has ended or belongs to a different user."""
     wanted = {name.encode() for name in names}
     found = {}
     for item in _bytes(Path(f"/proc/{pid}/environ")).split(b"\0"):
@@ -238,10 +238,10 @@ _INFO_EXIT = 1 << 3  # PIDFD_INFO_EXIT; since Linux 6.15
 
 
 def exit_status(pidfd: int, pid: int) -> int | None:
-    """As a return code: negative for the signal that ended it. None where that cannot be known: its parent was quicker than we.
+    """Return code of a process that is not a child; negative for a signal. None if its parent has reaped it already and the kernel does not keep it.
 
     Args:
-        pidfd: of the process; it has ended.
+        pidfd: of the process, which has ended.
         pid: of the same.
     """
     status = _by_pidfd(pidfd)
@@ -253,7 +253,7 @@ def exit_status(pidfd: int, pid: int) -> int | None:
 
 
 def _by_pidfd(pidfd: int) -> int | None:
-    """Kernels since 6.15 keep it as long as the descriptor is open, also after the parent has taken it."""
+    """Kernels since 6.15 keep the status while the descriptor is open, even after the parent has reaped the process."""
     asked = bytearray(_INFO.pack(_INFO_EXIT, *(0,) * 13))
     try:
         fcntl.ioctl(pidfd, _GET_INFO, asked, True)
@@ -264,7 +264,7 @@ def _by_pidfd(pidfd: int) -> int | None:
 
 
 def _by_proc(pid: int) -> int | None:
-    """Until the parent has taken it: the last field of /proc/PID/stat, which is shown to its own user."""
+    """Until the parent reaps the process: the last field of /proc/PID/stat, visible to its own user."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -282,7 +282,7 @@ _PYTHON_FLAGS = ("-u", "-B", "-O", "-OO", "-s", "-S", "-E", "-I", "-m")
 
 
 def holder_of(pid: int, memory_bytes: int | None = None, *, proc: Path = Path("/proc")) -> Holder:
-    """As much as this machine tells of a process; in a container those of others are not seen."""
+    """User and program of a process, as far as visible; processes outside a container are not."""
     folder = proc / str(pid)
     try:
         user = _user(folder.stat().st_uid)
@@ -293,7 +293,7 @@ def holder_of(pid: int, memory_bytes: int | None = None, *, proc: Path = Path("/
 
 
 def holder_of_driver(pid: int, memory_bytes: int | None = None) -> Holder:
-    """The same of a number that NVIDIA's driver tells. It is the host's, and means somebody else inside of a container."""
+    """The same for a pid from the NVIDIA driver, which is the host's and means a different process inside a container."""
     try:
         is_the_hosts = os.readlink("/proc/self/ns/pid") == _HOST_PID_NAMESPACE  # noqa: PTH115 - what it says is no path
     except OSError:
@@ -309,7 +309,7 @@ def _user(uid: int) -> str:
 
 
 def _program(words: list[str]) -> str:
-    """The program, and the script or module that it runs: `python train.py`."""
+    """The program and its script or module: `python train.py`."""
     if not words or not words[0]:
         return ""
     program = Path(words[0]).name

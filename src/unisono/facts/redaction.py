@@ -58,7 +58,7 @@ _HINTS_OF_NAMES = ("token", "secret", "passw", "passphrase", "credential", "key"
 
 
 def redact(text: str) -> str:
-    """Another program's text with `…` in place of what is a secret by its looks or its name: errors of storages quote URLs, logs print variables."""
+    """Text of a different program with secrets replaced by `…`: errors of storages quote URLs, logs print variables."""
     low = text.lower()
     if any(sign in low for sign in _HINTS_OF_TOKENS):
         text = _SECRET_IN_TEXT.sub(lambda found: f"{found[1] or ''}…", text)
@@ -80,7 +80,7 @@ def _redacted_value(found: re.Match[str]) -> str:
 
 
 def is_secret(value: object) -> bool:
-    """Whether a value is a secret by its looks: a known kind of token, or a URL with credentials."""
+    """Whether a value looks like a secret: a known kind of token, or a URL with credentials."""
     return isinstance(value, str) and bool(_URL_WITH_SECRET.match(value) or _TOKEN.match(value))
 
 

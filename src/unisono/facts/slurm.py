@@ -54,7 +54,7 @@ def read_slurm_step(env: Mapping[str, str]) -> SlurmStep | None:
 
 
 def hosts_of(nodelist: str) -> list[str]:
-    """The names that a list of Slurm's stands for, in its order; empty if it cannot be read.
+    """Host names of a Slurm node list, in order; empty if invalid.
 
     `a,b` or `gpu[01-03,07]-ib` or `rack[1-2]node[1-4]`.
     """
@@ -116,12 +116,12 @@ _STAMP = re.compile(r" \[[^\[\]]*@[^\[\]]*\]$")
 
 @dataclass(frozen=True)
 class SlurmAnswer:
-    """What a command of Slurm's said.
+    """Result of a Slurm command.
 
     Attributes:
-        code: its exit code; None: there is no such command here, or it did not answer in time.
-        out: what it printed.
-        err: what it complained of; or why there is no answer.
+        code: exit code; None: the command is missing, or did not finish in time.
+        out: standard output.
+        err: standard error; or why there is no result.
     """
 
     code: int | None
@@ -130,12 +130,12 @@ class SlurmAnswer:
 
     @property
     def ok(self) -> bool:
-        """Whether it did what it was asked for."""
+        """Whether the command succeeded."""
         return self.code == 0
 
     @property
     def words(self) -> str:
-        """Slurm's own words on what went wrong, without the name of the command."""
+        """Slurm's error messages, without the name of the command."""
         lines = [re.sub(r"^\w+: (error: )?", "", line.strip()) for line in self.err.splitlines()]
         return "; ".join(line for line in lines if line)
 
@@ -152,7 +152,7 @@ def run_slurm(
     environment: dict[str, str] | None = None,
     umask: int = -1,
 ) -> SlurmAnswer:
-    """Runs a command of Slurm's.
+    """Runs a Slurm command.
 
     Args:
         command: its name, looked for in PATH.
@@ -184,7 +184,7 @@ def run_slurm(
 
 
 def fields_of(line: str) -> dict[str, str]:
-    """The fields of a line of `scontrol show … -o`: `Name=value`; a value goes on to the next name."""
+    """The fields of a line of `scontrol show … -o`: `Name=value`; a value extends to the next name."""
     found = re.findall(r"(?:^| )([A-Za-z][A-Za-z0-9_/:]*)=(.*?)(?= [A-Za-z][A-Za-z0-9_/:]*=|$)", line.strip())
     return {name: value.strip() for name, value in found}
 

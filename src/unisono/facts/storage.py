@@ -1,4 +1,4 @@
-"""Whether the output folder can be written, how much is free, and whether it is the head's. Storage that hangs hangs nobody."""
+"""Checks of an output folder: writable, free space, shared with the head. Run in a child process, since storage can hang."""
 
 import json
 import os
@@ -23,13 +23,13 @@ _CACHE_PATIENCE_S = 5.0
 
 @dataclass(frozen=True)
 class StorageFacts:
-    """An output folder as this node finds it; None: could not be tried in time.
+    """An output folder as seen by this node; None: not tested in time.
 
     Attributes:
         path: as it was given.
         writable: whether a file could be written, synced, renamed, read back and removed in it, or in its nearest parent.
-        trouble: why not, or why it could not be tried.
-        shared: whether the head's file was seen in it; None also where nobody asked.
+        trouble: why not, or why it could not be tested.
+        shared: whether the head's file is in it; None also if not requested.
         free_bytes: of its file system.
         file_system: its type, as `ext4` or `nfs4`.
     """
@@ -45,15 +45,15 @@ class StorageFacts:
 def probe_storage(
     folder: Path, *, nonce: str | None = None, limit_s: float = 5.0, program: tuple[str, ...] | None = None
 ) -> StorageFacts:
-    """Tries a folder from a child process, which is left behind if the storage does not answer.
+    """Tests a folder in a child process, which is abandoned if the storage does not respond.
 
-    Nothing is made that stays: a folder that does not exist yet is tried by its nearest parent.
+    Leaves nothing behind: for a folder that does not exist yet its nearest parent is tested.
 
     Args:
         folder: the output folder.
         nonce: the name of the file that the head left in it; None: it is not looked for.
-        limit_s: for so long it may say nothing. A network file system that answers gets five seconds more for its caches.
-        program: what looks; tests put something slow there.
+        limit_s: maximum silence. A network file system that responds gets five more seconds for its caches.
+        program: the child's command; tests use a slow one.
     """
     command = [*(program or _PROBE), str(folder)]
     if nonce is not None:
@@ -73,7 +73,7 @@ def probe_storage(
 
 
 def leave_nonce(folder: Path) -> str:
-    """Puts the file into the head's folder by which the others see that theirs is the same; gives its name.
+    """Creates the file in the head's folder by which other nodes recognize a shared folder; returns its name.
 
     Raises:
         OSError: what the file system says.
@@ -81,7 +81,7 @@ def leave_nonce(folder: Path) -> str:
     for old in folder.glob(f"{_PREFIX}*"):  # of a head that was killed; who calls this has the folder's lock
         old.unlink(missing_ok=True)
     name = _PREFIX + secrets.token_hex(8)
-    write_text(folder / name, "unisono's head put this here for the start; it can be deleted\n")
+    write_text(folder / name, "unisono's head created this file for the start; it can be deleted\n")
     return name
 
 
@@ -100,7 +100,7 @@ def is_nonce(name: str) -> bool:
 
 
 def remove_nonce(folder: Path, name: str) -> None:
-    """Takes the file away; one that is gone already is fine.
+    """Removes the file, if it exists.
 
     Raises:
         OSError: what the file system says.
@@ -110,9 +110,9 @@ def remove_nonce(folder: Path, name: str) -> None:
 
 
 def responds(path: Path, *, limit_s: float | None = 5.0) -> bool:
-    """Whether a change to a file or folder, of its times, comes to an end, well or not, within the limit.
+    """Whether touching a file or folder completes, successfully or not, within the limit.
 
-    It is tried in a process of its own, which is left behind where it hangs: whoever wrote there itself could not even end.
+    Done in a child process, which is abandoned if it hangs: a process that hangs in a write cannot even exit.
 
     Args:
         path: of what is there already.
@@ -134,7 +134,7 @@ _PROBE = (sys.executable, "-I", "-S", storage_probe.__file__)
 
 
 def _run_child(command: list[str], limit_s: float | None) -> tuple[dict[str, Any], bool]:
-    """What the child said, and whether it came to its end without a silence of more than `limit_s`."""
+    """The child's findings, and whether it ended without a silence of more than `limit_s`."""
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,

@@ -1,4 +1,4 @@
-"""Looks at a folder's storage, in a process of its own: storage that hangs then hangs nobody else. Run by path, stdlib only.
+"""Tests a folder's storage in a child process, since storage can hang. Run by path, stdlib only.
 
 Run: python storage_probe.py FOLDER [NAME-OF-A-FILE-TO-LOOK-FOR PATIENCE_S]. A line of JSON a finding on stdout, each as soon as it is known.
 """
@@ -38,14 +38,14 @@ _NETWORK_TYPES = (
 
 
 def main(argv: list[str]) -> None:
-    """Says, one after the other: what file system it is, how much is free, whether the file is seen, whether one can write."""
+    """Reports in this order: file system, free bytes, whether the file is there, whether the folder is writable."""
     report(file_system=file_system_of(Path(argv[0])))
     folder = Path(argv[0]).resolve()  # from here on the storage is touched
     kind = file_system_of(folder)
     report(file_system=kind)
     here = nearest_folder(folder)
     if here is None:
-        report(writable=False, trouble=f"{folder} is below something that is no directory")
+        report(writable=False, trouble=f"{folder} is below something that is not a directory")
         return
     stat = os.statvfs(here)
     report(free_bytes=stat.f_bavail * stat.f_frsize)
@@ -60,7 +60,7 @@ def main(argv: list[str]) -> None:
 
 
 def limit_that_was_met(error: OSError) -> str:
-    """What to add where not the file system, but a limit of the process refused the write."""
+    """A note for a write that was refused by a limit of the process, not by the file system."""
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if error.errno != errno.EFBIG or limit == resource.RLIM_INFINITY:
         return ""
@@ -68,7 +68,7 @@ def limit_that_was_met(error: OSError) -> str:
 
 
 def report(**finding: object) -> None:
-    """One finding, at once: what comes after it may never come."""
+    """Prints a finding immediately, since later ones may never come."""
     sys.stdout.write(json.dumps(finding) + "\n")
     sys.stdout.flush()
 
@@ -87,7 +87,7 @@ def try_writing(folder: Path) -> None:
     """Writes, syncs, renames, reads back and removes a file.
 
     Raises:
-        OSError: what the file system says, or that other bytes came back.
+        OSError: of the file system, or if the read-back differs.
     """
     first = folder / f".unisono-probe-{secrets.token_hex(8)}"
     second = first.with_suffix(".renamed")
@@ -99,7 +99,7 @@ def try_writing(folder: Path) -> None:
             os.fsync(file.fileno())
         first.replace(second)
         if second.read_bytes() != content:
-            raise OSError(None, "other bytes came back than were written")
+            raise OSError(None, "read-back differs from what was written")
     finally:
         for file_name in (first, second):
             with contextlib.suppress(OSError):
@@ -109,7 +109,7 @@ def try_writing(folder: Path) -> None:
 def wait_for_file(folder: Path, name: str, *, patience_s: float) -> bool:
     """Whether a file with this name, which the head has left, is in the folder.
 
-    Network file systems keep what they knew of a folder for seconds: there it is looked for again.
+    Network file systems cache directories for seconds, so the file is looked for repeatedly.
     """
     limit = time.monotonic() + patience_s
     while not _listed(folder, name):

@@ -16,7 +16,7 @@ _IPV4_DIGITS = 8
 
 @dataclass(frozen=True, slots=True)
 class RetransmittingConnection:
-    """A connection to a peer that does not acknowledge.
+    """A connection whose peer does not acknowledge.
 
     Attributes:
         peer: address and port.
@@ -34,7 +34,7 @@ class RetransmittingConnection:
 def retransmitting_connections(
     pids: Iterable[int], *, proc: Path = Path("/proc")
 ) -> list[RetransmittingConnection]:
-    """Of some processes in one network namespace, those with the most retransmissions first, 16 at the most."""
+    """Retransmitting connections of processes in one network namespace, most retransmissions first, at most 16."""
     own = list(pids)
     sockets = {inode for pid in own for inode in _socket_inodes(proc / str(pid) / "fd")}
     for pid in own:
@@ -107,7 +107,7 @@ class Listener:
 
 
 def find_listener(port: int, proc: Path = Path("/proc")) -> Listener | None:
-    """The process that listens on a TCP port, or None where nobody does or it cannot be seen (another user's)."""
+    """The process that listens on a TCP port; None if there is none or it is not visible (a different user's)."""
     inodes = _listening_inodes(port, proc)
     if not inodes:
         return None
@@ -159,8 +159,8 @@ class Firewall:
     """The rules for packets that come in.
 
     Attributes:
-        drops_rest: what no rule lets in is dropped.
-        refusals: rules that drop or reject, as they are listed.
+        drops_rest: incoming packets are dropped by default.
+        refusals: rules that drop or reject, as listed.
     """
 
     drops_rest: bool = False
@@ -168,7 +168,7 @@ class Firewall:
 
 
 def read_firewall() -> Firewall | None:
-    """The rules; None where they cannot be listed: that needs root, and iptables or nft."""
+    """Firewall rules for incoming packets; None if they cannot be listed: this needs root, and iptables or nft."""
     found = [one for one in (_iptables(), _nft()) if one is not None]
     if not found:
         return None

@@ -10,7 +10,7 @@ from pathlib import Path
 import unisono
 from unisono.facts.machine import driver_version
 
-# What numbers and wire formats depend on: nodes are compared by these, one by one.
+# Packages that affect numerics or wire formats: compared between nodes one by one.
 _COMPARED = (
     "python",
     "torch",
@@ -58,7 +58,7 @@ def decisive_versions(packages: Mapping[str, str]) -> dict[str, str]:
 def cuda_of(torch_version: str) -> str | None:
     """The CUDA that torch was built for, as `12.6`; None for one without.
 
-    The version's suffix tells (`+cu126`); wheels without a suffix say it in a file of theirs, which is read, not run.
+    From the version's suffix (`+cu126`), else from the wheel's version.py, which is read, not imported.
     """
     suffix = _CUDA_SUFFIX.search(torch_version)
     if suffix:
@@ -78,7 +78,7 @@ def cuda_of(torch_version: str) -> str | None:
 def code_digests(root: Path | None = None) -> dict[str, str]:
     """A digest of each Python file of the package, by its path from the folder that holds it: `unisono/train/loop.py`.
 
-    Nothing is kept between calls: the package is a megabyte, and a kept digest would be the one thing that could be stale.
+    Not cached: the package is a megabyte, and a cached digest could be stale.
 
     Args:
         root: the package's folder; None is this one.
