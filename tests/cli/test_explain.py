@@ -29,7 +29,7 @@ def test_a_cause_is_explained_on_stdout(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_a_cause_that_can_be_drilled_says_how(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = run(capsys, "user_code_stuck")
-    assert out.endswith("To see it on this machine:\n  unisono drill sleep\n  unisono drill spin\n")
+    assert out.endswith("To try it on this machine:\n  unisono drill sleep\n  unisono drill spin\n")
     _, out, _ = run(capsys, "rdzv_timeout")
     assert "unisono drill" not in out
 
