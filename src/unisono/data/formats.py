@@ -159,9 +159,13 @@ def _read_alpaca(row: _Columns) -> Example:
         if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(side, str) for side in pair)):
             raise RowError("history is not a list of [question, answer]", "write [[question, answer], …]")
         messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
-    asked = "\n".join(part for part in (row.text("instruction"), row.optional_text("input")) if part)
+    question = "\n".join(part for part in (row.text("instruction"), row.optional_text("input")) if part)
     return Conversation(
-        [*messages, {"role": "user", "content": asked}, {"role": "assistant", "content": row.text("output")}]
+        [
+            *messages,
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": row.text("output")},
+        ]
     )
 
 

@@ -165,7 +165,8 @@ class ChatTemplate:
         )
         if marked[0] != text:
             raise RowError(
-                "the chat template gives another text each time", "take what depends on the clock out of it"
+                "the chat template gives a different text each time",
+                "remove what depends on the clock from it",
             )
         return text, [(int(first), int(end)) for first, end in spans[0]]
 
