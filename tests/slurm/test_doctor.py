@@ -65,4 +65,4 @@ def test_what_slurm_cannot_give_and_what_a_config_gets_wrong_is_refused_before_i
     assert "optim.lr" in front.text()
     front = look(job, "--launcher", "slurm", "--node-rank", "1")
     assert front.wait() == 2, front.text()
-    assert "leave out --node-rank" in front.text()
+    assert "remove --node-rank" in front.text()
