@@ -101,8 +101,8 @@ def drill_of(tmp_path: Path) -> Iterator[Callable[..., Command]]:
     ("moment", "number"),
     [
         ("starting", signal.SIGINT),
-        pytest.param("waiting for its name", signal.SIGINT, marks=pytest.mark.long),
-        pytest.param("waiting for its name", signal.SIGTERM, marks=pytest.mark.long),
+        pytest.param("waiting for the cause", signal.SIGINT, marks=pytest.mark.long),
+        pytest.param("waiting for the cause", signal.SIGTERM, marks=pytest.mark.long),
     ],
 )
 def test_a_drill_that_is_interrupted_leaves_nothing_behind(
@@ -119,7 +119,7 @@ def test_a_drill_that_is_interrupted_leaves_nothing_behind(
 @pytest.mark.long
 def test_no_process_outlives_a_drill_that_is_killed(drill_of: Callable[..., Command]) -> None:
     command = drill_of("sigstop")
-    command.until(lambda: "waiting for its name" in command.said)
+    command.until(lambda: "waiting for the cause" in command.said)
     assert len(command.processes()) >= 3
     command.process.kill()
     command.until(lambda: not command.processes(), limit_s=10)

@@ -72,7 +72,7 @@ class SmallMemory:
             self._hog = None
 
     def close(self) -> None:
-        """Takes the group away; the kernel lets go of it a moment after its last process."""
+        """Removes the cgroup, which the kernel releases a moment after its last process."""
         self.free()
         until = time.monotonic() + _CLOSE_S
         while self.group is not None and self.group.is_dir() and time.monotonic() < until:

@@ -1,4 +1,4 @@
-"""The table of drills: what is done to a run, and what must be said of it."""
+"""The table of drills: the fault of a run, and the verdict it must lead to."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -21,33 +21,33 @@ _LONG_S = 3600.0
 _ENDLESS = {"duration": "100000 steps"}
 
 DEAD_S = 2.0
-"""A rank that ended is named within this, also on other nodes."""
+"""Time limit to name a rank that ended, also on other nodes."""
 STALL_S = 10.0
-"""A rank that does not come back is named within this, where steps take less than a second; half of it is the aim."""
+"""Time limit to name a rank that hangs, for steps under a second; the goal is half of it."""
 CUT_S = 10.0
-"""A network that was cut is named within this, on both sides."""
+"""Time limit to name a network that was cut, on both sides."""
 
 
 @dataclass(frozen=True)
 class Drill:
-    """One fault, and what is right about it.
+    """One fault, and the expected result.
 
     Attributes:
         fault: its name on the command line.
-        text: what happens, for people.
-        want: the causes of the catalogue any of which is right; none: nothing may be named, and the run ends well.
-        ranks: the culprits.
-        nodes: the culprits, where they are nodes.
-        nproc: ranks on each node.
-        ground: on which it happens: this machine, or something that was made for it.
+        text: what happens, for display.
+        want: acceptable causes; empty: no cause may be named, and the run succeeds.
+        ranks: culprit ranks.
+        nodes: culprit nodes.
+        nproc: ranks per node.
+        ground: its sandbox: this machine, or something created for it.
         faults: `plan.faults` of the run.
-        config: sections that are laid over the tiny run's.
-        limit_s: from the moment at which it takes effect to its name.
-        end_s: to the end of the run; then the drill ends it itself.
-        words: the code of a warning that names it, and parts of its text of which any will do, where it is no end of the run and so has no verdict.
-        clock_jump_s: what the fronts' wall clock jumps by.
-        killed: nodes whose fronts the drill kills: nobody waits for their words, and their exit codes are not judged.
-        exit_code: with which the run ends, where it is not that of the cause.
+        config: sections that override those of the tiny run.
+        limit_s: time limit from the effect to the cause being named.
+        end_s: time limit to the end of the run; then the drill kills it.
+        words: for a fault without verdict: the code of the warning that names it, and parts of its text of which one must match.
+        clock_jump_s: jump of the fronts' wall clock.
+        killed: nodes whose fronts the drill kills: their messages and exit codes are not checked.
+        exit_code: of the run, if different from that of the cause.
     """
 
     fault: str
@@ -83,34 +83,34 @@ DRILLS: tuple[Drill, ...] = (
     _death_drill("sigkill", "a rank is killed (kill -9)", "rank_killed", how="sigkill"),
     _death_drill("exception", "an exception in one rank", "user_code_error", how="exception"),
     _death_drill(
-        "exit0", "a rank leaves with exit status 0, too early", "user_code_error", "unequal_steps", how="exit0"
+        "exit0", "a rank exits early with status 0", "user_code_error", "unequal_steps", how="exit0"
     ),
     Drill(
-        "oom", "the kernel kills a rank for want of memory (cgroup)", ("host_oom_killed",), (1,), ground=MemoryGroup,
+        "oom", "the kernel kills a rank for lack of memory (cgroup)", ("host_oom_killed",), (1,), ground=MemoryGroup,
         faults={"die": {"rank": 1, "step": _FAULT_STEP, "how": "oom", "bytes": 2 << 30}}, limit_s=DEAD_S, end_s=30.0,
     ),
     Drill("sigstop", "a rank is stopped (kill -STOP)", ("rank_stopped",), (1,), faults={"stop": {"rank": 1, "step": _FAULT_STEP}}),
-    _hang_drill("gil", "native code of a rank holds Python's lock", "gil_held", how="hold_gil"),
+    _hang_drill("gil", "native code of a rank holds the GIL", "gil_held", how="hold_gil"),
     _hang_drill("sleep", "a rank sleeps in Python code", "user_code_stuck", how="sleep"),
     _hang_drill("spin", "a rank loops in Python code", "user_code_stuck", how="spin"),
     Drill(
-        "data", "the data of a rank stalls (a FIFO that nobody writes)", ("data_starved",), (1,),
+        "data", "the data of a rank stalls (a FIFO without a writer)", ("data_starved",), (1,),
         faults={"starve": {"rank": 1, "step": _FAULT_STEP, "fifo": "fifo"}},
     ),
     Drill(
-        "one_step_less", "a rank makes a step less than the others, and leaves", ("unequal_steps",), (1,),
+        "one_step_less", "a rank runs one step less than the others, and exits", ("unequal_steps",), (1,),
         faults={"one_step_less": [1]}, config={"duration": "60 steps"},
     ),
     Drill(
-        "other_collective", "a rank calls another collective than the others", ("collective_mismatch",), (1,), nproc=3,
+        "other_collective", "a rank calls a different collective", ("collective_mismatch",), (1,), nproc=3,
         faults={"other_collective": {"rank": 1, "step": _FAULT_STEP}},
     ),
     Drill(
-        "other_shape", "a rank sums a tensor with an element more", ("collective_mismatch",), (1,), nproc=3,
+        "other_shape", "a rank all-reduces a tensor with one element more", ("collective_mismatch",), (1,), nproc=3,
         faults={"other_shape": {"rank": 1, "step": _FAULT_STEP}},
     ),
     Drill(
-        "nan", "the loss of a rank is not a number, three times", ("nan_loss",), (1,),
+        "nan", "the loss of a rank is NaN, three times", ("nan_loss",), (1,),
         faults={"nan_loss": {"rank": 1, "steps": [_FAULT_STEP, _FAULT_STEP + 1, _FAULT_STEP + 2]}},
     ),
     Drill(
@@ -130,7 +130,7 @@ DRILLS: tuple[Drill, ...] = (
         config={"duration": "60 steps", "checkpoint": {"every": "10 steps"}},
     ),
     Drill(
-        "output_removed", "output_dir is removed in mid-run (rm -rf)", ("output_removed",), ground=RemovedOutput, exit_code=0,
+        "output_removed", "output_dir is removed during the run (rm -rf)", ("output_removed",), ground=RemovedOutput, exit_code=0,
         config={"duration": "60 steps", "checkpoint": {"every": "10 steps"}},
     ),
     Drill(
@@ -141,7 +141,7 @@ DRILLS: tuple[Drill, ...] = (
         ground=HeadKilled, killed=(0,), limit_s=DEAD_S, end_s=30.0,
     ),
     Drill(
-        "garbage", "strangers talk to the port on which nodes meet", nproc=1, ground=ForeignCallers, config={"duration": "80 steps"},
+        "garbage", "other programs connect to the head's port", nproc=1, ground=ForeignCallers, config={"duration": "80 steps"},
     ),
     Drill(
         "clock_jump", "the wall clock jumps by an hour", faults={"clock_jump": {"step": _FAULT_STEP, "seconds": 3600.0}},
@@ -151,7 +151,7 @@ DRILLS: tuple[Drill, ...] = (
         "destroy_twice", "the process group is destroyed twice", faults={"destroy_twice": {"rank": 1}}, config={"duration": "40 steps"},
     ),
     Drill(
-        "teardown", "a rank hangs after its result, while it leaves", faults={"hang_in_teardown": {"rank": 1}},
+        "teardown", "a rank hangs after its result, during teardown", faults={"hang_in_teardown": {"rank": 1}},
         config={"duration": "40 steps"},
     ),
 )
@@ -159,10 +159,10 @@ DRILLS: tuple[Drill, ...] = (
 
 
 def choose(names: tuple[str, ...]) -> tuple[Drill, ...]:
-    """The drills of these names, in the table's order; all where none is given.
+    """The drills with these names, in the order of the table; all if none is given.
 
     Raises:
-        UsageError: with each name that is not in the table.
+        UsageError: with all unknown names.
     """
     known = {drill.fault for drill in DRILLS}
     odd = [name for name in names if name not in known]

@@ -43,7 +43,7 @@ class TimedLine:
 
 
 class FrontProcess:
-    """A context; at its end the process is gone, whatever it was doing."""
+    """A front process. A context manager: on exit the process is killed."""
 
     def __init__(self, words: Sequence[str], *, node: int, cwd: Path, environment: dict[str, str]) -> None:
         self.node = node
@@ -79,21 +79,21 @@ class FrontProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """The process id."""
         return self._process.pid
 
     @property
     def lines(self) -> list[TimedLine]:
-        """What it has said so far."""
+        """Its JSON lines so far."""
         return list(self._lines)
 
     @property
     def errors(self) -> list[str]:
-        """The last lines that it wrote to stderr, where nothing is expected."""
+        """The last lines of stderr."""
         return self._errors[-_TAIL_LINES:]
 
     def has_ended(self) -> bool:
-        """Whether the process has ended, and all that it said is read."""
+        """Whether the process has ended and its output is read."""
         if self.ended_at is None and self._process.poll() is not None:
             self.ended_at = time.monotonic()
             self.returncode = self._process.returncode
@@ -102,7 +102,7 @@ class FrontProcess:
         return self.ended_at is not None
 
     def kill(self) -> None:
-        """Ends it with all in its session; its ranks end with it."""
+        """Kills the process group; its ranks end with it."""
         if self.has_ended():
             return
         os.killpg(self.pid, signal.SIGKILL)
@@ -127,19 +127,19 @@ class FrontProcess:
 
 
 LEFTOVER_S = 5.0
-"""After the end of a run nothing of it may be left."""
+"""Time for a run's processes and files to disappear after its end."""
 _LISTEN_STATE = "0A"
 _SHM = Path("/dev/shm")  # noqa: S108 - it is looked at, not written to
 
 
 @dataclass
 class Traces:
-    """What belongs to a run, noted while it lives, so that it can be looked for afterwards.
+    """Traces of a run, recorded while it runs, to find leftovers afterwards.
 
-    Its processes are those that work in a directory of the drill's own: a front's ranks and tasks do where it does.
+    Its processes are those with a working directory inside the drill's folder, as all ranks and tasks of a front.
 
     Attributes:
-        folder: in which the fronts were started.
+        folder: working directory of the fronts.
         temporary: their TMPDIR.
         ports: ports on which its processes have listened, by the socket's inode.
     """
@@ -150,12 +150,12 @@ class Traces:
     _shm: set[str] = field(default_factory=lambda: set(_shared_memory()))
 
     def note(self) -> None:
-        """Looks at the processes that live now; called while the run trains."""
+        """Records ports of running processes; called during training."""
         for pid in processes_in(self.folder):
             self.ports |= _listening(pid)
 
     def left_behind(self, *, patience_s: float = LEFTOVER_S) -> list[str]:
-        """What is still there, for people, after waiting for it to go."""
+        """Leftovers as text, after waiting for them to disappear."""
         until = time.monotonic() + patience_s
         while (found := self._look()) and time.monotonic() < until:
             time.sleep(0.05)
@@ -174,7 +174,7 @@ class Traces:
 
 
 def processes_in(folder: Path) -> list[int]:
-    """The processes whose working directory is below a folder; of other users none can be seen."""
+    """Processes whose working directory is inside a folder; those of other users are not visible."""
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -186,7 +186,7 @@ def processes_in(folder: Path) -> list[int]:
 
 
 def _listening(pid: int) -> dict[str, int]:
-    """The ports on which a process listens, in the network that it is in."""
+    """Ports on which a process listens, in its network namespace."""
     table = _listening_sockets(Path("/proc", str(pid), "net"))
     found = {}
     for link in _entries(Path("/proc", str(pid), "fd")):
@@ -197,7 +197,7 @@ def _listening(pid: int) -> dict[str, int]:
 
 
 def _listening_sockets(net: Path) -> dict[str, int]:
-    """All listening TCP sockets of a network: port by inode."""
+    """Listening TCP sockets of a network namespace: port by inode."""
     found = {}
     for name in ("tcp", "tcp6"):
         try:
@@ -211,12 +211,12 @@ def _listening_sockets(net: Path) -> dict[str, int]:
 
 
 def _shared_memory() -> list[str]:
-    """All but the folders of `unisono run`, which a drill does not start: other runs of the machine make and remove them meanwhile."""
+    """Names in /dev/shm, without folders of `unisono run`, which other runs on the machine create and remove."""
     return [path.name for path in _entries(_SHM) if not path.name.startswith(f"unisono-{os.getuid()}-")]
 
 
 def _open_in_shared_memory() -> set[str]:
-    """The names that some living process has mapped or open."""
+    """Names in /dev/shm that a process has mapped or open."""
     found = set()
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -277,14 +277,14 @@ Progress = Callable[[str], None]
 
 @dataclass
 class DrillRun:
-    """A drill that is carried out.
+    """The execution of one drill.
 
     Attributes:
-        drill: which.
-        folder: of its own; gone afterwards.
-        caches: what drills share: prepared data, a key.
-        ground: where it happens.
-        tell: is told what happens.
+        drill: the drill.
+        folder: temporary, removed afterwards.
+        caches: shared by drills: prepared data, a key.
+        ground: its sandbox.
+        tell: receives progress.
         fronts: of the run, by node.
     """
 
@@ -296,7 +296,7 @@ class DrillRun:
     fronts: list[FrontProcess] = field(default_factory=list)
 
     def run(self) -> History:
-        """To the end of the run, by itself or by us."""
+        """Runs the drill to the end, natural or forced."""
         for name in ("work", "marks", "tmp"):
             (self.folder / name).mkdir()
         traces = Traces(self.folder / "work", self.folder / "tmp")
@@ -308,7 +308,7 @@ class DrillRun:
             traces.note()
             if effect is not None:
                 if self.drill.want:
-                    self.tell("waiting for its name")
+                    self.tell("waiting for the cause")
                     self._wait_until(self._is_named, effect + self.drill.limit_s + _LATE_S)
                 self.tell("waiting for the end")
                 self._wait_until(self._has_ended, effect + self.drill.end_s)
@@ -392,7 +392,7 @@ class DrillRun:
         return self._moment()
 
     def _wait_until(self, seen: Callable[[], bool], limit: float) -> bool:
-        """Waits for something, for as long as a front lives; whether it was seen."""
+        """Waits for a condition while a front is alive; returns whether it was met."""
         while not seen():
             if time.monotonic() > limit or self._has_ended():
                 return seen()
@@ -406,7 +406,7 @@ class DrillRun:
         return steps[-1] if steps else 0
 
     def _moment(self) -> float | None:
-        """When a rank said that it was struck."""
+        """When a rank recorded the effect of the fault; None: not yet."""
         for path in (self.folder / "marks").iterdir():
             text = path.read_text()
             if text.endswith("\n"):
@@ -429,7 +429,7 @@ class DrillRun:
         return sorted((told for told in found if told is not None), key=lambda told: told.at)
 
     def _trouble(self) -> Iterator[str]:
-        """What the fronts were refused for, and what they wrote where nothing is expected."""
+        """Problems of refused fronts, and stderr."""
         for front in self.fronts:
             for line in front.lines:
                 if line.message.get("kind") == "result":
@@ -437,7 +437,7 @@ class DrillRun:
             yield from front.errors
 
     def _ends(self) -> list[FrontExit]:
-        """How the fronts ended; those that have not are ended now."""
+        """Ends of the fronts; fronts that still run are killed."""
         late = [front for front in self.fronts if not front.has_ended()]
         for front in late:
             front.kill()
@@ -448,7 +448,7 @@ class DrillRun:
 
 
 def run_drills(drills: Sequence[Drill], tell: Callable[[Drill, str], None]) -> Iterator[DrillResult]:
-    """Carries out one after the other; gives the row of each."""
+    """Runs drills one after the other; yields the result of each."""
     with tempfile.TemporaryDirectory(prefix="unisono-drill-caches-") as caches:
         for drill in drills:
             yield _run_drill(drill, Path(caches), partial(tell, drill))

@@ -1,7 +1,7 @@
-"""A front of a drill's run: `python -m unisono.drill.front REQUEST.json`. It speaks JSON lines, as `unisono train --json` does.
+"""The front of a drill's run: `python -m unisono.drill.front REQUEST.json`. It prints JSON lines, as `unisono train --json` does.
 
-Faults and a clock that jumps cannot come by the command line of `unisono train`, by a config, or by the environment; so a drill has this
-entry of its own. Its ranks are started as all ranks are.
+Faults and a jumping clock cannot be set by the command line of `unisono train`, by a config or by the environment, so a drill has this
+entry of its own. Its ranks start like all ranks.
 """
 
 import dataclasses
@@ -22,26 +22,26 @@ from unisono.launch.train_request import TrainRequest
 
 @dataclasses.dataclass(frozen=True)
 class JumpingClock:
-    """The wall clock of this machine, which is off as soon as a rank has left its mark."""
+    """The wall clock of this machine, which jumps as soon as a rank has created its mark."""
 
     marks: Path
     seconds: float
 
     def wall(self) -> float:
-        """Seconds since 1970, or what this clock takes for them."""
+        """Seconds since 1970, plus the jump."""
         return time.time() + (self.seconds if any(self.marks.iterdir()) else 0.0)
 
     def monotonic(self) -> float:
-        """Does not jump."""
+        """The real monotonic clock, without the jump."""
         return time.monotonic()
 
 
 def main(path: Path) -> int:
-    """Trains as the file asks; gives the exit code of DESIGN A2."""
-    asked = json.loads(path.read_text(encoding="utf-8"))
-    end_with_front(asked.pop("parent"))
+    """Trains as the request file says; returns the exit code of DESIGN A2."""
+    fields = json.loads(path.read_text(encoding="utf-8"))
+    end_with_front(fields.pop("parent"))
     try:
-        return int(train(_request(asked), _show)["exit_code"])
+        return int(train(_request(fields), _show)["exit_code"])
     except UnisonoError as error:
         body = error.to_json()
         verdict = error.verdict.to_json() if error.verdict else None
@@ -51,10 +51,10 @@ def main(path: Path) -> int:
         return error.exit_code
 
 
-def _request(asked: dict[str, Any]) -> TrainRequest:
-    """The start that is asked for: fields of TrainRequest, and `clock_jump_s`."""
-    jump_s = asked.pop("clock_jump_s")
-    request = TrainRequest(Path(asked.pop("config_path")), rehearse=False, **asked)
+def _request(fields: dict[str, Any]) -> TrainRequest:
+    """The TrainRequest of the file: its fields, and `clock_jump_s`."""
+    jump_s = fields.pop("clock_jump_s")
+    request = TrainRequest(Path(fields.pop("config_path")), rehearse=False, **fields)
     if not jump_s:
         return request
     clock = JumpingClock(Path(request.faults["marks"]), jump_s)

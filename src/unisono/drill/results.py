@@ -20,16 +20,16 @@ _TOLERATED = ("straggler",)  # a machine that is busy beside may make any rank s
 
 @dataclass(frozen=True)
 class NamedCause:
-    """A front named a cause.
+    """A cause that a front named.
 
     Attributes:
         at: seconds of the monotonic clock.
-        node: which front.
-        cause: of the catalogue.
-        ranks: that it blamed.
-        hosts: that it blamed.
-        of_node: the node that its summary begins with, where it does.
-        is_end: whether it was a verdict that ended the run; else a warning.
+        node: of the front.
+        cause: its id.
+        ranks: culprits.
+        hosts: culprits.
+        of_node: the node with which its summary begins, if any.
+        is_end: whether it is a verdict that ended the run; else a warning.
     """
 
     at: float
@@ -43,12 +43,12 @@ class NamedCause:
 
 @dataclass(frozen=True)
 class FrontExit:
-    """How a front ended.
+    """The end of a front.
 
     Attributes:
         at: seconds of the monotonic clock.
         code: its exit code.
-        by_drill: it did not end by itself in time.
+        by_drill: the drill killed it, since it did not end in time.
     """
 
     at: float
@@ -58,15 +58,15 @@ class FrontExit:
 
 @dataclass(frozen=True)
 class History:
-    """What happened in a drill.
+    """Events of a drill.
 
     Attributes:
         effect: when the fault took effect; None if it never did.
-        told: causes that were named, in time.
+        told: causes that were named, in order of time.
         ends: of the fronts, by node.
-        hosts: of the nodes, where they have names of their own.
-        left_behind: what was still there after the end.
-        trouble: what a front wrote to stderr, where nothing is expected.
+        hosts: host names of the nodes, if they have their own.
+        left_behind: leftovers after the end.
+        trouble: stderr of the fronts, normally empty.
     """
 
     effect: float | None
@@ -79,21 +79,21 @@ class History:
 
 @dataclass(frozen=True)
 class DrillResult:
-    """A line of the table, as `unisono drill --json` gives it (DESIGN A1).
+    """Result of a drill: a row of the table and of `unisono drill --json` (DESIGN A1).
 
     Attributes:
         fault: the drill's name.
-        want: the cause that should be named; None where nothing should.
-        named: what was named; None if nothing was.
-        ranks: that were blamed.
-        hosts: that were blamed, where nodes are the culprits.
-        right: the right cause, the right culprits and nobody else, in time, and the end that belongs to it.
-        named_after_s: from the moment at which the fault took effect; on several nodes the last one's.
-        ended_after_s: to the end of the last front.
-        limit_s: within which it must be named; None where nothing should be.
-        left_behind: what was still there 5 s after the end.
-        skipped: why it was not tried; None if it was.
-        why: what is not right about it.
+        want: the expected cause; None: none.
+        named: the cause that was named; None: none.
+        ranks: culprits that were named.
+        hosts: culprits that were named, if nodes are the culprits.
+        right: the right cause and culprits, no others, in time, with the right exit code.
+        named_after_s: seconds from the effect of the fault; with several nodes the last one's.
+        ended_after_s: seconds to the end of the last front.
+        limit_s: time limit to name the cause; None: no cause expected.
+        left_behind: leftovers 5 s after the end.
+        skipped: why it was skipped; None: it ran.
+        why: the first mistake; empty: none.
     """
 
     fault: str
@@ -112,7 +112,7 @@ class DrillResult:
 
     @property
     def is_good(self) -> bool:
-        """Right, and nothing is left; what was skipped is no fault of anybody's."""
+        """Right without leftovers, or skipped."""
         return self.skipped is not None or (self.right and not self.left_behind)
 
     def to_json(self) -> dict[str, Any]:
@@ -128,8 +128,8 @@ def named_cause_in(
     Args:
         message: the line.
         at: when it came.
-        node: whose it is.
-        words: the code of a warning that is a name, though it has no verdict, and parts of its text of which any will do.
+        node: of the front.
+        words: the code of a warning that counts without a verdict, and parts of its text of which one must match.
     """
     if message.get("kind") == "verdict":
         return _from_verdict(message, at=at, node=node, is_end=True)
@@ -145,12 +145,12 @@ def named_cause_in(
 
 
 def skipped_result(drill: Drill, why: str) -> DrillResult:
-    """The row of a drill that could not be tried."""
+    """The result of a drill that could not run."""
     return DrillResult(drill.fault, _want(drill), skipped=why)
 
 
 def judge(drill: Drill, history: History) -> DrillResult:
-    """The row of a drill that was tried."""
+    """The result of a drill that ran."""
     if history.effect is None:
         why = ", ".join(["the run ended before the fault took effect", *map(_blame, history.told)])
         return DrillResult(
@@ -184,13 +184,13 @@ def judge(drill: Drill, history: History) -> DrillResult:
 
 
 def is_named(drill: Drill, told: Sequence[NamedCause], hosts: Sequence[str | None]) -> bool:
-    """Whether every node has said what is right."""
+    """Whether every node has named the right cause."""
     said = {entry.node for entry in told if _is_right(drill, entry, hosts)}
     return said.issuperset(_alive(drill, hosts))
 
 
 def _alive(drill: Drill, hosts: Sequence[str | None]) -> set[int]:
-    """The nodes that can say something to the end."""
+    """Nodes that are not killed by the drill."""
     return set(range(len(hosts))).difference(drill.killed)
 
 
@@ -226,7 +226,7 @@ def _is_right(drill: Drill, told: NamedCause, hosts: Sequence[str | None]) -> bo
 
 
 def _named_after(drill: Drill, right: Sequence[NamedCause], history: History) -> float | None:
-    """Seconds to the first right word of the last node."""
+    """Seconds until the last node named the right cause."""
     first: dict[int, float] = {}
     for entry in right:
         first.setdefault(entry.node, entry.at)
@@ -243,7 +243,7 @@ def _first_mistake(
     right: Sequence[NamedCause],
     after: float | None,
 ) -> str:
-    """The first thing that is not right; an empty string where all is."""
+    """The first mistake; empty if there is none."""
     wrong = [entry for entry in told if entry not in right]
     if wrong:
         return f"named {_blame(wrong[0])}"
@@ -261,11 +261,11 @@ def _first_mistake(
 
 
 def _exit_code(drill: Drill, right: Sequence[NamedCause]) -> int:
-    """That of the cause which ended the run, or of a run that goes on all the same."""
+    """The expected exit code: of the cause that ended the run, or of a run that continues."""
     if drill.exit_code is not None or not drill.want:
         return drill.exit_code or 0
     cause = find_cause(right[-1].cause or drill.want[0])
-    assert cause is not None, "the table names causes of the catalogue"
+    assert cause is not None, "the table contains known causes"
     return cause.exit_code
 
 
@@ -279,7 +279,7 @@ _WIDTH = 150  # where there is no terminal, lines are not wrapped to one
 
 
 def results_table(rows: Sequence[DrillResult], *, width: int | None = None) -> list[str]:
-    """The table, then what is not right, then a summary."""
+    """Lines of the table, the mistakes and the summary."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for title in _COLUMNS:
         table.add_column(title, justify="right" if title.endswith(", s") else "left")
@@ -292,7 +292,7 @@ def results_table(rows: Sequence[DrillResult], *, width: int | None = None) -> l
 
 
 def result_line(row: DrillResult) -> str:
-    """One row, as it comes."""
+    """One result in one line."""
     if row.skipped is not None:
         return f"skipped: {one_line(row.skipped)}"
     *_, name_s, end_s, left, word = _cells(row)
@@ -301,7 +301,7 @@ def result_line(row: DrillResult) -> str:
 
 
 def drills_table(drills: Sequence[Drill]) -> list[str]:
-    """What there is, for `--list`."""
+    """All drills, for `--list`."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for title in ("fault", "what happens", "what must be named", "within, s"):
         table.add_column(title)
@@ -352,4 +352,4 @@ def _complaints(rows: Sequence[DrillResult]) -> list[str]:
 def _summary(rows: Sequence[DrillResult]) -> str:
     tried = [row for row in rows if row.skipped is None]
     right = sum(row.is_good for row in tried)
-    return f"{right} of {len(tried)} faults were named rightly and left nothing behind; {len(rows) - len(tried)} were skipped"
+    return f"{right} of {len(tried)} faults were named correctly and left nothing behind; {len(rows) - len(tried)} were skipped"

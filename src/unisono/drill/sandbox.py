@@ -27,10 +27,10 @@ _CONNECT_S = 10.0
 
 
 class Sandbox:
-    """This machine as it is, with one node. A context: what was made is gone afterwards.
+    """This machine as it is, with one node. A context manager: everything that it created is removed on exit.
 
     Attributes:
-        nodes: fronts of a run.
+        nodes: number of nodes, each with a front.
     """
 
     nodes = 1
@@ -39,40 +39,40 @@ class Sandbox:
         self.folder = Path()
 
     def why_not(self) -> str:
-        """What is missing for it here; an empty string where nothing is."""
+        """Why it is not possible on this machine; empty if it is."""
         return ""
 
     def prepare(self, folder: Path) -> None:
-        """Makes what is needed, below a folder of the drill's own."""
+        """Creates what is needed, below the drill's folder."""
         self.folder = folder
 
     def host(self, node: int) -> str | None:
-        """The host name that a node has; None: this machine's."""
+        """Host name of a node; None: this machine's."""
         del node
         return None
 
     def words(self, node: int, words: Sequence[str]) -> list[str]:
-        """The command line that starts a front there, in the same process."""
+        """The command line that starts a front in the sandbox, in the same process."""
         del node
         return list(words)
 
     def request(self, node: int) -> dict[str, Any]:
-        """Of the front's TrainRequest, what is about this ground."""
+        """Fields of the front's TrainRequest for this sandbox."""
         del node
         return {}
 
     def output_dir(self) -> Path:
-        """Where the run's results go."""
+        """Output folder of the run."""
         return self.folder / "out"
 
     def started(self, pids: Sequence[int]) -> None:
-        """The fronts run, by node."""
+        """Called with the pids of the fronts, by node."""
 
     def strike(self) -> None:
-        """Does from outside what is to be done, now that the run trains, or that a rank has begun its part of it."""
+        """Injects the fault from outside, once the run trains or a rank has begun its part."""
 
     def close(self) -> None:
-        """Takes away what was made."""
+        """Removes everything that was created."""
 
     def __enter__(self) -> Self:
         return self
@@ -84,19 +84,19 @@ class Sandbox:
 
 
 class TwoFronts(Sandbox):
-    """Two nodes that meet on this machine's own loopback, with one output_dir and one host name."""
+    """Two nodes on this machine's loopback, with one output_dir and one host name."""
 
     nodes = 2
 
     def prepare(self, folder: Path) -> None:
-        """Makes the job's secret, and finds a port."""
+        """Creates the job's token, and finds a port."""
         super().prepare(folder)
         self._token = write_token(folder)
         with socket.create_server(("127.0.0.1", 0)) as listener:
             self._port = int(listener.getsockname()[1])
 
     def request(self, node: int) -> dict[str, Any]:
-        """Two nodes, of which this is one."""
+        """The options of one of two nodes."""
         return {
             "nodes": "2",
             "node_rank": node,
@@ -106,22 +106,22 @@ class TwoFronts(Sandbox):
 
 
 class HeadKilled(TwoFronts):
-    """Two nodes, of which the head's front is killed."""
+    """Two nodes; the head's front is killed."""
 
     def started(self, pids: Sequence[int]) -> None:
-        """Remembers which one that is."""
+        """Keeps the head's pid."""
         self._head = pids[0]
 
     def strike(self) -> None:
-        """Leaves it no time for a word."""
+        """Kills the head with SIGKILL."""
         os.kill(self._head, signal.SIGKILL)
 
 
 class ForeignCallers(TwoFronts):
-    """Two nodes, where strangers talk to the port on which they meet."""
+    """Two nodes, where other programs connect to the head's port."""
 
     def strike(self) -> None:
-        """Some that speak other languages, some that say nothing, some that say a lot."""
+        """Connections that send other protocols, nothing, or a lot."""
         with contextlib.ExitStack() as stack:
             for piece in (*_FOREIGN_BYTES, secrets.token_bytes(_RANDOM_BYTES)) * 3:
                 stranger = stack.enter_context(
@@ -133,7 +133,7 @@ class ForeignCallers(TwoFronts):
 
 
 def write_token(folder: Path) -> Path:
-    """A secret for one job, in a file that only its owner may read."""
+    """Writes a token for one job to a file that only its owner can read."""
     path = folder / "token"
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(fd, "w") as file:
@@ -142,7 +142,7 @@ def write_token(folder: Path) -> Path:
 
 
 def needs_root(what: str, *tools: str) -> str:
-    """Why it cannot be done, as far as user and programs are concerned."""
+    """Why something is not possible: no root, or a missing program; empty if possible."""
     if os.geteuid() != 0:
         return f"{what} need root"
     missing = [tool for tool in tools if shutil.which(tool) is None]
@@ -154,7 +154,7 @@ _CHUNK_BYTES = 1 << 16
 
 
 class SmallDisk(Sandbox):
-    """This machine, with a file system in memory where the results go."""
+    """This machine, with output_dir on a small tmpfs."""
 
     def why_not(self) -> str:
         """Mounts need root, and a system that allows them."""
@@ -163,10 +163,10 @@ class SmallDisk(Sandbox):
             return missing
         words = ["unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
         done = subprocess.run(words, capture_output=True, text=True, check=False)
-        return f"nothing can be mounted here: {done.stderr.strip()}" if done.returncode else ""
+        return f"cannot mount here: {done.stderr.strip()}" if done.returncode else ""
 
     def prepare(self, folder: Path) -> None:
-        """Makes the place at which it will be mounted."""
+        """Creates the mount point."""
         super().prepare(folder)
         (folder / "disk").mkdir()
 
@@ -175,17 +175,17 @@ class SmallDisk(Sandbox):
         return self.folder / "disk" / "out"
 
     def words(self, node: int, words: Sequence[str]) -> list[str]:
-        """The front gets mounts of its own first."""
+        """The front starts in its own mount namespace."""
         del node
         mount = f'mount -t tmpfs -o size={_DISK_BYTES},mode=0700 tmpfs "$1"; shift; exec "$@"'
         return ["unshare", "--mount", "sh", "-ec", mount, "disk", str(self.folder / "disk"), *words]
 
     def started(self, pids: Sequence[int]) -> None:
-        """Its mounts are seen through the front."""
+        """Reaches the mounts through the front."""
         self._inside = Path(f"/proc/{pids[0]}/root{self.folder / 'disk'}")
 
     def strike(self) -> None:
-        """Takes all room that there is."""
+        """Fills the disk."""
         with (self._inside / "filler").open("ab", buffering=0) as file:
             size = _CHUNK_BYTES
             while size:
@@ -196,23 +196,23 @@ class SmallDisk(Sandbox):
 
 
 class ReadOnlyDisk(SmallDisk):
-    """The same disk, on which from some moment on nothing can be made or removed. Without root: directories that lose their write permission."""
+    """The same disk, which becomes read-only. Without root: directories that lose their write permission."""
 
     def why_not(self) -> str:
-        """Without root there is nothing to mount."""
+        """As for the small disk; without root nothing is mounted."""
         return (super().why_not() or needs_root("mounts", "nsenter")) if os.geteuid() == 0 else ""
 
     def words(self, node: int, words: Sequence[str]) -> list[str]:
-        """On a disk of its own, as root."""
+        """With its own mount namespace, as root."""
         return super().words(node, words) if os.geteuid() == 0 else list(words)
 
     def started(self, pids: Sequence[int]) -> None:
-        """Its mounts are reached through the front."""
+        """Reaches the mounts through the front."""
         super().started(pids)
         self._front = pids[0]
 
     def strike(self) -> None:
-        """Puts a read-only mount of the disk over it, since the kernel refuses to remount one on which files are open for writing."""
+        """Mounts the disk read-only over itself, since the kernel refuses to remount a disk with files open for writing."""
         disk = str(self.folder / "disk")
         if os.geteuid() == 0:
             mount = 'mount --bind "$1" "$1"; mount -o remount,bind,ro "$1"'
@@ -223,17 +223,17 @@ class ReadOnlyDisk(SmallDisk):
             folder.chmod(0o500)
 
     def close(self) -> None:
-        """Gives the permission back, so that it can be cleared away."""
+        """Restores the permission, so that the folder can be removed."""
         for folder in (self.output_dir(), self.output_dir() / "checkpoints"):
             if os.geteuid() != 0 and folder.exists():
                 folder.chmod(0o700)
 
 
 class RemovedOutput(Sandbox):
-    """This machine, on which somebody clears the run's directory away."""
+    """This machine, where the run's output_dir is removed."""
 
     def strike(self) -> None:
-        """As `rm -rf` does. What the run makes in that moment may stay."""
+        """Removes output_dir like `rm -rf`. Files that the run creates meanwhile may stay."""
         shutil.rmtree(self.output_dir(), ignore_errors=True)
 
 
@@ -247,7 +247,7 @@ _CLOSE_S = 5.0
 
 
 class MemoryGroup(Sandbox):
-    """This machine, with a control group for the run."""
+    """This machine, with a cgroup for the run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -255,28 +255,28 @@ class MemoryGroup(Sandbox):
         self._files = _FILES[0]
 
     def why_not(self) -> str:
-        """Control groups are root's, and in containers often nobody's."""
+        """cgroups need root, and are often read-only in containers."""
         missing = needs_root("control groups")
         if missing:
             return missing
         self._make()
         made = self._group is not None
         self.close()
-        return "" if made else "no control group with a limit of memory can be made here"
+        return "" if made else "cannot create a cgroup with a memory limit"
 
     def prepare(self, folder: Path) -> None:
-        """Makes the group, still without a limit."""
+        """Creates the cgroup, still without a limit."""
         super().prepare(folder)
         self._make()
 
     def started(self, pids: Sequence[int]) -> None:
-        """The front goes into the group; its ranks are born in it."""
+        """Moves the front into the cgroup, which its ranks inherit."""
         assert self._group is not None
         for pid in pids:
             (self._group / "cgroup.procs").write_text(str(pid))
 
     def strike(self) -> None:
-        """Limits the memory to little more than is in use."""
+        """Limits the memory to slightly more than is in use."""
         assert self._group is not None
         limit, used, swap = self._files
         if swap:
@@ -285,7 +285,7 @@ class MemoryGroup(Sandbox):
         (self._group / limit).write_text(str(int((self._group / used).read_text()) + _SPARE_BYTES))
 
     def close(self) -> None:
-        """Takes the group away; the kernel lets go of it a moment after its last process."""
+        """Removes the cgroup, which the kernel releases a moment after its last process."""
         until = time.monotonic() + _CLOSE_S
         while self._group is not None and self._group.is_dir() and time.monotonic() < until:
             with contextlib.suppress(OSError):
@@ -295,7 +295,7 @@ class MemoryGroup(Sandbox):
         self._group = None
 
     def _make(self) -> None:
-        """In the first place where it can be had: version 2, then 1."""
+        """Creates the cgroup in the first hierarchy that allows it: version 2, then 1."""
         for folder in cgroup_folders("memory"):
             _remove_old_groups(folder)
             group = folder / f"{_GROUP_PREFIX}{os.getpid()}"
@@ -312,7 +312,7 @@ class MemoryGroup(Sandbox):
 
 
 def _remove_old_groups(folder: Path) -> None:
-    """Groups of drills that were killed."""
+    """Removes cgroups of drills that were killed."""
     for old in folder.glob(f"{_GROUP_PREFIX}*"):
         if not Path("/proc", old.name.removeprefix(_GROUP_PREFIX)).exists():
             with contextlib.suppress(OSError):
@@ -326,7 +326,7 @@ _COMMAND_S = 30
 
 
 class TwoNetworks(Sandbox):
-    """Two nodes, each with a network and a host name of its own. The names carry this process's id."""
+    """Two nodes, each with its own network namespace and host name. Names contain this process's pid."""
 
     nodes = 2
 
@@ -343,10 +343,10 @@ class TwoNetworks(Sandbox):
         name = f"{self._name}try"
         done = _run("ip", "netns", "add", name)
         _run("ip", "netns", "del", name)
-        return f"no network namespace can be made: {done.stderr.strip()}" if done.returncode else ""
+        return f"cannot create a network namespace: {done.stderr.strip()}" if done.returncode else ""
 
     def prepare(self, folder: Path) -> None:
-        """Makes both, and the bridge between."""
+        """Creates both namespaces, and the bridge between them."""
         super().prepare(folder)
         _remove_old_networks()
         self._made = True
@@ -365,7 +365,7 @@ class TwoNetworks(Sandbox):
         return _HOSTS[node]
 
     def words(self, node: int, words: Sequence[str]) -> list[str]:
-        """The front is moved there before it begins."""
+        """The front starts in the node's namespace."""
         script = [
             f"hostname {_HOSTS[node]}",
             f"mount --bind '{self.folder}/hosts' /etc/hosts",
@@ -376,16 +376,16 @@ class TwoNetworks(Sandbox):
         return ["ip", "netns", "exec", self._space(node), "unshare", "--uts", *shell]
 
     def request(self, node: int) -> dict[str, Any]:
-        """Two nodes, of which this is one."""
+        """The options of one of two nodes."""
         head = f"{self._address(0)}:{_PORT}"
         return {"nodes": "2", "node_rank": node, "head": head, "token_file": str(self._token)}
 
     def strike(self) -> None:
-        """Pulls node 1's cable out of the bridge: both sides keep their links, and nothing passes any more."""
+        """Detaches node 1 from the bridge: both sides keep their links, but no packet passes."""
         _run_checked("ip", "link", "set", f"{self._name}v1", "nomaster")
 
     def close(self) -> None:
-        """Takes both networks and the bridge away."""
+        """Removes both namespaces and the bridge."""
         if self._made:
             for node in range(self.nodes):
                 _remove_namespace(self._space(node))
@@ -408,7 +408,7 @@ class TwoNetworks(Sandbox):
 
 
 def _remove_old_networks() -> None:
-    """Removes what drills left that were killed."""
+    """Removes leftovers of drills that were killed."""
     for line in _run("ip", "netns", "list").stdout.splitlines():
         found = re.match(rf"{_NETWORK_PREFIX}(\d+)n\d\b", line)
         if found and not Path("/proc", found[1]).exists():
