@@ -52,7 +52,7 @@ def test_a_kill_while_the_kernel_counted_one_for_want_of_memory_is_the_kernels()
     verdict = name_program_death(end, PYTHON, diagnosed=_says("user_code_error"))
     assert verdict is not None
     assert (verdict.cause, verdict.hosts) == ("host_oom_killed", ("b",))
-    assert verdict.summary == "the program was killed by the kernel for want of memory on node 1 (b)"
+    assert verdict.summary == "the program was killed by the OOM killer on node 1 (b)"
 
 
 @pytest.mark.parametrize(

@@ -122,10 +122,10 @@ def test_a_host_without_an_answer_is_named(place: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["torchrun", "--node-rank", "0", "program.py"], "--node-rank 0 says which one it is"),
+        (["torchrun", "--node-rank", "0", "program.py"], "--node-rank 0 selects one node"),
         (
             ["torchrun", "--nnodes", "3", "program.py"],
-            "--hosts makes 2 nodes with this one, and --nnodes says 3",
+            "--hosts makes 2 nodes with this one, but --nnodes says 3",
         ),
     ],
 )

@@ -98,7 +98,7 @@ def test_of_launchers_side_by_side_it_is_said_that_only_one_is_watched(tmp_path:
         (tmp_path / "go").touch()
         front.communicate(timeout=LIMIT_S)
     assert b"warning" in said
-    assert b"`unisono run` of its own" in said
+    assert b"its own `unisono run`" in said
     assert front.returncode == 0
 
 
@@ -127,7 +127,7 @@ def test_a_rank_that_is_killed_once_is_a_warning_where_its_launcher_starts_it_an
         _, err = front.communicate(timeout=LIMIT_S)
     assert front.returncode == 0, err.decode()
     assert b"killed by SIGKILL" in err
-    assert b"may start the ranks anew (--max-restarts)" in err
+    assert b"may restart the ranks (--max-restarts)" in err
     assert (result(tmp_path)["outcome"], result(tmp_path)["verdict"]) == ("completed", None)
 
 
@@ -137,7 +137,7 @@ def test_a_rank_that_is_killed_at_each_start_is_named_once_its_launcher_gives_up
     with run(tmp_path, words, env={**os.environ, "OMP_NUM_THREADS": "1"}) as front:
         _, err = front.communicate(timeout=LIMIT_S)
     assert front.returncode == 5, err.decode()
-    assert err.count(b"the program has started its ranks anew") == 2
+    assert err.count(b"the program has restarted its ranks") == 2
     verdict = json.loads((tmp_path / "out" / "verdict.json").read_text())
     assert (verdict["cause"], verdict["ranks"]) == ("rank_killed", [1])
 

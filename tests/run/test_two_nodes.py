@@ -203,7 +203,7 @@ def test_a_rank_that_is_killed_once_is_a_warning_on_both_nodes_where_their_launc
     assert all("world 2" in front.text("out") for front in fronts)
     assert "rank 1, node 1" in fronts[0].text("err")
     assert "killed by SIGKILL" in fronts[0].text("err")
-    assert "may start the ranks anew" in fronts[0].text("err")
+    assert "may restart the ranks" in fronts[0].text("err")
     assert not any("WHAT " in front.text("err") for front in fronts)
 
 

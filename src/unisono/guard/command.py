@@ -1,4 +1,4 @@
-"""Reads what a command line says about its own job: which launcher, how many nodes and ranks, which node, where the head is. Pure."""
+"""Reads the job from a command line: launcher, numbers of nodes and ranks, node rank, address of the head. Pure."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,11 +10,11 @@ Kind = Literal["torchrun", "accelerate", "llamafactory", "deepspeed", "python", 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A value as it is written somewhere.
+    """A value and its origin.
 
     Attributes:
         text: the value.
-        origin: where, for people: "--nnodes", "NNODES".
+        origin: an option or variable, e.g. "--nnodes", "NNODES".
     """
 
     text: str
@@ -23,14 +23,14 @@ class Setting:
 
 @dataclass(frozen=True)
 class Command:
-    """A command line, as far as it is about the job.
+    """The parts of a command line that describe the job.
 
     Attributes:
-        words: all of it.
-        kind: which launcher it is.
-        options: those of the launcher that we know, by its longest name: `nproc_per_node`.
-        script: the Python file or module that it runs; empty where that is not known.
-        script_at: where that word stands.
+        words: the whole command line.
+        kind: of the launcher.
+        options: of the launcher, by the longest name, e.g. `nproc_per_node`.
+        script: the Python file or module that it runs; empty if unknown.
+        script_at: its index in `words`.
     """
 
     words: tuple[str, ...]
@@ -40,12 +40,12 @@ class Command:
     script_at: int = 0
 
     def option(self, *names: str) -> Setting | None:
-        """The first of these options that is given."""
+        """The first of these options that is set."""
         return next((self.options[name] for name in names if name in self.options), None)
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """What the script itself is given."""
+        """The script's own arguments."""
         return self.words[self.script_at + 1 :] if self.script else ()
 
 
@@ -91,7 +91,7 @@ _PYTHON_WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
 
 
 def read_command(words: Sequence[str]) -> Command:
-    """What a command line says about its job. Never fails: what it does not know is kind `other`.
+    """Parses a command line. Never fails: an unknown program has kind `other`.
 
     Args:
         words: at least one.
@@ -129,7 +129,7 @@ def _of_python(words: Sequence[str]) -> Command:
 
 
 def _of_launcher(words: Sequence[str], begin: int, kind: Kind) -> Command:
-    if kind == "llamafactory":  # its job is in the environment; its own words are those of the training
+    if kind == "llamafactory":  # its job is in the environment; its arguments are about training
         return Command(tuple(words), kind, script="llamafactory", script_at=begin - 1)
     options: dict[str, Setting] = {}
     at = begin
@@ -147,25 +147,25 @@ def _of_launcher(words: Sequence[str], begin: int, kind: Kind) -> Command:
 
 
 def _key(name: str) -> str:
-    """`--nproc-per-node` and `--nproc_per_node` are one."""
+    """The option's key: `--nproc-per-node` and `--nproc_per_node` are the same."""
     return name.lstrip("-").replace("-", "_")
 
 
-# --- what the options of each launcher mean
+# --- the job by the options of each launcher
 
 
 @dataclass(frozen=True)
 class Job:
-    """What arguments and environment say about the job; what nothing says is None. The environment counts where an argument is absent.
+    """The job by arguments and, where an argument is missing, environment; None: not set.
 
     Attributes:
-        nodes: how many.
-        node_rank: which this is.
+        nodes: number of nodes.
+        node_rank: of this node.
         nproc: ranks on this node.
-        host: where the head is.
-        port: there.
-        backend: the rendezvous that is asked for by name.
-        restarts: how often the launcher starts the ranks anew by itself.
+        host: of the head.
+        port: of the head.
+        backend: the rendezvous backend.
+        restarts: how often the launcher restarts the ranks by itself.
     """
 
     nodes: Setting | None = None
@@ -181,7 +181,7 @@ def read_job(command: Command, variables: Mapping[str, str]) -> Job:
     """The job that a command describes.
 
     Args:
-        command: as it was read.
+        command: the parsed command line.
         variables: of the environment.
     """
     reader = _READERS.get(command.kind)
@@ -212,7 +212,7 @@ def read_job(command: Command, variables: Mapping[str, str]) -> Job:
 
 
 def _from(variables: Mapping[str, str], prefix: str) -> Iterator[tuple[str, Setting]]:
-    """Variables that are set to something, by their names without the prefix."""
+    """Variables with a value, by their names without the prefix."""
     for name, value in variables.items():
         if name.startswith(prefix) and value.strip():
             yield name.removeprefix(prefix), Setting(value.strip(), name)
@@ -299,11 +299,11 @@ NODE_OPTIONS = frozenset(
         "num_gpus",
     }
 )
-"""Options of launchers that say which node it is, or how many ranks it has, which is judged by itself; all others had better be equal."""
+"""Options of launchers that may differ between nodes; numbers of ranks are compared separately."""
 
 
 def comparable(command: Command) -> list[str]:
-    """The words that must be the same on every node: without those that say which node it is, and without the program's folder."""
+    """The arguments that must be equal on every node: without node-specific options and the program's directory."""
     found = [PurePath(command.words[0]).name]
     end = command.script_at if command.script else len(command.words)
     at = 1

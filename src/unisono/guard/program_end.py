@@ -1,4 +1,4 @@
-"""How a guarded program ended, and what is made of it: an exit code, a verdict where a signal ended it, a remedy that holds for it."""
+"""The end of a guarded program: its exit code, a verdict if a signal ended it, and fixes that apply to it."""
 
 import signal
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from unisono.facts.nvidia import KernelLine
 from unisono.guard.command import Command
 
 _OF_SHELLS = 128
-_OF_PYTHON = 256  # sys.exit(-9), as launchers in Python hand on what subprocess gave them
+_OF_PYTHON = 256  # sys.exit(-9): Python launchers pass on the return code of subprocess
 _HAND_ON = ("accelerate", "deepspeed", "llamafactory")
 _MOST_KERNEL_LINES = 3
 _FAULTS = (
@@ -25,16 +25,16 @@ _FAULTS = (
     signal.SIGABRT,
 )
 _HANDED_ON = (*_FAULTS, signal.SIGKILL, signal.SIGTERM, signal.SIGXCPU, signal.SIGXFSZ)
-"""What an exit code is read as; one like that of Ctrl-C is a program's own way to end as well."""
+"""Signals that an exit code may stand for. SIGINT is not among them: programs also exit with its code by themselves."""
 _SENDERS = {
-    signal.SIGABRT: "the program sends it to itself, by abort()",
+    signal.SIGABRT: "the program sends it to itself with abort()",
     signal.SIGSYS: "the kernel sends it for a system call that a filter (seccomp) forbids",
-    signal.SIGXCPU: "the kernel sends it at the limit of CPU time (`ulimit -t`)",
-    signal.SIGXFSZ: "the kernel sends it at the limit of the size of a file (`ulimit -f`)",
-    signal.SIGPIPE: "the kernel sends it to a program whose output nobody reads any more",
+    signal.SIGXCPU: "the kernel sends it at the CPU time limit (`ulimit -t`)",
+    signal.SIGXFSZ: "the kernel sends it at the file size limit (`ulimit -f`)",
+    signal.SIGPIPE: "the kernel sends it to a program whose output is no longer read",
 }
 _MORE_CERTAIN = frozenset({"host_oom_killed", "preempted_sigterm", "shm_too_small", "gpu_fell_off"})
-"""What the log may say of a kill from outside; anything else in it is a trouble that the program had got over."""
+"""Causes in the log that explain a kill from outside. The program had recovered from all others."""
 _PLAIN = frozenset(
     {
         "port_in_use",
@@ -46,19 +46,19 @@ _PLAIN = frozenset(
         "ecc_error",
     }
 )
-"""What an exception says in so many words."""
+"""Causes that an exception states explicitly."""
 
 
 @dataclass(frozen=True)
 class ProgramEnd:
-    """How the program ended on one node.
+    """The end of the program on one node.
 
     Attributes:
         node_rank: of the node.
         host: its name.
         returncode: of the program; negative: a signal.
-        keeper_lost: whether the program went because its keeper had: then how it ended is not known.
-        oom_killed: whether the kernel killed something for want of memory meanwhile; None: that cannot be read there.
+        keeper_lost: whether the program ended with its subreaper: then its own end is unknown.
+        oom_killed: whether the kernel counted an OOM kill meanwhile; None: the count cannot be read there.
     """
 
     node_rank: int
@@ -69,7 +69,7 @@ class ProgramEnd:
 
     @property
     def where(self) -> str:
-        """The node, for people."""
+        """The node, for messages."""
         return name_node(self.node_rank, self.host)
 
 
@@ -79,12 +79,12 @@ def is_gone_wrong(returncode: int | None) -> bool:
 
 
 def exit_code_of_program(returncode: int) -> int:
-    """As a shell has it: 128 + N after signal N."""
+    """The exit code as in a shell: 128 + N after signal N."""
     return _OF_SHELLS - returncode if returncode < 0 else returncode
 
 
 def exit_code_of_verdict(verdict: Verdict) -> int:
-    """Of the catalogue; where ranks were refused before their first step, that of a disagreement."""
+    """The catalogue's exit code; 3 if ranks were refused before their first step."""
     known = find_cause(verdict.cause)
     if verdict.when == "before" and known is not None and known.exit_code == 4:
         return 3
@@ -92,13 +92,13 @@ def exit_code_of_verdict(verdict: Verdict) -> int:
 
 
 def signal_of(returncode: int, command: Command) -> signal.Signals | None:
-    """The signal that ended the program, or what it had started and waited for; None where it left by itself.
+    """The signal that ended the program or a child that it waited for; None if it exited by itself.
 
-    A Python script does not turn its child's signal into 128 + N by itself, so such a code is its own. Shells do, and most other launchers.
+    A Python script does not turn its child's signal into 128 + N by itself, so such a code is its own. Shells and most other launchers do.
 
     Args:
         returncode: of the program; negative: a signal.
-        command: that was started.
+        command: of the program.
     """
     if returncode < 0:
         try:
@@ -113,13 +113,13 @@ def signal_of(returncode: int, command: Command) -> signal.Signals | None:
 def name_program_death(
     end: ProgramEnd, command: Command, *, diagnosed: Verdict | None = None, kernel: Sequence[KernelLine] = ()
 ) -> Verdict | None:
-    """The verdict on a program that a signal has ended; None where it left by itself, and then its own words count.
+    """The verdict on a program that a signal ended; if it exited by itself, the diagnosis of its log.
 
     Args:
-        end: of the program, as it was first seen to go wrong.
-        command: that was started.
-        diagnosed: what its log says.
-        kernel: lines of the kernel's log that name the program's process.
+        end: the first bad end of the program.
+        command: of the program.
+        diagnosed: the cause in its log.
+        kernel: lines of the kernel's log about the program's process.
     """
     number = signal_of(end.returncode, command)
     if number is None:
@@ -138,11 +138,11 @@ def name_program_death(
         evidence.append(
             Evidence(
                 where=end.where,
-                text=f"{_OF_SHELLS} + N is how a shell, and 256 - N how a launcher in Python, report a process that signal N ended",
+                text=f"a shell reports a process that signal N ended as {_OF_SHELLS} + N, a Python launcher as 256 - N",
             )
         )
     cause = "host_oom_killed" if by_kernel else "rank_killed"
-    what = "the kernel for want of memory" if by_kernel else number.name
+    what = "the OOM killer" if by_kernel else number.name
     who = "the program" if direct else "a process of the program"
     known = find_cause(cause)
     return Verdict(
@@ -157,11 +157,11 @@ def name_program_death(
 
 
 def for_program(verdict: Verdict, framework: str) -> Verdict:
-    """A verdict with a remedy that holds for somebody else's program.
+    """The verdict with fixes that apply to a guarded program.
 
     Args:
-        verdict: as it would be for a run of our own.
-        framework: that the program trains with; empty: not known, or it has made no step.
+        verdict: as for a run of `train`.
+        framework: that the program trains with; empty: unknown, or before its first step.
     """
     found = _by_its_words(verdict)
     way = framework if found.when != "before" else ""
@@ -169,7 +169,7 @@ def for_program(verdict: Verdict, framework: str) -> Verdict:
 
 
 def _by_its_words(verdict: Verdict) -> Verdict:
-    """An exception of a program whose words leave no doubt is that, and no fault of a row or of a line of its code."""
+    """The verdict with the cause that the exception states explicitly, instead of an error in code or data."""
     if verdict.cause != "user_code_error" or not verdict.evidence:
         return verdict
     causes = [signature.cause for signature in match_line(verdict.evidence[0].text)]
@@ -181,24 +181,22 @@ def _by_its_words(verdict: Verdict) -> Verdict:
 
 
 def _explains(diagnosed: Verdict, number: signal.Signals) -> bool:
-    """Whether what the log says is the reason of this signal: native code dies of what it has printed, a kill from outside does not."""
+    """Whether the diagnosis of the log explains this signal: a fault in native code follows its own messages, a kill from outside does not."""
     if diagnosed.cause in ("rank_died_first", "rank_killed"):
         return False
     return number in _FAULTS or diagnosed.cause in _MORE_CERTAIN
 
 
 def _sender(number: signal.Signals, end: ProgramEnd) -> str:
-    """Who sends such a signal, as far as that can be known."""
+    """The likely sender of the signal."""
     if end.keeper_lost:
-        return "the kernel sent it, since the program's keeper, a process of `unisono run` beside it, was killed first"
+        return "the kernel sent it, since the program's keeper, a helper process of `unisono run`, was killed first"
     if number is signal.SIGKILL and end.oom_killed:
-        return "the kernel's count of out-of-memory kills (oom_kill in the cgroup) grew meanwhile"
+        return "the kernel's count of OOM kills (oom_kill in the cgroup) grew meanwhile"
     if number is signal.SIGKILL and end.oom_killed is not None:
-        return (
-            "no out-of-memory kill was counted meanwhile, so a person, a scheduler or another program sent it"
-        )
+        return "no OOM kill was counted meanwhile, so a user, a scheduler or a different program sent it"
     if number in _SENDERS:
         return _SENDERS[number]
     if number in _FAULTS:
         return "the kernel sends it for a fault in the program's native code"
-    return "who sent it is not known; it did not come by way of this command"
+    return "the sender is unknown; it was not sent through this command"

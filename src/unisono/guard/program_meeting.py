@@ -38,18 +38,18 @@ def find_shape(
     accelerators: Accelerators,
     network: NetworkProbe,
 ) -> RunShape:
-    """The job of a command line, with `--hosts` and with the place that a Slurm step gives.
+    """The job of a command line, with `--hosts` and the place given by a Slurm step.
 
     Args:
         request: our options.
         command: the program's.
         environment: of this process.
-        variables: all of them.
+        variables: all environment variables.
         accelerators: that the program would see here.
         network: of this machine.
 
     Raises:
-        UsageError: as `read_shape`, or if there is no way to a host.
+        UsageError: as in `read_shape`, or if a host has no route.
     """
     shape = read_shape(
         request,
@@ -66,10 +66,10 @@ def find_shape(
 def find_token(
     request: RunRequest, topology: Topology, environment: Environment, given: str | None
 ) -> Token | None:
-    """The job's secret; None for one node. A front that was started over ssh ends with who started it.
+    """The job's token; None for one node. A front that was started over SSH ends with the process that started it.
 
     Raises:
-        UsageError: if several nodes have none, or it is not private.
+        UsageError: if there are several nodes and no token, or its file is not private.
     """
     if topology.hosts and request.token_file is None and given is None:
         return make_token()
@@ -80,7 +80,7 @@ def find_token(
 
 
 def program_environment(request: RunRequest, variables: Mapping[str, str]) -> dict[str, str]:
-    """The program's environment: ssh gives a front a bare PATH, and torchrun and its like are beside the python that was asked for."""
+    """The program's environment. SSH gives a front a bare PATH, so the directory of its Python, with torchrun etc., is added."""
     if not request.from_stdin:
         return dict(variables)
     path = [str(Path(sys.executable).parent), *filter(None, [variables.get("PATH")])]
@@ -88,7 +88,7 @@ def program_environment(request: RunRequest, variables: Mapping[str, str]) -> di
 
 
 def remote_run(request: RunRequest, output_dir: Path) -> RemoteCommand:
-    """The same program under the same guard, on another node; its directory there has the same path."""
+    """The same `unisono run` on a different node, with the same output directory."""
     return RemoteCommand(
         ("run",),
         {
@@ -123,12 +123,12 @@ def make_report(
     Args:
         request: the command.
         shape: of the job, as this node knows it.
-        standing: what the channel has told.
-        machine: this one.
-        environment: of this process, and of the program.
+        standing: facts from the control channel.
+        machine: of this node.
+        environment: of this process and of the program.
         probes: network, clock and packages.
         output_dir: of this node.
-        show: for what a person should know; not used.
+        show: not used.
     """
     del show
     topology = shape.topology
@@ -179,30 +179,30 @@ def make_report(
 
 
 def runs_in_our_environment(words: tuple[str, ...]) -> bool:
-    """Whether a program is of the Python environment that unisono is in: of another one we know no versions."""
+    """Whether a program runs in unisono's Python environment: only of that one the versions are known."""
     found = shutil.which(words[0]) if words else None
     return found is None or Path(found).parent == Path(sys.executable).parent
 
 
 def _words(request: RunRequest, shape: RunShape) -> dict[str, str]:
-    """The command without what says which node it is, without secrets and without the way to files that every node may keep elsewhere."""
+    """The command without node-specific options, secrets, and directories that may differ between nodes."""
     words = keyed_arguments(comparable(shape.command))
     found = {
         key: redact(f"{key}={value}").removeprefix(f"{key}=") for key, value in words.items()
-    }  # some secrets only their name gives away
+    }  # some secrets are recognized only by their name
     if request.uneven:
         found["--uneven"] = "given"
     return found
 
 
 def _script(shape: RunShape) -> dict[str, str]:
-    """The digest of the script, if it is a file of a size that is one."""
+    """The digest of the script, if it is a file of reasonable size."""
     path = Path(shape.command.script or "/")
     try:
         if path.is_file() and path.stat().st_size <= _MOST_BYTES:
             return {path.name: hashlib.sha256(path.read_bytes()).hexdigest()[:16]}
     except OSError:
-        pass  # the program itself will say so
+        pass  # the program itself will report it
     return {}
 
 

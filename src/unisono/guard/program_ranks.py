@@ -1,4 +1,4 @@
-"""The ranks of somebody else's program on this node: found by what they leave at the border, or by their environment; seen to their end."""
+"""The ranks of a guarded program on this node: found by their registration in the border or by their environment, and watched to their end."""
 
 import contextlib
 import os
@@ -31,11 +31,11 @@ _VARIABLES = (
 
 @dataclass(frozen=True, slots=True)
 class FoundRank:
-    """One process that its environment calls a rank.
+    """A process that is a rank by its environment.
 
     Attributes:
-        registration: who it is.
-        launcher: the process that has started it.
+        registration: its identity.
+        launcher: the process that started it.
     """
 
     registration: Registration
@@ -44,7 +44,7 @@ class FoundRank:
 
 @dataclass(frozen=True)
 class Search:
-    """The processes below one, as they are at one moment.
+    """A snapshot of the descendants of a process.
 
     Attributes:
         parents: of each.
@@ -57,7 +57,7 @@ class Search:
     found: tuple[FoundRank, ...]
 
     def is_below(self, pid: int, other: int) -> bool:
-        """Whether a process was started by another, or by what that has started."""
+        """Whether a process is a descendant of `other`."""
         while pid in self.parents:
             pid = self.parents[pid]
             if pid == other:
@@ -65,7 +65,7 @@ class Search:
         return False
 
     def launcher_of(self, pid: int) -> int | None:
-        """The process that has started a rank, perhaps by way of a shell; None where the rank is not there."""
+        """The process that started a rank, possibly through a shell; None if the rank is gone."""
         parent = self.parents.get(pid)
         while parent is not None and parent in self.claims and self.claims[parent] == self.claims.get(pid):
             parent = self.parents.get(parent)
@@ -73,7 +73,7 @@ class Search:
 
 
 def search(root: int, host: str) -> Search:
-    """Looks at all processes below one.
+    """Finds the ranks among all descendants of a process.
 
     Args:
         root: the process.
@@ -119,10 +119,10 @@ _LOOK_EVERY_S = 0.1
 
 
 class ProgramDir(RunDir):
-    """A run's directory in which all that the program prints on a node is one log."""
+    """A run's directory with one log per node for the program's whole output."""
 
     def log(self, host: str, rank: int) -> Path:
-        """What the whole program printed on that node."""
+        """The log of the program's output on that node."""
         del rank
         return self.root / "logs" / f"{host}-program.log"
 
@@ -132,11 +132,11 @@ class Rank:
     """One rank.
 
     Attributes:
-        registration: who it is.
-        registered: whether it has said so itself; else its environment did, and only its end is seen.
-        last: `result`, `refused` or `crashed`, once it is told.
-        end: how it ended, once it has.
-        ended_at: when that was seen, in the kernel's ticks since boot.
+        registration: its identity.
+        registered: whether it registered itself; else it was found by its environment, and only its end is seen.
+        last: its final message, `result`, `refused` or `crashed`, once it has arrived.
+        end: how it ended; None while it lives.
+        ended_at: when the end was seen, in the kernel's ticks since boot.
         grouped: whether it has been in a process group.
     """
 
@@ -153,7 +153,7 @@ class Rank:
     grouped: bool = False
 
     def close(self) -> None:
-        """Gives its memory and its descriptor back."""
+        """Releases its memory and its descriptor."""
         if self.memory is not None:
             self.memory.close()
         os.close(self.pidfd)
@@ -161,19 +161,19 @@ class Rank:
 
 @dataclass
 class ProgramRanks:
-    """The ranks of this node, of their newest start. What supervise.rank_monitor looks at.
+    """The ranks of the newest start on this node, for supervise.rank_monitor.
 
-    A launcher may start its ranks anew, and a program may start a launcher when another one has ended: each is a start. Of launchers that
-    run at the same time only the first one's ranks are watched.
+    A launcher may restart its ranks, and a program may start a new launcher when one has ended: each is a start. Of launchers that run at
+    the same time, only the first one's ranks are watched.
 
     Attributes:
         folder: of the border.
         run: the run's directory.
         node_rank: of this node.
         host: its name.
-        root: the process below which they are.
-        newest: which start these are of, from 0.
-        is_orphaned: whether the program itself has ended: whoever is left is ended by us.
+        root: the process whose descendants they are.
+        newest: the number of their start, from 0.
+        is_orphaned: whether the program itself has ended: remaining processes are ended by us.
     """
 
     folder: Path
@@ -186,69 +186,69 @@ class ProgramRanks:
     _ranks: dict[int, Rank] = field(default_factory=dict)
     _starts_before: int = 0  # those of launchers that have ended
     _gone: set[tuple[int, int]] = field(default_factory=set)  # ranks of earlier starts
-    _unwatched: set[int] = field(default_factory=set)  # launchers of which it was said
+    _unwatched: set[int] = field(default_factory=set)  # launchers already reported
     _searched: float = 0.0
     _looked: float = 0.0
     _kills_before: int = field(default_factory=lambda: oom_kills() or 0)
 
     @property
     def places(self) -> list[RankPlace]:
-        """Of all that are known."""
+        """Places of all known ranks."""
         return [self._place(self._ranks[number]) for number in sorted(self._ranks)]
 
     @property
     def world_size(self) -> int:
-        """As the ranks say; 0 while there are none."""
+        """The world size by the ranks; 0 while there are none."""
         return max((rank.registration.world_size for rank in self._ranks.values()), default=0)
 
     @property
     def _restarts(self) -> int:
-        """How often their launcher starts them anew."""
+        """How often their launcher restarts them."""
         return max((rank.registration.restarts for rank in self._ranks.values()), default=0)
 
     @property
     def oom_killed(self) -> bool | None:
-        """Whether the kernel has killed something for want of memory in this cgroup meanwhile; None where that cannot be read."""
+        """Whether the kernel counted an OOM kill in this cgroup meanwhile; None if the count cannot be read."""
         kills = oom_kills()
         return None if kills is None else kills > self._kills_before
 
     @property
     def beats(self) -> dict[int, BeatMemory]:
-        """Of those that leave signs of life."""
+        """Heartbeats of the ranks that have them."""
         return {n: rank.memory for n, rank in self._ranks.items() if rank.memory is not None}
 
     @property
     def all_ended(self) -> bool:
-        """Whether none is left; False while none is known."""
+        """Whether every known rank has ended; False while none is known."""
         return bool(self._ranks) and all(rank.end is not None for rank in self._ranks.values())
 
     @property
     def unseen(self) -> list[int]:
-        """Ranks of which only the end is seen."""
+        """Ranks without heartbeats, of which only the end is seen."""
         return sorted(number for number, rank in self._ranks.items() if not rank.registered)
 
     def pid(self, rank: int) -> int | None:
-        """Of a rank's process while it lives."""
+        """The pid of a rank's process while it lives."""
         known = self._ranks.get(rank)
         return known.registration.pid if known is not None and known.end is None else None
 
     def final_message(self, rank: int) -> Message | None:
-        """What a rank said last of itself, if that was its last word."""
+        """The final message of a rank, once it has arrived."""
         known = self._ranks.get(rank)
         return known.last if known is not None else None
 
     def fds(self) -> list[int]:
-        """Readable when a rank has ended."""
+        """File descriptors that are readable when a rank has ended."""
         return [rank.pidfd for rank in self._ranks.values() if rank.end is None]
 
     def close(self) -> None:
-        """Gives memory and descriptors back; the ranks are not touched."""
+        """Releases memory and descriptors; the ranks are not affected."""
         for rank in self._ranks.values():
             rank.close()
         self._ranks.clear()
 
     def news(self, *, at_once: bool = False) -> list[Message]:
-        """What is new: `registered` (who is there now), `rank_said`, `rank_ended`; as they go to the head."""
+        """News for the head: `registered` (the current ranks), `rank_said`, `rank_ended`."""
         now = time.monotonic()
         ended = self._take_ends()
         if not (at_once or ended) and now - self._looked < _LOOK_EVERY_S:
@@ -274,7 +274,7 @@ class ProgramRanks:
     # --- who is there
 
     def _find(self, now: float) -> tuple[bool, list[Message]]:
-        """Takes in who is new: whether anybody is, or has said more of itself; and what is to be said of those that are not watched."""
+        """Takes new ranks: whether there are any or one has changed, and messages about launchers that are not watched."""
         changed = False
         for one in border.registrations(self.folder):
             changed |= self._take(one, registered=True)
@@ -308,7 +308,7 @@ class ProgramRanks:
         return True
 
     def _start_of(self, one: border.Registration, known: Rank | None, *, registered: bool) -> int | None:
-        """Which start a process belongs to; None where it is not to be watched: of two that say they are the same rank the first counts."""
+        """The start that a process belongs to; None if it is not watched: of two processes with the same rank the first counts."""
         if _identity(one) in self._gone:
             return None
         start = self._starts_before + one.attempt
@@ -318,9 +318,9 @@ class ProgramRanks:
         return start if start >= self.newest and is_free else None
 
     def _follows(self, one: border.Registration, known: Rank | None, *, registered: bool) -> bool:
-        """Whether a process is a rank of a launcher that the program has started when the ranks of another one had all ended.
+        """Whether a process is a rank of a new launcher, started after all ranks of the previous one had ended.
 
-        What ranks leave behind has their environment, too; but it was there before they had ended, and does not register.
+        Processes that ranks leave behind have the same environment, but started before the ranks ended, and do not register.
         """
         if not self.all_ended or (known is None and one.world_size == self.world_size):
             return False
@@ -329,9 +329,9 @@ class ProgramRanks:
         return all(one.started > rank.ended_at for rank in self._ranks.values())
 
     def _keep_to_one_launcher(self, seen: Search) -> bool:
-        """Of launchers that start side by side, ranks of one and of the other may be seen first. Whether some are exchanged for those of one.
+        """Keeps ranks of one launcher only, if several start at the same time and ranks of both were seen; whether any rank was exchanged.
 
-        Ranks that have a launcher each, as a shell, stay: none of these has another rank.
+        Ranks with a launcher each, e.g. a shell, stay: no other rank has that launcher.
         """
         living = {number: rank for number, rank in sorted(self._ranks.items()) if rank.end is None}
         launchers = {number: seen.launcher_of(rank.registration.pid) for number, rank in living.items()}
@@ -349,7 +349,7 @@ class ProgramRanks:
         return changed
 
     def _unwatched_launchers(self, found: FoundRank, seen: Search) -> list[Message]:
-        """Says it, once for a launcher, where a rank of another one lives."""
+        """Reports, once per launcher, that ranks of a further launcher are not watched."""
         known = self._ranks.get(found.registration.rank)
         if known is None or known.end is not None or found.launcher in (self.root, *self._unwatched):
             return []
@@ -358,13 +358,13 @@ class ProgramRanks:
             return []
         self._unwatched.add(found.launcher)
         text = (
-            f"process {found.launcher} starts ranks while those of process {launcher} run; one launcher at a time is watched, and of the"
-            " ranks of this one nothing is seen: give each an `unisono run` of its own"
+            f"process {found.launcher} starts ranks while those of process {launcher} run; only one launcher at a time is watched, so the"
+            " ranks of this one are not: start each with its own `unisono run`"
         )
         return [{"kind": "unwatched", "text": text}]
 
     def _update(self, known: Rank, one: border.Registration, *, registered: bool) -> bool:
-        """One that is known says more of itself."""
+        """Updates a known rank by its newer registration; whether it changed."""
         if not registered or known.end is not None:
             return False
         is_new = not known.registered or known.registration.uuid != one.uuid
@@ -376,7 +376,7 @@ class ProgramRanks:
 
     @staticmethod
     def _open_process(one: border.Registration) -> Rank | None:
-        """None where it is gone already."""
+        """A rank for the process; None if the process is gone."""
         try:
             pidfd = os.pidfd_open(one.pid)
         except OSError:
@@ -446,13 +446,13 @@ class ProgramRanks:
         )
 
     def _is_unknown(self, rank: Rank, code: int | None, last: Message | None) -> bool:
-        """Whether its end says nothing of why."""
+        """Whether its end says nothing about the cause."""
         if self.is_orphaned:
             return last is None or last["kind"] != "result"
         return last is None and (code is None or self._had_left_group(rank, code))
 
     def _had_left_group(self, rank: Rank, code: int) -> bool:
-        """Whether nobody counted on it any more: it had left its process group. Ray ends its workers so, with status 1; the program's own code tells."""
+        """Whether no peer needed it any longer, since it had left its process group. Ray ends its workers like this, with status 1."""
         said = (
             one for one in border.registrations(self.folder) if _identity(one) == _identity(rank.registration)
         )
@@ -461,12 +461,12 @@ class ProgramRanks:
 
 
 def _identity(one: border.Registration) -> tuple[int, int]:
-    """A process, also where its number is used again."""
+    """The identity of a process, also if its pid is reused."""
     return one.pid, one.started
 
 
 def _runs(known: Rank, one: border.Registration, *, registered: bool) -> bool:
-    """Whether what was taken for a rank by its environment is but the shell in which the rank itself runs."""
+    """Whether a process found by its environment is only the shell in which the rank runs."""
     if known.registered or not registered or known.end is not None:
         return False
     return any(pid == one.pid for pid, _ in processes_below(known.registration.pid))

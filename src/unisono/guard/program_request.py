@@ -1,4 +1,4 @@
-"""What the job is: our options, the program's arguments, and the environment, in this order; contradictions are refused. Pure."""
+"""The job by our options, the program's arguments, and the environment, in this order; contradictions are refused. Pure."""
 
 import shlex
 from collections.abc import Callable, Mapping
@@ -26,7 +26,7 @@ _VARIABLES = {"nodes": "NNODES", "node_rank": "NODE_RANK", "nproc": "NPROC_PER_N
 
 @dataclass(frozen=True)
 class RunRequest:
-    """`unisono run`, as it was typed.
+    """Options of `unisono run`.
 
     Attributes:
         words: the program, after `--`.
@@ -41,10 +41,10 @@ class RunRequest:
         uneven: `--uneven`: nodes may have unequal numbers of ranks.
         debug_comm: `--debug-comm`.
         json: `--json`.
-        devices: `--devices`, as it was typed: what the program may see.
-        hosts: `--hosts`, as it was typed: this machine and those that it starts over ssh, between commas.
-        ssh: the program that starts them, with options; tests have a port and keys of their own.
-        launcher: `--launcher`: who starts the fronts.
+        devices: `--devices`, as typed: visible to the program.
+        hosts: `--hosts`, as typed: this machine and those to start over SSH, separated by commas.
+        ssh: the SSH command with options; tests use their own port and keys.
+        launcher: `--launcher`: what starts the fronts.
     """
 
     words: tuple[str, ...]
@@ -66,8 +66,8 @@ class RunRequest:
 
     @property
     def from_stdin(self) -> bool:
-        """Whether stdin is the lifeline of who started this front over ssh, and not the program's."""
-        return self.token_file == "-"  # noqa: S105 - the place of a secret
+        """Whether stdin belongs to the process that started this front over SSH, and not to the program."""
+        return self.token_file == "-"  # noqa: S105 - not a secret
 
 
 @dataclass(frozen=True)
@@ -76,10 +76,10 @@ class RunShape:
 
     Attributes:
         topology: nodes, which one this is, the head, ranks here.
-        command: the program's command line, as it was read.
-        job: what it and the environment say by themselves.
-        own_rendezvous: whether the program meets the other nodes at a port of its own; then ours is another one.
-        notes: what a person should know before the start.
+        command: the program's command line.
+        job: by the command line and the environment alone.
+        own_rendezvous: whether the program's ranks meet at a port of their own; then ours is a different one.
+        notes: to show before the start.
     """
 
     topology: Topology
@@ -106,10 +106,10 @@ def read_shape(
         variables: of the environment.
         accelerators: that the program would see here.
         is_here: whether a host of `--hosts` is this machine.
-        placed: by a scheduler that has started one front on each node.
+        placed: by a scheduler that started one front on each node.
 
     Raises:
-        UsageError: if two sources contradict each other, naming both; or if something is missing, or cannot be read.
+        UsageError: if two sources contradict each other, or something is missing or cannot be read.
     """
     job = read_job(command, variables)
     _refuse_contradictions(request, job, variables)
@@ -149,7 +149,7 @@ def read_shape(
 
 
 def _as_said(origin: str, origins: Mapping[str, str]) -> str:
-    """Where a value came from, which may be two names, each as it was said."""
+    """The origin of a value, possibly two names, in the program's own terms."""
     return ", ".join(origins.get(name, name) for name in origin.split(", "))
 
 
@@ -158,7 +158,7 @@ def _is_automatic(job: Job, request: RunRequest) -> bool:
 
 
 def _merged(job: Job) -> tuple[dict[str, str], dict[str, str]]:
-    """What the program says, under the names that read_topology knows; and where each in truth was said."""
+    """The program's values under the names that read_topology knows, and their real origins."""
     found = {
         "NNODES": job.nodes,
         "NODE_RANK": job.node_rank,
@@ -167,7 +167,7 @@ def _merged(job: Job) -> tuple[dict[str, str], dict[str, str]]:
         "MASTER_PORT": job.port,
     }
     said = {name: value for name, value in found.items() if value is not None}
-    if "MASTER_PORT" in said and said["MASTER_PORT"].text == "0":  # torch's word for any
+    if "MASTER_PORT" in said and said["MASTER_PORT"].text == "0":  # means any port
         del said["MASTER_PORT"]
     merged = {name: value.text for name, value in said.items()}
     if job.nodes is not None and ":" in job.nodes.text:
@@ -178,7 +178,7 @@ def _merged(job: Job) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def _in_its_words(problem: Problem, origins: Mapping[str, str]) -> Problem:
-    """A refusal that names the program's own option in place of the variable under which its value was handed on."""
+    """The problem with the program's own option instead of the variable that carried its value."""
     texts = {name: getattr(problem, name) for name in ("what", "where", "why", "fix")}
     for variable, origin in origins.items():
         texts = {name: text.replace(variable, origin) for name, text in texts.items()}
@@ -186,7 +186,7 @@ def _in_its_words(problem: Problem, origins: Mapping[str, str]) -> Problem:
 
 
 def _refuse_contradictions(request: RunRequest, job: Job, variables: Mapping[str, str]) -> None:
-    """Our option and the program's argument, where both are given, must mean the same. A variable gives way to either."""
+    """Refuses an option of ours that contradicts the program's argument. Variables have lower priority than both."""
     host, port = parse_head(request.head, "--head") if request.head is not None else (None, None)
     pairs: list[tuple[str, object, Setting | None]] = [
         ("--nodes", request.nodes, job.nodes),
@@ -202,8 +202,8 @@ def _refuse_contradictions(request: RunRequest, job: Job, variables: Mapping[str
             Problem(
                 f"{option} {ours} and {theirs.origin} {theirs.text} contradict each other",
                 where="command line",
-                why="the program would do what its own argument says",
-                fix=f"give one of them, or the same in both: {option} {theirs.text}",
+                why="the program would follow its own argument",
+                fix=f"pass one of them, or the same value in both: {option} {theirs.text}",
             )
         )
     del port
@@ -212,10 +212,10 @@ def _refuse_contradictions(request: RunRequest, job: Job, variables: Mapping[str
 
 
 def refuse_launcher(request: RunRequest) -> None:
-    """A front of `run` stands beside the program on its own node: Ray and Slurm start fronts by the command that is typed there.
+    """Refuses launchers that `run` does not have: under Ray and Slurm each node runs its own `unisono run`.
 
     Raises:
-        UsageError: if `--launcher` names none, or one that contradicts the other options, or one that is asked for otherwise.
+        UsageError: if `--launcher` is unknown, not supported, or contradicts the other options.
     """
     launcher, program = request.launcher, shlex.join(request.words)
     if launcher in (None, "nodes"):
@@ -237,9 +237,9 @@ def refuse_launcher(request: RunRequest) -> None:
         fix = f"did you mean `{near}`?" if near else "choose one of local, nodes, or leave it out"
         raise UsageError.of(f"unknown launcher {launcher}", where="--launcher", fix=fix)
     raise UsageError.of(
-        f"run does not go to {launcher.capitalize()} by itself, as train does",
+        f"run does not submit to {launcher.capitalize()} by itself, unlike train",
         where="--launcher",
-        why="somebody else's program is started on each node as it is",
+        why="an existing program is started on each node as it is",
         fix=fix,
     )
 
@@ -247,19 +247,19 @@ def refuse_launcher(request: RunRequest) -> None:
 def _refuse_other_hosts(
     request: RunRequest, job: Job, topology: Topology, variables: Mapping[str, str]
 ) -> None:
-    """With `--hosts` one command line is for all nodes: the program's own arguments must not say another number, or which node it is."""
+    """Refuses arguments of the program that conflict with `--hosts`, where one command line is for all nodes."""
     if request.hosts is None:
         return
     rank, nodes = job.node_rank, job.nodes
     if rank is not None and rank.origin not in variables:
         raise UsageError.of(
-            f"--hosts starts the same program on every node, and {rank.origin} {rank.text} says which one it is",
+            f"--hosts starts the same program on every node, but {rank.origin} {rank.text} selects one node",
             where="command line",
-            fix=f"leave out {rank.origin}: every node is told",
+            fix=f"leave out {rank.origin}: it is set on every node",
         )
     if nodes is not None and nodes.origin not in variables and not _is_same(str(topology.nodes), nodes.text):
         raise UsageError.of(
-            f"--hosts makes {topology.nodes} nodes with this one, and {nodes.origin} says {nodes.text}",
+            f"--hosts makes {topology.nodes} nodes with this one, but {nodes.origin} says {nodes.text}",
             where="command line",
             fix=f"leave out {nodes.origin}, or name as many hosts",
         )
@@ -267,13 +267,13 @@ def _refuse_other_hosts(
 
 def _is_same(ours: str, theirs: str) -> bool:
     if not theirs[:1].isdigit() and theirs in ("auto", "gpu", "cpu", "xpu"):
-        return True  # no number of its own
+        return True  # not a number
     spans = {ours, f"{ours}:{ours}"}
     return theirs in spans or (theirs.isdigit() and ours.isdigit() and int(theirs) == int(ours))
 
 
 def _refuse_elastic(request: RunRequest, job: Job) -> None:
-    """A job whose number of nodes may change cannot agree on it."""
+    """Refuses a range of nodes: a job whose number of nodes may change cannot be compared."""
     for text, origin in (
         (request.nodes, "--nodes"),
         (job.nodes.text, job.nodes.origin) if job.nodes else (None, ""),
@@ -281,9 +281,9 @@ def _refuse_elastic(request: RunRequest, job: Job) -> None:
         low, colon, high = (text or "").partition(":")
         if colon and low != high:
             raise UsageError.of(
-                f"{origin} {text}: `run` guards jobs of a fixed number of nodes",
+                f"{origin} {text}: `run` needs a fixed number of nodes",
                 where="command line",
-                why="before the start all nodes compare what they are about to do, and must know how many they are",
+                why="all nodes compare their settings before the start, and must know how many nodes there are",
                 fix=f"{origin} {high}",
             )
 
@@ -291,7 +291,7 @@ def _refuse_elastic(request: RunRequest, job: Job) -> None:
 def _ports(
     request: RunRequest, job: Job, topology: Topology, *, own: bool
 ) -> tuple[Topology, tuple[str, ...]]:
-    """The control channel takes the head's port, unless the program itself waits there: then the next one."""
+    """Chooses the port of the control channel: the head's, or the next one if the program listens there."""
     if topology.nodes == 1 or not own:
         return topology, ()
     theirs = int(job.port.text) if job.port is not None and job.port.text.isdigit() else None
@@ -304,13 +304,13 @@ def _ports(
         and request.head.endswith(str(theirs))
     ):
         raise UsageError.of(
-            f"--head {request.head} and {origin} {theirs} want the same port",
+            f"--head {request.head} and {origin} {theirs} use the same port",
             where="command line",
-            why="the fronts speak to each other before and while the program does",
+            why="the fronts communicate before and while the program does",
             fix=f"--head {topology.head_host}:{theirs + 1}",
         )
     port = theirs + 1 if theirs < 65_535 else DEFAULT_PORT
-    note = f"the program meets at port {theirs} itself ({origin}); the fronts take {port}"
+    note = f"the program uses port {theirs} itself ({origin}); the fronts use {port}"
     return replace(topology, head_port=port), (note,)
 
 
@@ -319,11 +319,11 @@ _OURS = ("UNISONO_TOKEN", "UNISONO_GUARD")
 
 @dataclass(frozen=True)
 class ProgramEnvironment:
-    """What the program is started with.
+    """The environment that the program is started with.
 
     Attributes:
-        environment: all of it.
-        notes: what was set that a person may want to know.
+        environment: all variables.
+        notes: about variables that were set, to show.
     """
 
     environment: dict[str, str]
@@ -345,13 +345,13 @@ def build_environment(
         shape: of the job.
         environment: of this process.
         guard_file: of the border.
-        store: of several nodes: where torch's store will be, on node 0.
+        store: address of torch's store on node 0; None for one node.
     """
     found = {name: value for name, value in environment.items() if name not in _OURS}
     notes: list[str] = []
     deaf = why_deaf(request.words)
     if deaf is not None:
-        notes.append(f"{deaf}: of its ranks only deaths are seen")
+        notes.append(f"{deaf}: only deaths of its ranks are detected")
     found = injected(found, guard_file)
     topology = shape.topology
     if request.devices is not None:
@@ -382,6 +382,6 @@ def build_environment(
     if shape.command.kind == "llamafactory" and found.get("FORCE_TORCHRUN", "") not in ("1", "true", "True"):
         found["FORCE_TORCHRUN"] = "1"
         notes.append(
-            "FORCE_TORCHRUN=1 is set: with one device LLaMA-Factory would train on each node by itself"
+            "FORCE_TORCHRUN=1 is set: with one device, LLaMA-Factory would train on each node separately"
         )
     return ProgramEnvironment(found, tuple(notes))

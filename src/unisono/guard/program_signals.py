@@ -1,4 +1,4 @@
-"""The signals that the front gets: each goes on to the program, in order, as often as it comes; and how long it may take to end then."""
+"""Signals that the front gets and passes on to the program, and the deadline for its end after a signal."""
 
 import contextlib
 import os
@@ -10,7 +10,7 @@ from unisono.supervise.interrupts import AGAIN_AFTER_S, install_handlers
 from unisono.text import show_seconds
 
 GRACE_S = 40.0
-"""For a program to end after a signal. torchrun gives its ranks 30 s."""
+"""Grace period of a program after a signal. torchrun gives its ranks 30 s."""
 _AGAIN_S = 5.0
 
 _PASSED_ON = (
@@ -26,10 +26,10 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 class SignalQueue:
-    """While it is entered, signals are noted, and not acted upon.
+    """A context that records signals without acting on them.
 
     Attributes:
-        first: the first that asks to stop; None as long as none has come.
+        first: the first signal to stop; None as long as there is none.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class SignalQueue:
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
-            # Only the last lines are left then, and an impatient signal must not take the exit code.
+            # Only the last lines remain then, and an impatient signal must not change the exit code.
             signal.signal(
                 number, signal.SIG_IGN if self.first is not None and number in _STOP_SIGNALS else handler
             )
@@ -54,11 +54,11 @@ class SignalQueue:
         os.close(self._write)
 
     def fileno(self) -> int:
-        """Readable when a signal has come."""
+        """The file descriptor that is readable when a signal has come."""
         return self._read
 
     def take(self) -> list[signal.Signals]:
-        """Those that have come since the last call."""
+        """Signals since the last call."""
         with contextlib.suppress(BlockingIOError):
             os.read(self._read, 4096)
         received, self._received = self._received, []
@@ -74,18 +74,18 @@ class SignalQueue:
 
 
 class StopDeadline:
-    """How long the program may take to end, once a signal has asked for it on some node. No clock of its own.
+    """The deadline for the program's end after a signal on any node. It has no clock.
 
     Attributes:
-        end_by: when it is killed, with all that it started, in the seconds of `ask`; None: nobody has asked.
-        late: what is to be said then.
+        end_by: when the program and its descendants are killed, by the clock of `take`; None: no signal yet.
+        late: the message for that moment.
     """
 
     def __init__(self, grace_s: float = GRACE_S) -> None:
-        """Waits for the first signal.
+        """Starts without a signal.
 
         Args:
-            grace_s: how long the program has after it.
+            grace_s: how long the program has after the first signal.
         """
         self.end_by: float | None = None
         self.late = ""
@@ -94,15 +94,15 @@ class StopDeadline:
         self._last: dict[int, float] = {}
 
     def take(self, number: signal.Signals, node_rank: int, now: float) -> str | None:
-        """Takes one signal; gives what is to be said of it, None for one that changes nothing.
+        """Takes a signal; gives the message about it, None if it changes nothing.
 
-        Schedulers signal every node, and every process of it: as in supervise.interrupts, a second signal is one that comes to the same node
-        a second later.
+        Schedulers signal every node and all its processes: as in supervise.interrupts, a second signal counts if it comes to the same node
+        at least a second later.
 
         Args:
             number: the signal.
-            node_rank: whose front got it.
-            now: seconds of any steady clock.
+            node_rank: of the front that got it.
+            now: seconds of any monotonic clock.
         """
         if number not in _STOP_SIGNALS or now - self._last.get(node_rank, -AGAIN_AFTER_S) < AGAIN_AFTER_S:
             return None
@@ -117,17 +117,15 @@ class StopDeadline:
         by = now + allowed_s
         self.end_by = by if self.end_by is None else min(self.end_by, by)
         name, patience = "Ctrl-C" if number is signal.SIGINT else number.name, show_seconds(allowed_s)
-        self.late = (
-            f"the program has not ended {patience} after {name}: it is killed, with all that it started"
-        )
+        self.late = f"the program has not ended {patience} after {name}: killing it and its child processes"
         if self._times == 1:
             again = show_seconds(min(self._grace_s, _AGAIN_S))
             return (
-                f"{name} is passed on to the program, which has {patience} (--grace) to end; then it is killed, with all that it started"
+                f"{name} was passed on to the program, which has {patience} (--grace) to end before it is killed with its child processes"
                 f" ({name} again: after {again})"
             )
         return (
-            f"{name} again: the program is killed after {patience}, with all that it started"
+            f"{name} again: the program and its child processes are killed after {patience}"
             if allowed_s
             else None
         )

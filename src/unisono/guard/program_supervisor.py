@@ -1,4 +1,4 @@
-"""What the head makes of what all nodes tell of a guarded program: who disagrees, who died first, when it is over."""
+"""Supervises a guarded program on the head, from the news of all nodes: disagreements, failures, stalls, its end."""
 
 import signal
 import time
@@ -30,7 +30,7 @@ from unisono.watch import Look
 
 @dataclass(frozen=True)
 class ProgramJob:
-    """Who takes part, as far as it is known; ranks that have not been heard of are there without a place."""
+    """The job as far as it is known; ranks that have not registered have a placeholder."""
 
     nodes: Sequence[NodePlace]
     ranks: Sequence[RankPlace]
@@ -47,14 +47,14 @@ class ProgramJob:
 
 
 _POLL_S = 0.1
-_PROGRAM_ENDS_S = 8.0  # for the program to say and do by itself what it does when a rank is gone
-_OTHER_NODES_S = 10.0  # for programs on other nodes, when one has ended badly
+_PROGRAM_ENDS_S = 8.0  # for the program to report and handle the loss of a rank by itself
+_OTHER_NODES_S = 10.0  # for the program on other nodes, after it failed on one
 _ENDING_S = 30.0
 _LEFT_EARLY_S = 3.0
-_RESTART_S = 120.0  # for a launcher to start its ranks anew; torchrun alone gives the old ones 30 s
-_UNSEEN_S = 60.0  # a rank is one once it has loaded torch, which takes long where files come over a network
+_RESTART_S = 120.0  # for a launcher to restart its ranks; torchrun alone gives the old ones 30 s
+_UNSEEN_S = 60.0  # a rank registers after it has loaded torch, which is slow over a network file system
 _UNKNOWN_DEVICE = DeviceChoice(kind="cpu", name="unknown", memory_bytes=0, bfloat16=False)
-NO_RANK_SEEN = f"no rank has told of itself in {_UNSEEN_S:.0f} s: until one does, only deaths are seen"
+NO_RANK_SEEN = f"no rank has registered within {_UNSEEN_S:.0f} s: until one does, only deaths are detected"
 
 
 @dataclass
@@ -62,28 +62,27 @@ class ProgramSupervisor:
     """The head of a guarded program, from its start on every node to its end.
 
     Attributes:
-        local: this node.
-        nodes: all of them.
+        local: the program on this node.
+        nodes: of the job.
         reports: of all nodes; empty for one node.
-        server: the other nodes; None where there are none.
-        show: sees notes, warnings and the verdict.
+        server: connections of the other nodes; None for one node.
+        show: gets notes, warnings and the verdict.
         uneven: whether nodes may have unequal numbers of ranks.
-        restarts: how often the program's launcher starts its ranks anew by itself.
-        store_host: where node 0 is reached.
+        restarts: how often the program's launcher restarts its ranks by itself.
+        store_host: the address of node 0.
         join_timeout_s: how long launchers wait for each other.
-        only_launchers: it is over once these agree, or do not.
-        verdict: once there is one.
-        exit_code: that goes with it.
-        programs: how the program ended, by node.
-        gone_wrong: how it ended on the first node on which it did not end well; None: on none.
-        framework: that the program trains with, once it has made a step; empty: not known.
-        stop_signal: the first signal that some front got.
-        agreements: what came of comparing what was brought.
-        raw: what was gathered of ranks, where the watch ended them.
-        looks: the same.
-        last_death: of a rank, after which the launcher was to start the ranks anew.
-        stopping: how long the program may take to end after a signal.
-        each_poll: called some times a second while the program runs.
+        only_launchers: whether supervision ends with the comparison of the launchers.
+        verdict: None as long as there is none.
+        programs: return codes of the program, by node.
+        gone_wrong: the first bad end of the program on a node; None: there is none.
+        framework: that the program trains with, known after its first step; empty: unknown.
+        stop_signal: the first signal that a front got.
+        agreements: results of all comparisons.
+        raw: unparsed evidence of the ranks, once there is a verdict.
+        looks: parsed evidence of the ranks, once there is a verdict.
+        last_death: the verdict on a rank after whose end the launcher may restart the ranks.
+        stopping: the deadline for the program's end after a signal.
+        each_poll: called a few times a second while the program runs.
     """
 
     local: LocalProgram
@@ -127,7 +126,7 @@ class ProgramSupervisor:
         self._facts = LauncherFacts(self.nodes, self.reports, self.uneven, self.store_host)
 
     def run(self) -> None:
-        """Until the program has ended on every node that is still there."""
+        """Runs until the program has ended on every connected node."""
         try:
             while not self._is_over():
                 self._receive(_POLL_S)
@@ -147,7 +146,7 @@ class ProgramSupervisor:
             return True
         return self._end_by is not None and time.monotonic() > self._end_by + _ENDING_S
 
-    # --- hearing
+    # --- news of the nodes
 
     def _receive(self, timeout_s: float) -> None:
         also = [self.server.fileno()] if self.server is not None else []
@@ -184,12 +183,12 @@ class ProgramSupervisor:
                 self._take_program(node_rank, int(message["returncode"]), message)
             case "asked":
                 self._take_signal(node_rank, signal.Signals[str(message["signal"])])
-            case "refused" if self.verdict is None:  # it could not start the program after all
+            case "refused" if self.verdict is None:  # it could not start the program
                 self._name(node_refused(node_rank, self.nodes[node_rank].host, message), end_in_s=0.0)
             case "beats" | "looked" if self._stall_monitor is not None:
                 self._stall_monitor.on_message(node_rank, message)
             case _:
-                pass  # a newer node says more
+                pass  # a newer version sends more
 
     def _take_ranks(self, node_rank: int, message: Message) -> None:
         attempt = int(message["attempt"])
@@ -211,9 +210,9 @@ class ProgramSupervisor:
             self._stall_monitor = StallMonitor(self.job, self._monitor, self.server, self.show)
 
     def _restart_ranks(self, attempt: int) -> None:
-        """The program's launcher has started its ranks anew, or the program its next launcher: what was found of those before is history."""
+        """Forgets the previous ranks, after the launcher has restarted them or the program has started its next launcher."""
         if self._attempt or self._places:
-            self._say(f"the program has started its ranks anew, or others (start {attempt + 1})")
+            self._say(f"the program has restarted its ranks (start {attempt + 1})")
         self._attempt = attempt
         self._places.clear()
         self._failures.restart()
@@ -233,13 +232,13 @@ class ProgramSupervisor:
         elif (
             message["kind"] == "refused" and isinstance(message.get("verdict"), dict) and self.verdict is None
         ):
-            # A callback has compared the ranks by itself: all of them have these words, and end by them.
+            # A callback has compared the ranks by itself: all of them have this verdict, and end with it.
             self._name(Verdict.from_json(message["verdict"]), end_in_s=_PROGRAM_ENDS_S)
 
     def _take_end(self, end: RankEnd) -> None:
-        if end.ended_by_us == UNKNOWN_END:  # neither well nor badly: others' ends will tell
+        if end.ended_by_us == UNKNOWN_END:  # neither a success nor a failure
             return
-        if not self._ended_all:  # by us, on every node
+        if not self._ended_all:  # else we ended it
             self._failures.rank_ended(end, now=time.monotonic())
 
     def _take_program(self, node_rank: int, returncode: int, message: Message) -> None:
@@ -267,10 +266,10 @@ class ProgramSupervisor:
                 if node.node_rank != node_rank:
                     self._send(node.node_rank, {"kind": "stop", "signal": number.name})
 
-    # --- agreements
+    # --- comparisons
 
     def _take_facts(self, node_rank: int, message: Message) -> None:
-        if message["name"] == LAUNCHER:  # one that the program starts by itself has its own --max-restarts
+        if message["name"] == LAUNCHER:  # a launcher that the program starts has its own --max-restarts
             self.restarts = max(self.restarts, int(message["own"].get("max_restarts", 0)))
         compared = self._facts.take(node_rank, message, now=time.monotonic())
         if compared is None:
@@ -291,11 +290,11 @@ class ProgramSupervisor:
             if waiting.name == LAUNCHER and waiting.since_s > self.join_timeout_s and self.verdict is None:
                 self._name(waiting.verdict, end_in_s=0.0)
 
-    # --- judging
+    # --- verdicts
 
     @property
     def job(self) -> ProgramJob:
-        """As far as it is known."""
+        """The job as far as it is known."""
         host = self.nodes[0].host
         ranks = [
             self._places.get(rank)
@@ -322,7 +321,7 @@ class ProgramSupervisor:
             self._name(found, end_in_s=0.0)
 
     def _if_lasting(self, found: Verdict | None, now: float) -> Verdict | None:
-        """Ranks of somebody else's program leave one by one, as they like: that one has left counts once the others still wait later."""
+        """The verdict, unless it is about ranks that left early and is new: ranks of a guarded program may exit one by one."""
         if found is None or not self._has_left(found):
             self._early_since = None
             return found
@@ -330,14 +329,14 @@ class ProgramSupervisor:
         return found if now - self._early_since >= _LEFT_EARLY_S else None
 
     def _has_left(self, found: Verdict) -> bool:
-        """Whether the ranks that are named have said their last word; those that wait in another collective than the rest have not."""
+        """Whether the verdict's ranks have left with a result, instead of waiting in a different collective."""
         views = self._stall_monitor.picture.views if self._stall_monitor is not None else {}
         return found.cause == "unequal_steps" and any(
             rank in views and views[rank].told_result for rank in found.ranks
         )
 
     def _gather(self) -> None:
-        """Keeps what a verdict can cite, while it is there."""
+        """Keeps the evidence for a verdict, as long as it exists."""
         if self._stall_monitor is not None:
             self.raw = self._stall_monitor.raw()
             self.looks = dict(self._stall_monitor.picture.looks)
@@ -362,7 +361,7 @@ class ProgramSupervisor:
                 self._send(node.node_rank, {"kind": "end"})
 
     def _decide_at_the_end(self) -> None:
-        """Names a rank that left while others counted on it, where all of it went so fast that nothing was named: what is printed does not say so."""
+        """Gives the verdict on a rank that left while others needed it, if the program ended before one was due: its output does not show that."""
         failures = self._failures
         if failures.first_at is None or failures.lost or not self._is_undecided:
             return
@@ -372,7 +371,7 @@ class ProgramSupervisor:
             self._name(name_death(culprit, self.job, after_s=after_s), end_in_s=0.0)
 
     def _may_restart(self, now: float) -> bool:
-        """Whether the program's launchers are all there, and still have time to start the ranks anew by themselves."""
+        """Whether the program's launchers all run, and still have time to restart the ranks by themselves."""
         assert self._failures.first_at is not None
         return (
             self.restarts > 0
@@ -391,7 +390,7 @@ class ProgramSupervisor:
             return None
         picture = self._stall_monitor.picture if self._stall_monitor is not None else None
         after_s = round(now - self._failures.first_at, 3)
-        # Without a culprit, what was printed may say more; it is read at the end.
+        # Without a culprit, the program's output is read at the end, and may show more.
         return name_failure(decision, self.job, after_s=after_s, seen=picture)
 
     def _name(self, verdict: Verdict, *, end_in_s: float) -> None:
@@ -402,18 +401,18 @@ class ProgramSupervisor:
         self._end_by = min(self._end_by or float("inf"), time.monotonic() + end_in_s)
 
     def _warn_once(self, verdict: Verdict) -> None:
-        """The launcher will start the ranks anew by itself, if it can."""
+        """Warns of a failure after which the launcher may restart the ranks."""
         if verdict.summary in self._shown_once:
             return
         self._shown_once.add(verdict.summary)
-        text = f"{verdict.summary}; its launcher may start the ranks anew (--max-restarts)"
+        text = f"{verdict.summary}; its launcher may restart the ranks (--max-restarts)"
         self._warn(verdict.cause, text)
         self.last_death = verdict
 
     def _warn(self, code: str, text: str) -> None:
         self.show({"kind": "warning", "time": time.time(), "code": code, "text": text, "fix": ""})
 
-    # --- telling
+    # --- messages
 
     def _send(self, node_rank: int, message: Message) -> None:
         if node_rank == 0:

@@ -1,14 +1,14 @@
-"""A small process between the front and the program: it starts the program, passes on what it prints, and leaves nothing of it behind.
+"""A small process between the front and the program: it starts the program, passes on its output, and leaves nothing of it behind.
 
-    python -I …/keeper.py SETTINGS-FD     started by the front; the program is its child, and what the program leaves behind becomes so
+    python -I …/subreaper.py SETTINGS-FD     started by the front; the program is its child, and adopted processes become its children
 
-It exists for three things that the front cannot do itself. It outlives a front that is killed by SIGKILL, ends the program's whole tree then,
-and removes the folder of the border. It adopts processes that the program leaves behind (a subreaper). And it writes the log, so that a disk
-that hangs holds up neither the front nor what the program prints.
+It does three things that the front cannot do itself. It outlives a front that is killed by SIGKILL, then ends the program's process tree and
+removes the border's folder. It adopts processes that the program leaves behind. And it writes the log, so a disk that hangs blocks neither
+the front nor the program's output.
 
-The front writes lines to its stdin: `signal N` (as a terminal or `kill` would send it), `end` (all of it, at once). End of file is the front's death. It
-answers on the descriptor of its settings' `report`: `started PID`, `gone RETURNCODE` once the program itself has ended, `left N` for processes
-that had outlived it, and `ended RETURNCODE` when all of them have ended. Standard library only: it starts in some 50 ms.
+The front writes lines to its stdin: `signal N` (like a terminal or `kill`), `end` (all processes, at once). End of file means that the front
+has died. It answers on the descriptor `report` of its settings: `started PID`, `gone RETURNCODE` once the program itself has ended, `left N`
+for processes that outlived it, and `ended RETURNCODE` when all have ended. Standard library only: it starts in about 50 ms.
 """
 
 import contextlib
@@ -32,17 +32,23 @@ from typing import Any
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _CHUNK_BYTES = 1 << 16
-_MOST_UNWRITTEN = 1024  # chunks for the log; where the disk hangs, what is more is left out of it, and said
-_LOOK_S = 1.0  # for whether the log is still there
+_MOST_UNWRITTEN = (
+    1024  # chunks for the log; if the disk hangs, further output is left out of the log, with a note
+)
+_LOOK_S = 1.0  # between checks that the log still exists
 _OUTPUT_S = 5.0  # after the program's end: for processes that still hold its output open
-_SEEN_S = 1.0  # for the front to see which ranks had ended before the program: those that are left end by our signals
-_PATIENCE_S = 3.0  # for what has outlived a program that ended by itself, as a tracker that still sends
+_SEEN_S = (
+    1.0  # for the front to see which ranks ended before the program; the remaining ones end by our signals
+)
+_PATIENCE_S = (
+    3.0  # for processes that outlive a program which ended by itself, e.g. a tracker that still sends
+)
 _ENDING_S = 10.0
-_OF_TERMINALS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # these go to the whole group
+_OF_TERMINALS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # sent to the whole group
 
 
 class _Log:
-    """Keeps what the program prints, in a thread of its own."""
+    """Writes the program's output to its log, in a separate thread."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -72,7 +78,7 @@ class _Log:
             fd = -1
         looked = time.monotonic()
         while (data := self._chunks.get()) is not None:
-            with contextlib.suppress(OSError):  # a full disk: the program's output itself passes on
+            with contextlib.suppress(OSError):  # e.g. a full disk; the output itself is still passed on
                 while fd >= 0 and data:
                     data = data[os.write(fd, data) :]
             if fd >= 0 and time.monotonic() - looked > _LOOK_S:
@@ -84,7 +90,7 @@ class _Log:
         return os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | more, 0o600)
 
     def _followed(self, fd: int) -> int:
-        """The log, with all that was written, at its path again, where it was removed with its directory and the front has made that again."""
+        """Writes the whole log to its path again, if it was removed with its directory and the front has made that again."""
         try:
             Path(self._path).stat()
         except FileNotFoundError:
@@ -100,7 +106,7 @@ class _Log:
 
 
 class _StreamCopy(threading.Thread):
-    """Passes on one stream of the program, byte by byte as it comes."""
+    """Passes on one stream of the program as it comes."""
 
     def __init__(self, source: int, target: int, log: _Log) -> None:
         super().__init__(daemon=True)
@@ -118,12 +124,12 @@ class _StreamCopy(threading.Thread):
             while data and self._target >= 0:
                 try:
                     data = data[os.write(self._target, data) :]
-                except OSError:  # whoever read is gone; the log is kept on
+                except OSError:  # the reader is gone; the log continues
                     self._target = -1
 
 
 def _channel(target: int) -> tuple[int, int]:
-    """(what the program writes to, where we read): a terminal of its own where `target` is one, else a pipe."""
+    """The write end for the program and our read end: of a terminal if `target` is one, else of a pipe."""
     if not os.isatty(target):
         read_end, write_end = os.pipe()
         return write_end, read_end
@@ -137,7 +143,7 @@ def _channel(target: int) -> tuple[int, int]:
 
 
 def _is_same(one: int, other: int) -> bool:
-    """Whether both descriptors are one file: then one stream carries both, so that lines stay in order."""
+    """Whether both descriptors are the same file: then one stream carries both, so lines stay in order."""
     a, b = os.fstat(one), os.fstat(other)
     return (a.st_dev, a.st_ino) == (b.st_dev, b.st_ino)
 
@@ -176,7 +182,7 @@ class Subreaper:
         self._say(f"started {self._program.pid}")
 
     def run(self) -> None:
-        """Until the program, and all that it started, has ended."""
+        """Runs until the program and its descendants have ended."""
         pidfd = os.pidfd_open(self._program.pid)
         rest = b""
         ending_now = False
@@ -204,7 +210,7 @@ class Subreaper:
         self._say(f"ended {code}")
 
     def _obey(self, line: bytes) -> bool:
-        """Carries out one line; whether it is the end."""
+        """Carries out one line of the front; whether it is `end`."""
         word, _, number = line.partition(b" ")
         if word == b"signal":
             send = os.killpg if int(number) in _OF_TERMINALS else os.kill
@@ -213,10 +219,10 @@ class Subreaper:
         return word == b"end"
 
     def _end_tree(self, *, patience_s: float) -> int:
-        """Ends what lives below this process; gives how many were found beside the program. What is orphaned comes to us, so none escapes.
+        """Ends all descendants of this process; gives their number without the program. Orphans become our children, so none escapes.
 
         Args:
-            patience_s: how long those that are asked by SIGTERM may take; 0: they are not asked.
+            patience_s: how long they have after SIGTERM; 0: no SIGTERM is sent.
         """
         found: set[int] = set()
         began = time.monotonic()
@@ -236,7 +242,7 @@ class Subreaper:
         return len(found - {self._program.pid})
 
     def _reap(self) -> None:
-        """Takes the exit status of adopted children; that of the program is kept."""
+        """Reaps adopted children, but keeps the program's exit status."""
         self._program.poll()
         if self._program.returncode is None:
             return
@@ -249,7 +255,7 @@ class Subreaper:
             os.write(self._report, line.encode() + b"\n")
 
     def outlast_front(self) -> None:
-        """Waits until the front has read the ranks' last words, which are in the border's folder: it closes our stdin then, or has died."""
+        """Waits until the front has read the ranks' final messages in the border's folder: it then closes our stdin, or has died."""
         with contextlib.suppress(OSError):
             while os.read(0, _CHUNK_BYTES):
                 pass
@@ -261,7 +267,7 @@ class Subreaper:
 
 
 def _hold(folder: str) -> int | None:
-    """Holds the border's folder, as unisono.guard.border_directory has it: until this process ends, no other front takes it for one that was left."""
+    """Locks the border's folder, like unisono.guard.border_directory: until this process ends, no other front removes it as unused."""
     if not folder:
         return None
     try:
@@ -273,9 +279,9 @@ def _hold(folder: str) -> int | None:
 
 
 def _descendants(pid: int) -> list[int]:
-    """All processes below one."""
+    """All descendants of a process."""
     parents: dict[int, list[int]] = {}
-    for entry in os.listdir("/proc"):  # noqa: PTH208 - of names alone
+    for entry in os.listdir("/proc"):  # noqa: PTH208 - only names
         if entry.isdigit():
             with contextlib.suppress(OSError):
                 stat = Path("/proc", entry, "stat").read_text(encoding="utf-8", errors="replace")
@@ -297,7 +303,7 @@ def _is_dead(pid: int) -> bool:
 
 
 def _ignore(_number: int, _frame: object) -> None:
-    """The front decides what reaches the program."""
+    """Ignores a signal: the front decides what reaches the program."""
 
 
 def _prctl(option: int, value: int) -> None:
@@ -309,13 +315,13 @@ def _die_with_parent() -> None:
 
 
 def main() -> None:
-    """Reads its settings, and keeps the program until its end."""
+    """Reads the settings, and runs the program to its end."""
     with os.fdopen(int(sys.argv[1]), encoding="utf-8") as file:
         settings = json.load(file)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # what nohup ignores the program ignores, too
-            signal.signal(number, _ignore)  # and not ignored: the program would inherit that
+        if signal.getsignal(number) is not signal.SIG_IGN:  # what nohup ignores, the program ignores too
+            signal.signal(number, _ignore)  # not SIG_IGN, which the program would inherit
     subreaper = None
     try:
         subreaper = Subreaper(settings, settings["environment"])

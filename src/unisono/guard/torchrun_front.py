@@ -1,8 +1,8 @@
-"""A front for a torchrun that was started by hand: it holds the meeting of the nodes, answers torchrun, and ends.
+"""A front for a torchrun that was started by hand: it joins the nodes' meeting, answers torchrun, and exits.
 
-    python -m unisono.guard.torchrun_front      started by integrations.torchrun_handler, which gives a line of settings on stdin
+    python -m unisono.guard.torchrun_front      started by integrations.torchrun_handler, which sends a line of settings on stdin
 
-It prints the path of the border's guard.json on stdout, and on stderr what a front of `unisono run` would say.
+It prints the path of the border's guard.json on stdout, and messages like those of `unisono run` on stderr.
 """
 
 import json
@@ -38,11 +38,11 @@ from unisono.rendezvous.member_side import attend_meeting
 from unisono.rendezvous.party import ChannelFacts, MakeReport, Party
 from unisono.text import one_line
 
-_ANSWER_READ_S = 60.0  # it looks 50 times a second, on a machine that may have much to do
+_ANSWER_READ_S = 60.0  # it polls 50 times a second, on a possibly loaded machine
 
 
 def main() -> int:
-    """Reads the settings, and agrees."""
+    """Reads the settings and compares the nodes; gives the exit code."""
     settings = json.loads(sys.stdin.readline())
     try:
         return _TorchrunFront.of(settings).run()
@@ -183,13 +183,13 @@ class _TorchrunFront:
 
 
 def _wait_for_reader(folder: Path) -> None:
-    """torchrun closes our stdin once it has read its answer, which is gone with the border."""
+    """Waits until torchrun has read its answer and closes our stdin: the answer is removed with the border."""
     if any(folder.glob("answer-*.json")):
         select.select([sys.stdin], [], [], _ANSWER_READ_S)
 
 
 def _show(message: Message) -> None:
-    """As `unisono run` does, in lines on stderr."""
+    """Shows a message on stderr, like `unisono run`."""
     match message["kind"]:
         case "note":
             _print(f"unisono: {one_line(str(message['text']))}")
