@@ -38,14 +38,14 @@ def test_what_makes_another_run_is_refused_at_once_and_typing_what_it_says_goes_
     done = died.run(*asked)
     assert done.returncode == 2
     first, *rest = errors(done.stderr)
-    assert "would become another one: 2 changes" in first
+    assert "would become a different one: 2 changes" in first
     assert rest == [
         "error: optim.lr is 0.001, and was 0.0002: updates are larger or smaller from here on",
-        "error: seed is 4, and was 0: order, dropout and a split-off evaluation are drawn anew: rows of this epoch come twice or not"
-        " at all, and rows that are evaluated may have been learnt",
+        "error: seed is 4, and was 0: order, dropout and the evaluation split are drawn again: rows of this epoch may be repeated or"
+        " skipped, and evaluation rows may have been trained on",
     ]  # fmt: skip
     assert contents(died.out) == before, "nothing is touched"
-    typed = done.stderr.partition("pass ")[2].partition(" to go on")[0].split()
+    typed = done.stderr.partition("pass ")[2].partition(" to resume")[0].split()
     assert typed == ["--allow", "optim.lr", "--allow", "seed"]
     assert died.run(*asked, "--dry-run").returncode == 2
     again = died.run(*asked, *typed)
@@ -90,10 +90,10 @@ def test_what_costs_only_exactness_goes_on_with_a_line_that_says_why(died: Any) 
     done = died.run("batch.micro=2", "memory.gradient_checkpointing=true", "eval.every=5 steps")
     assert done.returncode == 0, done.stderr
     told = {line.partition(" ")[0]: line for line in warnings(done.stderr)}
-    assert "sums are cut up among the threads" in told["threads"]
-    assert "set OMP_NUM_THREADS=1 to have the same again" in told["threads"]
-    assert "sums are taken over other groups of sequences" in told["micro_batch"]
-    assert "activations are computed at other times" in told["gradient_checkpointing"]
+    assert "sums are split among the threads" in told["threads"]
+    assert "set OMP_NUM_THREADS=1 to restore it" in told["threads"]
+    assert "sums are over different groups of sequences" in told["micro_batch"]
+    assert "activations are computed at different times" in told["gradient_checkpointing"]
     assert "training does not" in told["eval.every"]
     assert "losses may not be bit-exact" in told["torch"]
 
@@ -104,7 +104,7 @@ def test_another_number_of_ranks_says_on_the_first_screen_what_is_the_same_and_w
     (line,) = [line for line in warnings(done.stdout) if line.startswith("world_size")]
     assert line == (
         "world_size is 2, and was 1: the same rows in the same order; losses agree to rounding, not bit-exactly: "
-        "sums over the ranks are taken in another order"
+        "sums over the ranks have a different order"
     )
     cut = died.run("--nproc", "2", "parallel.strategy=fsdp", "--dry-run")
     assert "strategy is fsdp, and was single: the same rows in the same order" in cut.stdout
@@ -139,7 +139,7 @@ def test_data_model_and_tokenizer_that_changed_are_refused_together_and_each_can
     again = finished.train(*LONGER, "--allow", "model", "--allow", "tokenizer", "--allow", "data")
     assert again.returncode == 0, again.stderr
     told = "\n".join(warnings(again.stderr))
-    assert "the adapter goes on upon weights that it was not trained on" in told
+    assert "the adapter would continue on weights that it was not trained on" in told
     assert "the same text becomes other tokens than those that were learnt" in told
     assert "24 sequences are seen" in told
     assert len(finished.losses()) == 5
@@ -201,7 +201,7 @@ def test_of_several_nodes_the_head_decides_and_the_others_need_no_allow(
         other = job.start(1, *longer, "--allow", "optim.lr", json=False)
         assert (head.wait(), other.wait()) == (2, 3), head.text() + other.text()
         assert "optim.lr is 0.001, and was 0.01" in head.text()
-        assert "pass --allow optim.lr to go on" in head.text()
+        assert "pass --allow optim.lr to resume" in head.text()
         assert "node 0" in other.text()
         assert "--allow optim.lr" in other.text()
         _all_well(job, [(*longer, "--allow", "optim.lr"), longer])

@@ -126,17 +126,17 @@ def test_other_rows_say_exactly_where_the_run_goes_on_in_them() -> None:
     assert (found.name, found.before, found.after) == ("data", "r1", "r2")
     assert "(files changed)" in found.text
     assert (
-        "80 sequences are seen; the order of an epoch is drawn anew for 30 sequences (they were 40)"
+        "80 sequences are done; the order of an epoch is drawn anew for 30 sequences (they were 40)"
         in found.text
     )
-    assert "goes on at place 21 of epoch 3" in found.text
+    assert "continues at position 21 of epoch 3" in found.text
     assert "no longer make whole epochs" in found.text
 
 
 def test_a_split_off_evaluation_may_have_been_learnt() -> None:
     share = config(data={"train": "rows.jsonl", "eval": 0.1})
     found = changed(plan(config=share), plan(config=share, data__rows_digest="r2", data__files_digest="f2"))
-    assert "rows that are evaluated may have been learnt" in found[0].text
+    assert "evaluation rows may have been trained on" in found[0].text
 
 
 def test_the_tokenizer_has_its_own_name() -> None:
@@ -169,7 +169,7 @@ def test_a_plan_of_an_earlier_version_has_one_digest_for_rows_and_tokenizer() ->
 def test_another_model_says_what_the_weights_are_upon() -> None:
     (found,) = changed(PLAN, plan(model__digest="m2"))
     assert found.name == "model"
-    assert "the adapter goes on upon weights that it was not trained on" in found.text
+    assert "the adapter would continue on weights that it was not trained on" in found.text
     full = config(adapter=None)
     (found,) = changed(plan(config=full), plan(config=full, model__digest="m2"))
     assert "what is trained comes from the checkpoint" in found.text
@@ -181,7 +181,7 @@ def test_another_world_size_says_what_is_the_same_and_what_is_not_and_why() -> N
     assert (
         found.text
         == "world_size is 2, and was 1: the same rows in the same order; losses agree to rounding, not bit-exactly: "
-        "sums over the ranks are taken in another order"
+        "sums over the ranks have a different order"
     )
 
 
@@ -190,7 +190,7 @@ def test_another_strategy_is_told_beside_another_world_size_where_tensors_are_cu
     assert [finding.text.split()[0] for finding in two] == ["world_size", "strategy"]
     assert "parallel.strategy" not in two[1].text, "several ranks cannot be single"
     (one,) = changed(plan(world_size=2, strategy="ddp"), plan(world_size=2, strategy="fsdp"))
-    assert "set parallel.strategy to ddp to have the same again" in one.text
+    assert "set parallel.strategy to ddp to restore it" in one.text
 
 
 def test_with_dropout_another_world_size_agrees_in_the_mean_only() -> None:
@@ -205,7 +205,7 @@ def test_what_auto_came_to_counts_and_not_what_was_written() -> None:
     assert changed(PLAN, plan(config=written)) == []
     (found,) = changed(PLAN, plan(dtype="bfloat16"))
     assert (found.name, found.verdict) == ("model.dtype", "refused")
-    assert "set model.dtype to float32 to have the same again" in found.text
+    assert "set model.dtype to float32 to restore it" in found.text
 
 
 def test_on_a_gpu_it_is_said_that_nothing_is_bit_equal() -> None:
@@ -219,8 +219,8 @@ def test_what_costs_bit_equality_is_said_with_the_remedy() -> None:
     (found,) = changed(PLAN, plan(threads=4))
     assert (
         found.text
-        == "threads is 4, and was 2: losses agree to rounding, not bit-exactly: sums are cut up among the threads of a rank; "
-        "set OMP_NUM_THREADS=2 to have the same again"
+        == "threads is 4, and was 2: losses agree to rounding, not bit-exactly: sums are split among the threads of a rank; "
+        "set OMP_NUM_THREADS=2 to restore it"
     )
 
 
@@ -254,7 +254,7 @@ def test_everything_that_makes_another_run_is_refused_together(tmp_path: Path) -
     assert len(rest) == 2
     with pytest.raises(UsageError) as caught:
         start(tmp_path, after, "model")
-    assert "pass --allow data to go on" in caught.value.problems[0].fix
+    assert "pass --allow data to resume" in caught.value.problems[0].fix
 
 
 def test_what_was_allowed_is_kept_over_all_starts(tmp_path: Path) -> None:

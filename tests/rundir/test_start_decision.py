@@ -123,9 +123,9 @@ def test_settings_that_make_another_run_are_refused_a_line_each_with_what_to_typ
         _decide(root, resume=resume, optim={"lr": 1e-3}, seed=5, checkpoint={"keep": 9})
     first, *rest = caught.value.problems
     assert caught.value.exit_code == 2
-    assert "would become another one: 2 changes" in first.what
+    assert "would become a different one: 2 changes" in first.what
     assert "--allow optim.lr --allow seed" in first.fix
-    assert all(way in first.fix for way in ("put them back", "another output_dir", "out.old-1"))
+    assert all(way in first.fix for way in ("revert them", "another output_dir", "out.old-1"))
     assert [problem.what.partition(":")[0] for problem in rest] == [
         "optim.lr is 0.001, and was 0.0002",
         "seed is 5, and was 0",
@@ -140,7 +140,7 @@ def test_what_is_allowed_goes_on_and_the_rest_is_still_refused(tmp_path: Path) -
     assert _decide(root, allow=frozenset({"optim.lr", "seed"}), **asked).kind == "resume"
     with pytest.raises(UsageError) as caught:
         _decide(root, allow=frozenset({"seed"}), **asked)
-    assert "pass --allow optim.lr to go on" in caught.value.problems[0].fix
+    assert "pass --allow optim.lr to resume" in caught.value.problems[0].fix
     assert len(caught.value.problems) == 2
 
 
@@ -150,8 +150,8 @@ def test_what_the_checkpoint_cannot_follow_cannot_be_allowed(tmp_path: Path) -> 
     with pytest.raises(UsageError) as caught:
         _decide(root, batch={"global": 8}, seed=5, allow=frozenset({"batch.global"}))
     first, *rest = caught.value.problems
-    assert "put back batch.global, which cannot be allowed, and pass --allow seed for the rest" in first.fix
-    assert "rows would come twice or never" in rest[0].what
+    assert "revert batch.global, which cannot be allowed, and pass --allow seed for the rest" in first.fix
+    assert "rows would be repeated or skipped" in rest[0].what
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_another_config_may_be_tried_where_no_step_was_made(tmp_path: Path) -> N
     assert decision.run_id != "the-run"
     assert "before its first step" in decision.reason
     run.metrics.write_text('{"step": 1, "loss": 2.0}\n')
-    with pytest.raises(UsageError, match="another one"):
+    with pytest.raises(UsageError, match="a different one"):
         _decide(run.root, seed=1)
 
 
@@ -239,7 +239,7 @@ def test_fresh_is_a_new_run_whatever_was_there(outcome: str | None, tmp_path: Pa
     decision = _decide(root, fresh=True, seed=9)
     assert decision.kind == "fresh"
     assert decision.run_id != "the-run"
-    assert "set aside" in decision.reason
+    assert "is renamed" in decision.reason
 
 
 def test_setting_aside_renames_and_deletes_nothing(tmp_path: Path) -> None:
@@ -279,7 +279,7 @@ def test_a_directory_that_is_no_run_is_refused_and_never_renamed(
     root = tmp_path / "out"
     root.mkdir()
     (root / name).write_text(FOREIGN[name])
-    with pytest.raises(UsageError, match="is no run of unisono") as caught:
+    with pytest.raises(UsageError, match="is not a run of unisono") as caught:
         _decide(root, **flags)
     assert name in caught.value.problems[0].what
     assert caught.value.problems[0].fix
@@ -324,7 +324,7 @@ def test_an_output_dir_that_is_a_file_is_refused(tmp_path: Path) -> None:
 
 def test_a_link_that_leads_nowhere_is_refused(tmp_path: Path) -> None:
     (tmp_path / "out").symlink_to(tmp_path / "gone")
-    with pytest.raises(UsageError, match="leads nowhere"):
+    with pytest.raises(UsageError, match="is a broken link"):
         decide_start(RunDir(tmp_path / "out"), _config(tmp_path / "out"), resume=False, fresh=False)
 
 

@@ -214,7 +214,7 @@ def _strategies(given: PlanInputs) -> list[Strategy]:
         raise ConfigError.of(
             f"parallel.strategy is single, and there are {given.world_size} ranks",
             where="parallel.strategy",
-            why="one rank has nobody to share with",
+            why="a single rank has no peers",
             fix="pass --nproc 1, or set parallel.strategy to auto, ddp or fsdp",
         )
     if asked == "auto":  # muon needs full matrices, which fsdp shards
@@ -290,7 +290,7 @@ def _seldom_kept(config: RunConfig, data: DataSummary) -> list[str]:
         return []
     return [
         f"checkpoint.keep_every is {wanted} steps and checkpoint.every {every}: only at every {math.lcm(every, wanted)} steps"
-        " is there a checkpoint that stays for ever"
+        " is there a checkpoint to keep forever"
     ]
 
 

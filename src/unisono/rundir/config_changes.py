@@ -17,10 +17,10 @@ from unisono.text import nearest, one_line
 Kind = Literal["silent", "line", "decided", "contents", "meaning", "fixed"]
 
 NAMES = {
-    "data": "what the data files and the template hold",
-    "model": "what the model's files hold",
-    "tokenizer": "what the tokenizer's files hold",
-    "versions": "packages that make other rows of the same files",
+    "data": "the contents of the data files and the template",
+    "model": "the contents of the model's files",
+    "tokenizer": "the contents of the tokenizer's files",
+    "versions": "packages that produce different rows from the same files",
 }
 """Names that `--allow` accepts besides keys: contents that a key only refers to."""
 
@@ -50,37 +50,37 @@ _ROWS = Rule("contents", name="data")
 RULES: dict[str, Rule] = {
     "output_dir": Rule("silent"),  # the run was found in it: it was moved, or has a different path
     "reasons": Rule("silent"),  # comments on environment variables; no step depends on them
-    "restarts": Rule("line", "how often it goes on by itself, counted anew in each start; training does not change"),
-    "grace": Rule("line", "the time that a wish to stop leaves for the last checkpoint; training does not change"),
-    "watch": Rule("line", "when ranks are judged to stand still or to have drifted apart; training does not change"),
-    "track": Rule("line", "what is tracked begins or ends here"),
+    "restarts": Rule("line", "number of automatic restarts, counted again in each start; training does not change"),
+    "grace": Rule("line", "the time for the last checkpoint after a stop signal; training does not change"),
+    "watch": Rule("line", "when ranks count as hung or diverged; training does not change"),
+    "track": Rule("line", "tracking starts or stops here"),
     "duration": Rule("silent"),  # reported in the reason of the start
     "eval": Rule("line", _ONLY_MEASUREMENT),
     "eval.every": Rule("line", f"{_ONLY_MEASUREMENT}; eval.stop_after counts evaluations, not steps"),
-    "eval.stop_after": Rule("line", "the run may end at another step"),
-    "eval.exact_match": Rule("line", "there is no figure from before step 1 to compare with"),
+    "eval.stop_after": Rule("line", "the run may end at a different step"),
+    "eval.exact_match": Rule("line", "there is no value from before step 1 to compare with"),
     "checkpoint": Rule("line", "from here on; training does not change"),
-    "checkpoint.best": Rule("meaning", "another step's weights become the result"),
+    "checkpoint.best": Rule("meaning", "the weights of a different step become the result"),
     "parallel.strategy": Rule("decided"),
     "device": Rule("decided"),
     "model.dtype": Rule("decided"),
     "batch.micro": Rule("decided"),
     "memory.gradient_checkpointing": Rule("decided"),
-    "deterministic": Rule("line", "on a GPU bit-equality begins or ends here"),
+    "deterministic": Rule("line", "on a GPU, bit-exactness starts or ends here"),
     "model.path": Rule("contents", name="model"),
     "model.revision": Rule("contents", name="model"),
     "model.tokenizer": Rule("contents", name="tokenizer"),
-    "model.weights": Rule("meaning", "weights that are not trained are others"),
+    "model.weights": Rule("meaning", "weights that are not trained differ"),
     "model.resize_vocabulary": Rule("fixed", _TENSORS_DIFFER),
-    "model.trust_remote_code": Rule("meaning", "other code may compute the model"),
+    "model.trust_remote_code": Rule("meaning", "different code may compute the model"),
     "adapter": Rule("fixed", _TENSORS_DIFFER),
-    "adapter.kind": Rule("meaning", "the adapter's update is computed otherwise; dora has tensors that the others lack"),
+    "adapter.kind": Rule("meaning", "the adapter's update is computed differently; dora has tensors that the other kinds lack"),
     "adapter.rank": Rule("fixed", _TENSORS_DIFFER),
-    "adapter.alpha": Rule("meaning", "what the adapter has learnt weighs more or less at once"),
-    "adapter.dropout": Rule("meaning", "other inputs are dropped from here on"),
-    "adapter.targets": Rule("meaning", "other modules may be adapted, whose tensors the checkpoint lacks"),
-    "adapter.modules_to_save": Rule("meaning", "other modules may be trained, whose tensors the checkpoint lacks"),
-    "freeze": Rule("meaning", "other parameters may be trained, whose state the checkpoint lacks"),
+    "adapter.alpha": Rule("meaning", "the trained adapter is scaled differently at once"),
+    "adapter.dropout": Rule("meaning", "dropout differs from here on"),
+    "adapter.targets": Rule("meaning", "different modules may be adapted, whose tensors the checkpoint lacks"),
+    "adapter.modules_to_save": Rule("meaning", "different modules may be trained, whose tensors the checkpoint lacks"),
+    "freeze": Rule("meaning", "different parameters may be trained, whose state the checkpoint lacks"),
     "data.train": _ROWS,
     "data.eval": _ROWS,
     "data.format": _ROWS,
@@ -88,22 +88,22 @@ RULES: dict[str, Rule] = {
     "data.too_long": _ROWS,
     "data.on_bad_row": _ROWS,
     "data.check_template": _ROWS,
-    "data.max_length": Rule("meaning", "rows are cut and packed otherwise"),
-    "data.packing": Rule("meaning", "sequences are other rows together, and a step has other rows"),
-    "data.loss_on": Rule("meaning", "other tokens are learnt"),
-    "objective": Rule("meaning", "something else is learnt"),
-    "optim.kind": Rule("fixed", "the checkpoint has another optimizer's state"),
+    "data.max_length": Rule("meaning", "rows are truncated and packed differently"),
+    "data.packing": Rule("meaning", "sequences combine different rows, and a step has different rows"),
+    "data.loss_on": Rule("meaning", "the loss covers different tokens"),
+    "objective": Rule("meaning", "the objective is different"),
+    "optim.kind": Rule("fixed", "the checkpoint has the state of a different optimizer"),
     "optim.lr": Rule("meaning", "updates are larger or smaller from here on"),
     "optim.muon_lr": Rule("meaning", "updates are larger or smaller from here on"),
-    "optim.schedule": Rule("meaning", "the learning rate is another one from here on"),
-    "optim.warmup": Rule("meaning", "the learning rate is another one from here on"),
-    "optim.min_lr": Rule("meaning", "the learning rate is another one from here on"),
+    "optim.schedule": Rule("meaning", "the learning rate differs from here on"),
+    "optim.warmup": Rule("meaning", "the learning rate differs from here on"),
+    "optim.min_lr": Rule("meaning", "the learning rate differs from here on"),
     "optim.weight_decay": Rule("meaning", "weights are decayed more or less from here on"),
-    "optim.betas": Rule("meaning", "the moments forget faster or more slowly from here on"),
-    "optim.max_grad_norm": Rule("meaning", "gradients are clipped otherwise from here on"),
-    "batch.global": Rule("fixed", "the place in the data is counted in steps of the old size: rows would come twice or never"),
-    "seed": Rule("meaning", "order, dropout and a split-off evaluation are drawn anew: rows of this epoch come twice or not at all,"
-                 " and rows that are evaluated may have been learnt"),
+    "optim.betas": Rule("meaning", "the moments decay faster or slower from here on"),
+    "optim.max_grad_norm": Rule("meaning", "gradients are clipped differently from here on"),
+    "batch.global": Rule("fixed", "the position in the data is counted in steps of the old size: rows would be repeated or skipped"),
+    "seed": Rule("meaning", "order, dropout and the evaluation split are drawn again: rows of this epoch may be repeated or skipped,"
+                 " and evaluation rows may have been trained on"),
 }
 # fmt: on
 
@@ -113,7 +113,7 @@ def rule_of(key: str) -> Rule:
     place = key
     while place not in RULES and "." in place:
         place = place.rpartition(".")[0]
-    return RULES.get(place, Rule("meaning", "the run becomes another one"))
+    return RULES.get(place, Rule("meaning", "the run becomes a different one"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,15 +200,15 @@ def refusal(found: Sequence[ChangeFinding], *, root: str, aside: str) -> UsageEr
     fixed = [finding.name for finding in found if finding.verdict == "fixed"]
     flags = " ".join(f"--allow {finding.name}" for finding in found if finding.verdict != "fixed")
     if fixed:
-        way = f"put back {', '.join(fixed)}, which cannot be allowed" + (
+        way = f"revert {', '.join(fixed)}, which cannot be allowed" + (
             f", and pass {flags} for the rest" if flags else ""
         )
     else:
-        way = f"put {'it' if len(found) == 1 else 'them'} back, or pass {flags} to go on all the same"
+        way = f"revert {'it' if len(found) == 1 else 'them'}, or pass {flags} to resume anyway"
     headline = Problem(
-        f"the run in {root} would become another one: {len(found)} change{'s' if len(found) > 1 else ''}",
+        f"the run in {root} would become a different one: {len(found)} change{'s' if len(found) > 1 else ''}",
         "output_dir",
-        "what goes on means the same from its first step to its last",
+        "a resumed run must mean the same from its first step to its last",
         f"{way}, or set another output_dir, or pass --fresh: it renames the run there to {aside}",
     )
     return UsageError(headline, *(Problem(finding.text) for finding in found))

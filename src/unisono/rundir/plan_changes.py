@@ -48,14 +48,14 @@ class _Decided:
 
 # fmt: off
 _DECIDED = (
-    _Decided("dtype", "what is frozen is rounded otherwise, and so is what is computed", "set model.dtype to {0}", "model.dtype"),
-    _Decided("world_size", f"{_SAME_ROWS}: sums over the ranks are taken in another order"),
-    _Decided("strategy", f"{_SAME_ROWS}: gradients and norms are summed in other parts", "set parallel.strategy to {0}"),
-    _Decided("device.kind", f"{_ROUNDING}: it sums in another order", "set device to {0}"),
-    _Decided("device.name", f"{_ROUNDING}: it may sum in another order"),
-    _Decided("threads", f"{_ROUNDING}: sums are cut up among the threads of a rank", "set OMP_NUM_THREADS={0}"),
-    _Decided("micro_batch", f"{_SAME_ROWS}: sums are taken over other groups of sequences", "set batch.micro to {0}"),
-    _Decided("gradient_checkpointing", f"{_ROUNDING}: activations are computed at other times", "set memory.gradient_checkpointing to {0}"),
+    _Decided("dtype", "frozen weights and the computation are rounded differently", "set model.dtype to {0}", "model.dtype"),
+    _Decided("world_size", f"{_SAME_ROWS}: sums over the ranks have a different order"),
+    _Decided("strategy", f"{_SAME_ROWS}: gradients and norms are summed in different parts", "set parallel.strategy to {0}"),
+    _Decided("device.kind", f"{_ROUNDING}: it sums in a different order", "set device to {0}"),
+    _Decided("device.name", f"{_ROUNDING}: it may sum in a different order"),
+    _Decided("threads", f"{_ROUNDING}: sums are split among the threads of a rank", "set OMP_NUM_THREADS={0}"),
+    _Decided("micro_batch", f"{_SAME_ROWS}: sums are over different groups of sequences", "set batch.micro to {0}"),
+    _Decided("gradient_checkpointing", f"{_ROUNDING}: activations are computed at different times", "set memory.gradient_checkpointing to {0}"),
 )
 # fmt: on
 
@@ -143,7 +143,7 @@ def _model_findings(
     if old == new:
         return [ChangeFinding("", f"{change.values}: its files hold the same") for change in keys]
     means = (
-        "the adapter goes on upon weights that it was not trained on"
+        "the adapter would continue on weights that it was not trained on"
         if _at(after, "config.adapter") is not None
         else "what is trained comes from the checkpoint, what is frozen and config.json are others"
     )
@@ -206,9 +206,9 @@ def _effect_of_rows(before: dict[str, Any], after: dict[str, Any]) -> str:
             if old != new
             else f"the same for {new} sequences"
         )
-        text = f"{done} sequences are seen; the order of an epoch is {how}, and the run goes on at place {place + 1} of epoch {epoch + 1}; {text}"
+        text = f"{done} sequences are done; the order of an epoch is {how}, and the run continues at position {place + 1} of epoch {epoch + 1}; {text}"
     if isinstance(_at(after, "config.data.eval"), float):
-        text += "; rows that are evaluated may have been learnt"
+        text += "; evaluation rows may have been trained on"
     return text
 
 
@@ -227,7 +227,7 @@ def _decided_findings(before: dict[str, Any], after: dict[str, Any]) -> list[Cha
         if dropout and decided.place in ("world_size", "micro_batch"):
             text += f"; adapter.dropout is {dropout}, and other sequences share a forward: losses agree in the mean only"
         if decided.remedy and old != "single":  # possible with one rank only
-            text += f"; {decided.remedy.format(_plain(old))} to have the same again"
+            text += f"; {decided.remedy.format(_plain(old))} to restore it"
         found.append(ChangeFinding(decided.key, text, old, new, "refused" if decided.key else "line"))
     if _at(after, "device.kind") == "cuda" and not _at(after, "config.deterministic") and not differ:
         text = f"deterministic is false: on a GPU {_ROUNDING}, since its kernels sum in any order"

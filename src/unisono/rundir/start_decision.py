@@ -123,7 +123,7 @@ def refuse_if_shrunk(decision: StartDecision, *, done_steps: int, total_steps: i
         raise UsageError.of(
             f"the duration comes to {total_steps} steps, and {done} are done",
             where="duration",
-            why="a run goes on or grows; it cannot lose steps",
+            why="a run can be resumed or extended, but not lose steps",
             fix="give a longer duration, or another output_dir, or pass --fresh",
         )
 
@@ -146,7 +146,7 @@ def _check_place(root: Path) -> None:
         there = there.parent
     if not there.is_dir():
         raise UsageError.of(
-            f"{there} is a file" if there.exists() else f"{there} is a link that leads nowhere",
+            f"{there} is a file" if there.exists() else f"{there} is a broken link",
             where="output_dir",
             why=f"the run's directory would be {root}",
             fix="set output_dir to a directory, or to a path that does not exist",
@@ -196,7 +196,7 @@ def _refuse_foreign_files(run: RunDir) -> None:
         raise UsageError.of(
             f"{run.root} holds checkpoints, but no plan that can be read",
             where=str(run.plan),
-            why="without it nobody knows what the checkpoints are of",
+            why="without it the run of the checkpoints is unknown",
             fix=f"restore {run.plan.name}, or set another output_dir",
         )
     found = [
@@ -206,7 +206,7 @@ def _refuse_foreign_files(run: RunDir) -> None:
     ]
     if found:
         raise UsageError.of(
-            f"{run.root} is not empty, and is no run of unisono: it holds {_list_some(found)}",
+            f"{run.root} is not empty, and is not a run of unisono: it holds {_list_some(found)}",
             where="output_dir",
             why="nothing there is overwritten or renamed",
             fix="set output_dir to another directory",
@@ -250,7 +250,7 @@ def _has_checkpoints(run: RunDir) -> bool:
 
 def _why_fresh(run: RunDir, *, fresh: bool) -> str:
     if fresh:
-        return "fresh, as asked: the earlier run is set aside"
+        return "fresh, as requested: the earlier run is renamed"
     if run.config.exists() or run.data.exists():
         return "fresh: an earlier start ended before its plan was made"
     return "fresh"
@@ -337,7 +337,7 @@ def _config_of(run: RunDir, plan: dict[str, Any]) -> RunConfig:
             f"the run in {run.root} has a config that this version of unisono cannot read",
             where=str(run.plan),
             why=validation_words(error),
-            fix="go on with the version it was started with (environment.json), or set another output_dir, or pass --fresh",
+            fix="resume with the version that started it (environment.json), or set another output_dir, or pass --fresh",
         ) from error
 
 
