@@ -88,10 +88,10 @@ class Attribution:
 
     def events(self, log: Scanned) -> list[Event]:
         """The events of a log; those within a traceback belong to its process."""
-        told = [(trace, self._told(trace, log)) for trace in log.tracebacks[-_MOST_SPANS:]]
+        reported = [(trace, self._reported_origin(trace, log)) for trace in log.tracebacks[-_MOST_SPANS:]]
         spans = [
             (trace, who)
-            for trace, who in told
+            for trace, who in reported
             if trace.tabled or who.pid is not None or who != trace.event.who
         ]
         processes = {event.line: event.number("pid") for event in log.events if event.signature in _KERNELS}
@@ -105,7 +105,7 @@ class Attribution:
 
     def traces(self, log: Scanned) -> list[Traceback]:
         """The tracebacks of a log."""
-        return [self._trace(trace, self._told(trace, log)) for trace in log.tracebacks]
+        return [self._trace(trace, self._reported_origin(trace, log)) for trace in log.tracebacks]
 
     def exit(self, one: Exit) -> Exit:
         """The exit with its rank and its host."""
@@ -116,7 +116,7 @@ class Attribution:
             rank = self._global(one.local_rank, one.event.source)
         return replace(one, rank=rank, host=one.host or self._hosts.get(one.event.source))
 
-    def _told(self, trace: Traceback, log: Scanned) -> Origin:
+    def _reported_origin(self, trace: Traceback, log: Scanned) -> Origin:
         """The origin of a traceback, from the table that it is in, or from the line of the process that reports it."""
         who = trace.event.who
         if who.rank is not None or who.local_rank is not None or who.pid in self._pids:
@@ -253,10 +253,12 @@ def _member_hosts(logs: Sequence[Scanned]) -> dict[int, str]:
 
 
 def _node_of(log: Scanned) -> int | None:
-    told = [
+    reported = [
         event.number("node") for event in log.events if event.signature in ("lf_nodes", "deepspeed_nodes")
     ]
-    return told[-1] if told and len(set(told)) == 1 else log.who.node_rank if not told else None
+    return (
+        reported[-1] if reported and len(set(reported)) == 1 else log.who.node_rank if not reported else None
+    )
 
 
 def _host_of(log: Scanned) -> str | None:
@@ -327,8 +329,8 @@ def with_host(finding: Hypothesis, facts: RunFacts) -> Hypothesis:
     shown = {
         event.who.host for event in (*cited, *alike)
     }  # evidence is limited: other hosts may have the same lines
-    told = any(event.who.pid is not None for event in finding.evidence)  # Ray reports the process's host
-    several = len(facts.hosts) > 1 or (facts.nodes or 1) > 1 or finding.cause in _MACHINES or told
+    reported = any(event.who.pid is not None for event in finding.evidence)  # Ray reports the process's host
+    several = len(facts.hosts) > 1 or (facts.nodes or 1) > 1 or finding.cause in _MACHINES or reported
     host = next(iter(shown)) if len(shown) == 1 and not shown & _NAMELESS else None
     return replace(finding, hosts=(host,)) if host and several else finding
 

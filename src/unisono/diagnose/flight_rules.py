@@ -17,13 +17,13 @@ SIZES_MATCH = frozenset(
 _WAITS = frozenset(
     ["rank_stalled", "rank_died_first", "collective_mismatch", "device_unbound_barrier", "rdzv_timeout"]
 )
-"""What logs say where little more is known than that somebody waited in vain."""
+"""Causes of logs that show little more than a timeout."""
 _MOST_SHOWN = 8
 _Place = tuple[str, int]
 
 
 def judge_recordings(recordings: Sequence[Recording]) -> list[Hypothesis]:
-    """What the recordings of a run say together, the most likely first; empty where nobody waits in them."""
+    """Hypotheses from all recordings of a run, the most likely first; empty if no rank waits."""
     run = _Run(tuple(recordings))
     if not run.waits:
         return []
@@ -31,9 +31,9 @@ def judge_recordings(recordings: Sequence[Recording]) -> list[Hypothesis]:
 
 
 def with_recordings(findings: list[Hypothesis], recorded: list[Hypothesis]) -> list[Hypothesis]:
-    """The findings of the logs with those of the recordings, which know better than watchdogs who waited for whom.
+    """The hypotheses of the logs with those of the recordings, which are more precise than watchdogs about who waited for whom.
 
-    What a log says in so many words stays first: an exception, a signal, a full disk come before the wait that they cause.
+    A cause that a log states stays first: an exception, a signal or a full disk come before the wait that they cause.
     """
     if not recorded:
         return findings
@@ -49,7 +49,7 @@ class _Run:
 
     @cached_property
     def of_rank(self) -> dict[int, Recording]:
-        """By rank; of two of the same rank the first."""
+        """Recordings by rank; of two of the same rank the first."""
         found: dict[int, Recording] = {}
         for recording in self.all:
             if recording.rank is not None:
@@ -58,7 +58,7 @@ class _Run:
 
     @cached_property
     def members(self) -> dict[str, tuple[int, ...]]:
-        """The ranks of each group: recorded, or those that used it; the group of all ranks has all."""
+        """The ranks of each group, as recorded or by use; the default group has all."""
         known: dict[str, set[int]] = defaultdict(set)
         for rank, recording in self.of_rank.items():
             for group in recording.groups:
@@ -71,7 +71,7 @@ class _Run:
 
     @cached_property
     def waits(self) -> dict[_Place, list[int]]:
-        """Who waits, by group and number."""
+        """Ranks that wait, by group and number."""
         found: dict[_Place, list[int]] = defaultdict(list)
         for rank, recording in self.of_rank.items():
             for group, seq in recording.waits.items():
@@ -79,7 +79,7 @@ class _Run:
         return dict(sorted(found.items(), key=lambda item: (item[0][1], item[0][0])))
 
     def mismatches(self) -> list[Hypothesis]:
-        """Ranks that are at the same number of a group with different collectives: the lowest such number counts."""
+        """Ranks with different collectives at the same number of a group; the lowest such number counts."""
         for group, seq in self._compared():
             came = {rank: entry for rank in self.members[group] if (entry := self.entry(rank, group, seq))}
             odd = _odd(came)
@@ -88,7 +88,7 @@ class _Run:
         return []
 
     def absences(self) -> list[Hypothesis]:
-        """Ranks for which others wait while they wait for nobody."""
+        """Ranks that others wait for, while they do not wait themselves."""
         absent = {place: self._absent(place) for place in self.waits}
         blocked = {rank for place, ranks in self.waits.items() if absent[place] for rank in ranks}
         missing = {rank for ranks in absent.values() for rank in ranks}
@@ -105,12 +105,12 @@ class _Run:
         ]
 
     def undecided(self) -> list[Hypothesis]:
-        """Nobody is known not to have come, and some wait."""
+        """Some ranks wait, and no absent rank is known."""
         place, ranks = next(iter(self.waits.items()))
         return [self._busy(place, ranks) or self._idle(place, ranks) or self._nobody(place, ranks)]
 
     def _busy(self, place: _Place, ranks: list[int]) -> Hypothesis | None:
-        """All have called it, and on a few GPUs it has not begun. Only NCCL's recorder tells that."""
+        """All ranks have called it, and on a few GPUs it has not started. Only NCCL's recorder shows that."""
         entries = {rank: entry for rank in ranks if (entry := self.entry(rank, *place))}
         states = Counter(entry.state for entry in entries.values() if entry.backend == "nccl")
         if not states["started"] > states["scheduled"] > 0:
@@ -120,13 +120,13 @@ class _Run:
         return Hypothesis("rank_stalled", why, self._evidence(late, place), tuple(late), confidence=0.6)
 
     def _idle(self, place: _Place, ranks: list[int]) -> Hypothesis | None:
-        """Who waits for nobody while all others wait; gloo does not record who belongs to a group."""
+        """Ranks that do not wait while all others do; gloo does not record the members of a group."""
         idle = [rank for rank, recording in self.of_rank.items() if not recording.waits]
         if not idle:
             return None
         waits = list(self.waits.items())[:_MOST_SHOWN]
-        told = "; ".join(f"{_ranks(waiting)} in {self._called(at)}" for at, waiting in waits)
-        why = f"others wait ({told}), and {_ranks(idle)} for nobody"
+        listed = "; ".join(f"{_ranks(waiting)} in {self._called(at)}" for at, waiting in waits)
+        why = f"others wait ({listed}), and {_ranks(idle)} for nobody"
         return Hypothesis(
             "rank_stalled", why, self._evidence([*ranks, *idle], place), tuple(idle), confidence=0.6
         )
@@ -145,12 +145,12 @@ class _Run:
         )
 
     def entry(self, rank: int, group: str, seq: int) -> Entry | None:
-        """What a rank brought to that place."""
+        """The rank's entry at that number."""
         recording = self.of_rank.get(rank)
         return recording.entry(group, seq) if recording else None
 
     def _compared(self) -> list[_Place]:
-        """The places that may be wrong: those that not all members have done, in order."""
+        """The numbers that not all members have completed, in order."""
         places = []
         for group, ranks in self.members.items():
             known = [
@@ -174,9 +174,9 @@ class _Run:
 
     def _mismatch(self, came: dict[int, Entry], odd: list[int]) -> Hypothesis:
         one = next(iter(came.values()))
-        told = ", ".join(f"rank {rank}: {entry}" for rank, entry in _shown(came, odd))
+        listed = ", ".join(f"rank {rank}: {entry}" for rank, entry in _shown(came, odd))
         nobody = "" if odd else "; as many ranks have the one as the other, so nobody can be named"
-        why = f"at number {one.seq} of group {one.group} the ranks are in different collectives ({told}){nobody}"
+        why = f"at number {one.seq} of group {one.group} the ranks are in different collectives ({listed}){nobody}"
         order = [*odd, *(rank for rank in came if rank not in odd)]
         return Hypothesis(
             "collective_mismatch",
@@ -222,7 +222,7 @@ class _Run:
 
     def _circle(self, absent: dict[_Place, list[int]]) -> Hypothesis:
         places = [place for place, missing in absent.items() if missing]
-        told = "; ".join(
+        listed = "; ".join(
             f"{_ranks(self.waits[place])} in {self._called(place)}" for place in places[:_MOST_SHOWN]
         )
         evidence = tuple(
@@ -230,7 +230,7 @@ class _Run:
         )
         return Hypothesis(
             "collective_mismatch",
-            f"ranks wait for each other in different groups: {told}",
+            f"ranks wait for each other in different groups: {listed}",
             evidence,
             confidence=0.85,
         )
@@ -280,7 +280,7 @@ class _Run:
 
 
 def _odd(came: dict[int, Entry]) -> list[int] | None:
-    """The ranks that differ from most; empty where there is no majority; None where all are alike."""
+    """The ranks that differ from the majority; empty if there is none; None if all are equal."""
     kinds = {rank: entry.kind for rank, entry in came.items()}
     by_size = all(entry.kind in SIZES_MATCH for entry in came.values())
     brought = {rank: (entry.kind, _size(entry) if by_size else 0) for rank, entry in came.items()}

@@ -45,13 +45,13 @@ def gather(scanned: Sequence[Scanned]) -> RunFacts:
 
 
 def _world_size(events: Iterable[Event], exits: Sequence[Exit], logs: Sequence[Scanned]) -> int | None:
-    told = Counter(
+    reported = Counter(
         world
         for event in events
         if event.signature in _TOLD_WORLD and (world := event.number("world")) and world <= _MOST_RANKS
     )
-    if told:
-        return told.most_common(1)[0][0]
+    if reported:
+        return reported.most_common(1)[0][0]
     tasks = [event for log in logs for event in log.events if event.signature == "lf_tasks"]
     nodes = max(
         (
@@ -81,13 +81,13 @@ def _world_size(events: Iterable[Event], exits: Sequence[Exit], logs: Sequence[S
 
 
 def _nodes(events: Iterable[Event], logs: Sequence[Scanned]) -> int | None:
-    told = Counter(
+    reported = Counter(
         number
         for event in events
         if event.signature in ("lf_nodes", "deepspeed_nodes", "nnodes") and (number := event.number("nodes"))
     )
-    if told:
-        return told.most_common(1)[0][0]
+    if reported:
+        return reported.most_common(1)[0][0]
     named = {
         who.node_rank
         for who in (*(log.who for log in logs), *(event.who for event in events))
@@ -152,7 +152,7 @@ def _rank(rank: int, events: list[Event], own: str, exits: list[Exit], failed: b
     mine = [event for event in events if event.rank == rank]
     progress = [event for event in mine if event.kind == "progress"]
     done = [event for event in events if event.kind in _FINISHED or event.signature == "rank_done"]
-    told = next((one for one in exits if one.code not in (0, -15)), exits[0] if exits else None)
+    reported = next((one for one in exits if one.code not in (0, -15)), exits[0] if exits else None)
     steps = [
         (step, event.number("steps")) for event in progress if (step := event.number("step")) is not None
     ]
@@ -177,16 +177,16 @@ def _rank(rank: int, events: list[Event], own: str, exits: list[Exit], failed: b
         step=steps[-1][0] if steps else None,
         steps=steps[-1][1] if steps else None,
         finished=done[-1] if done else None,
-        ending=_ending(told, failed=failed, finished=bool(done)),
-        exit=told,
+        ending=_ending(reported, failed=failed, finished=bool(done)),
+        exit=reported,
     )
 
 
-def _ending(told: Exit | None, *, failed: bool, finished: bool) -> Ending:
+def _ending(reported: Exit | None, *, failed: bool, finished: bool) -> Ending:
     if failed:
         return "exception"
-    if told is not None and told.code:
-        return "terminated" if told.code == -15 else "signal" if told.code < 0 else "exit"
+    if reported is not None and reported.code:
+        return "terminated" if reported.code == -15 else "signal" if reported.code < 0 else "exit"
     return "finished" if finished else "unknown"
 
 

@@ -98,11 +98,11 @@ def _with_preemption(taken: list[Hypothesis], ranked: list[Hypothesis]) -> list[
     if not ranked:
         return taken
     scheduler, first = taken[0].evidence[0], ranked[0].evidence[:1]
-    told = "SignalException" not in scheduler.text
+    by_scheduler = "SignalException" not in scheduler.text
     if not first:
         return [*taken, *ranked]
     same = first[0].source == scheduler.source
-    before = first[0].order < scheduler.order if same else not told
+    before = first[0].order < scheduler.order if same else not by_scheduler
     return [ranked[0], *taken, *ranked[1:]] if before else [*taken, *ranked]
 
 

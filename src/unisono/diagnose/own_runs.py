@@ -47,16 +47,16 @@ def diagnose_run(root: Path, read_logs: Callable[[], Diagnosis] | None = None) -
         read_logs: returns the diagnosis of its logs; called only if the run has no verdict.
     """
     run = RunDir(root)
-    told = read_rank_events(run)
-    facts = facts_of(run, told)
+    reports = read_rank_events(run)
+    facts = facts_of(run, reports)
     verdict = (
         _running(run, facts)
         or _stored_verdict(run)
         or _ended_with_result(run, facts)
-        or _crashed(told, facts)
-        or _logs(read_logs, told, facts)
+        or _crashed(reports, facts)
+        or _logs(read_logs, reports, facts)
         or _ended_badly(run, facts)
-        or _silent(told, facts)
+        or _silent(reports, facts)
     )
     onward = (
         _resume_fix(run, verdict)
@@ -191,9 +191,9 @@ def _ended_badly(run: RunDir, facts: RunFacts) -> Verdict | None:
     return Verdict(cause="undetermined", when="after", summary=summary)
 
 
-def _crashed(told: Sequence[RankEvents], facts: RunFacts) -> Verdict | None:
+def _crashed(reports: Sequence[RankEvents], facts: RunFacts) -> Verdict | None:
     """The verdict on a rank's own exception, the first in time."""
-    crashes = [(one, *one.crash) for one in told if one.crash]
+    crashes = [(one, *one.crash) for one in reports if one.crash]
     if not crashes:
         return None
     one, event, message = min(crashes, key=lambda found: found[1].time or 0.0)
@@ -215,21 +215,23 @@ def _crashed(told: Sequence[RankEvents], facts: RunFacts) -> Verdict | None:
 
 
 def _logs(
-    read_logs: Callable[[], Diagnosis] | None, told: Sequence[RankEvents], facts: RunFacts
+    read_logs: Callable[[], Diagnosis] | None, reports: Sequence[RankEvents], facts: RunFacts
 ) -> Verdict | None:
     """The verdict of the logs, if they state the cause."""
     logs = read_logs() if read_logs else None
     if logs is None or logs.verdict.cause in _VAGUE or logs.verdict.confidence < 0.8:
         return None
-    phases = {one.rank: one.phase for one in told}
+    phases = {one.rank: one.phase for one in reports}
     phase = next((phases[rank] for rank in logs.verdict.ranks if phases.get(rank)), None)
     return logs.verdict.model_copy(update={"phase": logs.verdict.phase or phase, "step": facts.step})
 
 
-def _silent(told: Sequence[RankEvents], facts: RunFacts) -> Verdict:
+def _silent(reports: Sequence[RankEvents], facts: RunFacts) -> Verdict:
     """The verdict without a result, a stored verdict or an exception: which rank is behind, or fell silent first."""
     at = f"after step {facts.step}" if facts.step is not None else "before its first step"
-    heard = sorted((one for one in told if one.last_time is not None), key=lambda one: one.last_time or 0.0)
+    heard = sorted(
+        (one for one in reports if one.last_time is not None), key=lambda one: one.last_time or 0.0
+    )
     evidence = [
         Evidence(
             where=one.events[-1].where,
@@ -238,14 +240,14 @@ def _silent(told: Sequence[RankEvents], facts: RunFacts) -> Verdict:
         for one in heard[:_MOST_RANKS]
         if one.events
     ]
-    behind = _behind(told)
+    behind = _behind(reports)
     who = behind or _first_silent(heard)
-    absent = [rank for rank in range(facts.world_size or 0) if rank not in {one.rank for one in told}][
+    absent = [rank for rank in range(facts.world_size or 0) if rank not in {one.rank for one in reports}][
         :_MOST_RANKS
     ]
-    told_of = f"; of rank {', '.join(map(str, absent))} nothing is known" if absent and told else ""
+    told_of = f"; of rank {', '.join(map(str, absent))} nothing is known" if absent and reports else ""
     if behind:
-        others = max((one.phase for one in told), key=phase_named)
+        others = max((one.phase for one in reports), key=phase_named)
         summary = f"the run ended {at} without a result: rank {', '.join(str(one.rank) for one in behind)} was still in phase {behind[0].phase or 'start'}, others in {others}{told_of}"
         return Verdict(
             cause="rank_stalled",
@@ -281,12 +283,12 @@ def _silent(told: Sequence[RankEvents], facts: RunFacts) -> Verdict:
     )
 
 
-def _behind(told: Sequence[RankEvents]) -> list[RankEvents]:
+def _behind(reports: Sequence[RankEvents]) -> list[RankEvents]:
     """Ranks in an earlier phase than most before training; from the first step on, phases recur."""
-    places = {one.rank: min(phase_named(one.phase), phase_named("data")) for one in told}
+    places = {one.rank: min(phase_named(one.phase), phase_named("data")) for one in reports}
     lowest, highest = min(places.values(), default=0), max(places.values(), default=0)
-    late = [one for one in told if places[one.rank] == lowest]
-    return late if lowest < highest and 2 * len(late) < len(told) + 1 else []
+    late = [one for one in reports if places[one.rank] == lowest]
+    return late if lowest < highest and 2 * len(late) < len(reports) + 1 else []
 
 
 def _first_silent(heard: Sequence[RankEvents]) -> list[RankEvents]:
@@ -331,8 +333,8 @@ def _rank(one: RankEvents) -> str:
     return f"rank {one.rank}{f' ({one.host})' if one.host else ''}"
 
 
-def _hosts(told: Sequence[RankEvents]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(one.host for one in told if one.host))
+def _hosts(reports: Sequence[RankEvents]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(one.host for one in reports if one.host))
 
 
 def _evidence(event: Event) -> Evidence:

@@ -53,7 +53,7 @@ class _Open:
 
 @dataclass(slots=True)
 class _Closed:
-    """One that has its exception; its message may go on."""
+    """A traceback with its exception; the message may continue."""
 
     traceback: Traceback
     more: list[str] = field(default_factory=list)
@@ -238,7 +238,7 @@ _WORDS = {
 
 
 def find_exits(events: Iterable[Event]) -> list[Exit]:
-    """All that is told, in the order of the logs. What one process ended with may be told twice."""
+    """All reported exits, in the order of the logs. One exit may be reported twice."""
     found: list[Exit] = []
     block: dict[str, Event] = {}
     first = False
@@ -351,7 +351,7 @@ def _of_shell(code: int) -> int:
 
 
 def _numbers(text: str) -> list[int]:
-    """`1,3-5` as numbers; few, since somebody else wrote them."""
+    """`1,3-5` as numbers, of limited count, since the text is not trusted."""
     found: list[int] = []
     for part in re.findall(r"\d{1,6}(?:-\d{1,6})?", text):
         low, _, high = part.partition("-")

@@ -64,12 +64,12 @@ def read_rank_events(run: RunDir) -> list[RankEvents]:
     ]
 
 
-def facts_of(run: RunDir, told: list[RankEvents]) -> RunFacts:
+def facts_of(run: RunDir, reports: list[RankEvents]) -> RunFacts:
     """The same as RunFacts, for rules, judging and the timeline."""
     plan = read_object(run.plan)
     step = last_step(run)
-    events = tuple(event for one in told for event in one.events)
-    ranks = {one.rank: _rank_facts(one, step) for one in told}
+    events = tuple(event for one in reports for event in one.events)
+    ranks = {one.rank: _rank_facts(one, step) for one in reports}
     for rank in range(_whole(plan.get("world_size")) or 0) if len(ranks) < 10_000 else ():
         ranks.setdefault(rank, RankFacts(rank))
     return RunFacts(
@@ -77,19 +77,19 @@ def facts_of(run: RunDir, told: list[RankEvents]) -> RunFacts:
         ranks=dict(sorted(ranks.items())),
         world_size=_whole(plan.get("world_size")),
         nodes=len(objects_of(plan.get("nodes"))) or None,
-        hosts=tuple(dict.fromkeys(one.host for one in told if one.host)),
-        framework=_framework(plan, told),
+        hosts=tuple(dict.fromkeys(one.host for one in reports if one.host)),
+        framework=_framework(plan, reports),
         step=step,
         steps=_whole(plan.get("total_steps")),
     )
 
 
-def _framework(plan: Message, told: list[RankEvents]) -> str:
+def _framework(plan: Message, reports: list[RankEvents]) -> str:
     """The framework: "unisono", or what a program of `unisono run` has loaded; empty if unknown."""
     if not isinstance(plan.get("command"), list):
         return "unisono"
     names = (
-        message.get("name") for one in told for message in one.messages if message["kind"] == "framework"
+        message.get("name") for one in reports for message in one.messages if message["kind"] == "framework"
     )
     return one_line(str(next(names, "")), limit=100)
 
@@ -185,12 +185,12 @@ def _last_growth(path: Path) -> float | None:
 
 
 def _text(message: Message) -> str:
-    told = {
+    shown_fields = {
         name: value for name, value in message.items() if name not in _LEFT_OUT and value not in (None, "")
     }
     return shown(
         one_line(
-            f"{message['kind']}: " + ", ".join(f"{name} {value}" for name, value in told.items()),
+            f"{message['kind']}: " + ", ".join(f"{name} {value}" for name, value in shown_fields.items()),
             limit=_TEXT_CHARS,
         )
     )

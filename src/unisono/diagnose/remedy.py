@@ -10,11 +10,11 @@ _HF = ("transformers", "trl", "llamafactory", "axolotl")
 _RESUMABLE = frozenset(
     {"preempted_sigterm", "rank_died_first", "host_oom_killed", "disk_full", "gpu_fell_off"}
 )
-"""Ends that have nothing to do with what is trained: somebody who reads of one wants to resume."""
+"""Failures unrelated to the training itself, after which the user wants to resume."""
 
 
 def remedy(finding: Hypothesis, facts: RunFacts) -> list[str]:
-    """The lines of "do this", the most particular first."""
+    """The lines of FIX, the most specific first."""
     special = _SPECIAL.get(finding.cause)
     lines = special(finding, facts) if special else []
     cause = find_cause(finding.cause)
@@ -152,29 +152,29 @@ def _disk(finding: Hypothesis, facts: RunFacts) -> list[str]:
 
 
 def _user(finding: Hypothesis, facts: RunFacts) -> list[str]:
-    told = finding.facts
+    details = finding.facts
     at = (
-        f"line {told['line']} of {told['file']}"
-        if told.get("file") and told.get("line")
+        f"line {details['line']} of {details['file']}"
+        if details.get("file") and details.get("line")
         else "the line that its traceback ends in"
     )
-    what = f"{told.get('exception', 'the exception')}: {told.get('message', '')}".rstrip(" :")
+    what = f"{details.get('exception', 'the exception')}: {details.get('message', '')}".rstrip(" :")
     lines = [
         f"Mend {at} on {_who(finding)}, or the data (sample, row, column, field) that it was given: `{what}`."
     ]
-    hint = _hint(told)
+    hint = _hint(details)
     if hint:
         lines.insert(0, hint)
     return lines
 
 
-def _hint(told: dict[str, str]) -> str:
-    kind, message = told.get("exception", ""), told.get("message", "")
+def _hint(details: dict[str, str]) -> str:
+    kind, message = details.get("exception", ""), details.get("message", "")
     if kind == "KeyError" and message:
         return f"The key {message} is not there: check the names of the data set's columns (text, labels, messages) against what the code reads (dataset_text_field, remove_unused_columns), and every row for it."
     if kind == "TemplateError" or "role" in message.lower():
         return "The chat template refuses a row of the data: check the roles (system, user, assistant) of every sample and their order."
-    if "collat" in told.get("functions", "") or "__getitem__" in told.get("functions", ""):
+    if "collat" in details.get("functions", "") or "__getitem__" in details.get("functions", ""):
         return "It failed while a batch was made: check the data's rows (the sample and the collator)."
     return ""
 

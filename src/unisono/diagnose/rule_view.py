@@ -10,7 +10,7 @@ from unisono.diagnose.run_facts import Event, Exit, RunFacts, Traceback
 SURVIVED_STEPS = 3
 """Signs of progress of the same rank after an error, from which on the error was not its end."""
 _NEAR_LINES = 16
-"""A message goes on below its exception for so long."""
+"""Maximum number of lines of a message below its exception."""
 
 # fmt: off
 WRAPPERS = frozenset({
@@ -45,7 +45,7 @@ class View:
 
     @cached_property
     def progress(self) -> list[Event]:
-        """Lines that show training going on."""
+        """Lines that show progress of training."""
         return [
             event
             for event in self.facts.events
@@ -78,7 +78,7 @@ class View:
         return {event.source: event.order for event in self.facts.of("worker_group_restarts")}
 
     def is_victim(self, trace: Traceback) -> bool:
-        """Whether an exception only says that somebody else is gone or did not come."""
+        """Whether an exception only reports that another rank is gone or absent."""
         text = f"{trace.type}: {trace.event.text} {trace.message}"
         return bool(_VICTIM.search(text[:3000]))
 
@@ -108,7 +108,7 @@ class View:
         return len({line for _, _, line in steps}) >= SURVIVED_STEPS and len(later) >= SURVIVED_STEPS
 
     def is_reported(self, event: Event) -> bool:
-        """Whether a line is of an exception that Python only reports, and goes on."""
+        """Whether a line belongs to an exception that Python only reports before it continues."""
         return any(
             trace.event.source == event.source
             and trace.event.rank == event.rank
@@ -121,7 +121,7 @@ class View:
         return [trace for trace in self.facts.tracebacks if trace.ignored and not trace.threaded]
 
     def silent(self) -> tuple[int, ...]:
-        """The one rank that neither waited nor lost anybody, where all others did; else nobody."""
+        """The only rank that neither waited nor lost a peer while all others did; else None."""
         spoke = {
             event.rank
             for event in self.consequences

@@ -18,7 +18,7 @@ _OURS = re.compile(
 _SERVICES = re.compile(
     r"tensorboard|jupyter|dashboard|exporter|prometheus|uvicorn|gunicorn|nginx|[Ss]erver", re.IGNORECASE
 )
-"""Programs beside a run, which are told to end when it is over."""
+"""Programs beside a run, which are terminated when it is over."""
 _POD_LINES = 12
 """From the name of a pod to the reason of its end, in what kubectl prints."""
 
@@ -155,7 +155,7 @@ def find_preemption(view: View) -> list[Hypothesis]:
 
 
 def find_cancelled(view: View) -> list[Hypothesis]:
-    """The job was told to end, nobody says why, and nothing had failed before."""
+    """The job was terminated without a known reason, and nothing had failed before."""
     said = [
         event
         for event in view.facts.of("cancelled")
@@ -223,9 +223,7 @@ def _by_exit(view: View) -> list[Hypothesis]:
         for one in exits
         if one.code > 0 and one.rank is not None and one.rank not in explained | victims and not unlabelled
     ]
-    alone = (
-        len({one.rank for one in silent}) == 1
-    )  # where all ended alike, the first that was seen is nobody in particular
+    alone = len({one.rank for one in silent}) == 1  # if all ended the same way, the first has no significance
     return [_ended(view, silent, 0.7)] if alone and not watched else []
 
 
@@ -237,7 +235,7 @@ def _ended(view: View, exits: list[Exit], confidence: float) -> Hypothesis:
     alike = len({one.code for one in exits}) == 1 and set(view.facts.ranks) <= set(ranks)
     if (
         len(ranks) > 1 and len(set(first)) == 1 and not alike
-    ):  # where all died alike, the first is nobody in particular
+    ):  # if all died the same way, the first has no significance
         ranks = (first[0],)
     code = next((one.code for one in exits if not ranks or one.rank in ranks), exits[0].code)
     how = f"was ended by {_SIGNALS[code]}" if code in _SIGNALS else f"ended with code {code}"
@@ -302,13 +300,15 @@ def _is_strangers(view: View, event: Event) -> bool:
     if named is None or _OURS.search(named[1]) or event.who.rank is not None:
         return False
     pid = named[0].split()[2]
-    told = {one.pid for one in view.facts.exits} | {one.number("pid") for one in view.facts.of("spawned")}
+    known_pids = {one.pid for one in view.facts.exits} | {
+        one.number("pid") for one in view.facts.of("spawned")
+    }
     shells = any(re.search(rf"\b{pid}\b", one.text) for one in view.facts.of("killed_by_shell"))
-    return int(pid) not in told and not shells
+    return int(pid) not in known_pids and not shells
 
 
 def _pods(view: View, said: list[Event]) -> tuple[str, ...]:
-    """The pods of which somebody says that they ran out of memory."""
+    """The pods that were reported to run out of memory."""
     near = [
         event.fields["pod"]
         for event in view.facts.of("pod_named")

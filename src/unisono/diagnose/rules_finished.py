@@ -64,7 +64,7 @@ def find_destroyed_twice(view: View) -> list[Hypothesis]:
 
 
 def find_nan(view: View) -> list[Hypothesis]:
-    """The loss is no number, and stayed so."""
+    """The loss became NaN and stayed NaN."""
     said = [
         event for event in view.facts.events if event.cause == "nan_loss" and event.kind in ("error", "death")
     ]

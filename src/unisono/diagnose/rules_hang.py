@@ -19,7 +19,7 @@ LOST = ("peer_closed", "store_lost", "nccl_peer_gone", "gloo_no_mesh", "ib_flush
 
 
 def find_mismatches(view: View) -> list[Hypothesis]:
-    """Two ranks in different collectives, told in so many words."""
+    """Two ranks in different collectives, as stated by the log."""
     prints = view.facts.of("fingerprint", "mismatch_detected")
     sizes = view.facts.of("gloo_sizes", "nccl_sizes")
     if not prints and not sizes:
@@ -122,9 +122,9 @@ def lengths_of(view: View) -> dict[int, int]:
         if rank is not None and length.isdecimal():
             kind = "".join(letter for letter in event.text.split("=")[0].split(":")[-1] if letter.isalpha())
             kinds[kind if event.signature == "length" else "has"].setdefault(rank, int(length))
-    told = [known for known in kinds.values() if len(known) > 1]
-    different = [known for known in told if len(set(known.values())) > 1]
-    return max(different or told, key=len, default={})
+    several = [known for known in kinds.values() if len(known) > 1]
+    different = [known for known in several if len(set(known.values())) > 1]
+    return max(different or several, key=len, default={})
 
 
 def near_end(view: View) -> bool:
@@ -226,7 +226,7 @@ def _behind(view: View, waiting: list[Collective]) -> list[Hypothesis]:
 
 
 def _absent(view: View, waiting: list[Collective]) -> list[Hypothesis]:
-    """All who waited wait for the same; somebody who is known to exist did not wait."""
+    """All waiting ranks wait for the same collective; a known rank did not wait."""
     absent = missing_ranks(view, {one.rank for one in waiting if one.rank is not None})
     if len(absent) != 1:
         return []

@@ -17,32 +17,32 @@ ALIKE = frozenset({
     "ray_resources_unsatisfiable", "duplicate_gpu", "ib_unreachable", "p2p_blocked", "nccl_socket_iface", "nan_loss", "collective_mismatch", "checkpoint_not_shared",
 })
 # fmt: on
-"""What all ranks of a host share: no rank is to blame for it."""
+"""Causes that all ranks of a host share, so that no rank is the culprit."""
 # fmt: off
 ALL_TOGETHER = frozenset({"unused_parameters_ddp", "nan_loss", "collective_mismatch", "duplicate_gpu", "rdzv_timeout", "preempted_sigterm", "ib_unreachable", "p2p_blocked", "port_in_use"})
 # fmt: on
-"""What is nobody's even where a single rank says it."""
+"""Causes without a culprit even if only one rank reports them."""
 # fmt: off
 HOSTS = frozenset({
     "nccl_socket_iface", "driver_too_old", "no_cuda_build", "cuda_arch_unsupported", "shm_too_small", "ulimit", "disk_full", "missing_dependency", "flash_attn_missing", "bnb_no_gpu",
     "model_path_missing", "gpu_fell_off", "ecc_error", "host_oom_killed", "checkpoint_not_shared", "corrupt_checkpoint", "hub_unreachable", "gated_model", "port_in_use", "version_mismatch", "cuda_oom",
 })
 # fmt: on
-"""What may be wrong with one host and not with the others."""
+"""Causes that may affect one host only."""
 # fmt: off
 STRUCTURAL = frozenset({
     "rank_stalled", "rank_died_first", "user_code_error", "single_device_nccl", "device_unbound_barrier", "unequal_steps", "ray_worker_died", "host_oom_killed", "nan_loss", "preempted_sigterm",
     "nccl_socket_iface", "hostname_loopback", "collective_mismatch", "rdzv_timeout", "dns_failure", "ray_resources_unsatisfiable", "nproc_mismatch", "teardown_crash", "process_group_destroyed_twice",
 })
 # fmt: on
-"""Pointed to by words, but judged by rules of their own."""
+"""Causes with rules of their own."""
 SPEAKS_QUIETLY = frozenset({"driver_too_old", "cuda_arch_unsupported", "nan_loss"})
-"""Causes that are told in a warning and are meant."""
+"""Causes that are valid even if they are only in a warning."""
 
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A cause with the lines that say so."""
+    """A cause with the lines that state it."""
 
     cause: str
     events: tuple[Event, ...]
@@ -50,7 +50,7 @@ class Named:
 
 
 def find_named(view: View) -> list[Hypothesis]:
-    """A finding for each cause that somebody names, that was not survived, and that no rule of its own judges."""
+    """A hypothesis for each cause that a log states, that ended the run, and that has no rule of its own."""
     causes = dict.fromkeys(event.cause for event in view.facts.events if event.cause)
     found = []
     for cause in causes:
@@ -63,7 +63,7 @@ def find_named(view: View) -> list[Hypothesis]:
 
 
 def lines_naming(view: View, cause: str) -> Named | None:
-    """The lines that name the cause and count; None: there are none, or all were survived."""
+    """The relevant lines that state the cause; None: there are none, or the run survived all."""
     events = [
         event
         for event in view.facts.events
@@ -80,7 +80,7 @@ def lines_naming(view: View, cause: str) -> Named | None:
 
 
 def named_hypothesis(view: View, said: Named, *, why: str = "") -> Hypothesis:
-    """The finding for lines that name their cause."""
+    """The hypothesis for lines that state their cause."""
     ranks = () if said.cause in ALIKE and not _alone(view, said) else culprits(view, said.events)
     hosts = _hosts(view, said, ranks)
     title = find_cause(said.cause)
@@ -96,7 +96,7 @@ def named_hypothesis(view: View, said: Named, *, why: str = "") -> Hypothesis:
 
 
 def culprits(view: View, events: Iterable[Event]) -> tuple[int, ...]:
-    """Whose lines these are; nobody where all ranks say the same, or where nobody can be told."""
+    """The ranks of these lines; empty if all ranks have them, or if the rank is unknown."""
     named = ranks_of(events)
     world = view.facts.world_size
     if not named:
@@ -113,7 +113,7 @@ def culprits(view: View, events: Iterable[Event]) -> tuple[int, ...]:
 
 
 def _alone(view: View, said: Named) -> bool:
-    """Whether a single rank says so and others only suffered from it: then it is that rank's trouble, whatever it mostly is."""
+    """Whether only one rank reports it and the others are victims: then that rank is the culprit, whatever the cause usually is."""
     named = set(ranks_of(said.events))
     if len(named) != 1 or said.cause in ALL_TOGETHER:
         return False
@@ -121,7 +121,7 @@ def _alone(view: View, said: Named) -> bool:
 
 
 def _only_device_error(view: View) -> int | None:
-    """The one rank whose exception is an error of its device: assertions and the kernel's lines have no rank."""
+    """The only rank with a device error; assertions and kernel lines have no rank."""
     ranks = {
         event.rank
         for event in view.facts.of("device_assert", "launch_failure", "nccl_system_error")
@@ -131,7 +131,7 @@ def _only_device_error(view: View) -> int | None:
 
 
 def _hosts(view: View, said: Named, ranks: tuple[int, ...]) -> tuple[str, ...]:
-    """The host, where it can be one host's trouble and there are several."""
+    """The host, if the cause may affect one host and there are several."""
     if said.cause not in HOSTS or (len(view.facts.hosts) < 2 and (view.facts.nodes or 1) < 2):
         return ()
     hosts = hosts_of(said.events)

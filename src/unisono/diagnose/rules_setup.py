@@ -22,12 +22,12 @@ def find_unequal_nodes(view: View) -> list[Hypothesis]:
     masked = list(view.facts.of("devices_set", "devices_unset"))
     many = len(counts) > 2 and len(odd) == 1
     host = next((event.who.host for node in odd if (event := counts[node][1]).who.host), None)
-    told = ", ".join(f"{node}: {count}" for node, (count, _) in counts.items())
+    listed = ", ".join(f"{node}: {count}" for node, (count, _) in counts.items())
     waits = first_of_each(view.facts.of("watchdog", "gloo_timeout", "clients_joined"), limit=2)
     return [
         Hypothesis(
             "nproc_mismatch",
-            f"the nodes start different numbers of ranks ({told})",
+            f"the nodes start different numbers of ranks ({listed})",
             (*lines[:6], *masked[:2], *waits),
             hosts=(host,) if many and host else (),
             confidence=0.9,
@@ -76,7 +76,7 @@ def find_single_device(view: View) -> list[Hypothesis]:
 
 
 def find_rendezvous(view: View) -> list[Hypothesis]:
-    """Nodes that did not find each other: names, loopback addresses, nobody there."""
+    """Nodes that did not find each other: host names, loopback addresses, absent nodes."""
     names = [event for event in view.facts.pointing_to("dns_failure") if not view.survived(event)]
     loopback = [event for event in view.facts.pointing_to("hostname_loopback") if not view.survived(event)]
     waited = [event for event in view.facts.pointing_to("rdzv_timeout") if not view.survived(event)]
@@ -248,11 +248,11 @@ def find_versions(view: View) -> list[Hypothesis]:
     versions = {event.fields["version"] for event in by_host.values()}
     if len(versions) < 2 or not (_failed(view) or view.facts.of("nccl_truncated")):
         return []
-    told = ", ".join(f"{host}: {event.fields['version']}" for host, event in by_host.items())
+    listed = ", ".join(f"{host}: {event.fields['version']}" for host, event in by_host.items())
     return [
         Hypothesis(
             "version_mismatch",
-            f"the hosts have different versions of NCCL ({told})",
+            f"the hosts have different versions of NCCL ({listed})",
             (*by_host.values(), *view.facts.of("nccl_truncated")[:1]),
             confidence=0.9,
             facts={"package": "nccl"},

@@ -18,7 +18,7 @@ that loads torch is rank 0 of 1. Processes that a rank starts (loaders) inherit 
 of a parent with the same RANK.
 
 The last event of a rank says how it ended: `result` when it leaves in good order, `crashed` (error, where, traceback, peer_lost) at an
-exception that nobody caught. A rank that is gone without either was killed.
+uncaught exception. A rank that is gone without either was killed.
 
 Nothing here loads torch, or anything beside the standard library before a record is made.
 """

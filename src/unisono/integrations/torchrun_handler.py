@@ -63,7 +63,7 @@ class UnisonoRendezvous(RendezvousHandler):
         self._parameters = parameters
         self._nodes = int(parameters.max_nodes)
         self._nproc, self._max_restarts = nproc, max_restarts
-        self._guard = find_guard(os.environ)  # noqa: TID251 - this is somebody else's process, and the border's variable is in it
+        self._guard = find_guard(os.environ)  # noqa: TID251 - this is a foreign process, and the border's variable is in it
         asked = parameters.config.get("rank")
         self._node_rank = int(asked) if asked is not None else node_rank if node_rank is not None else -1
         if self._guard is not None and self._guard.nodes == self._nodes:

@@ -216,7 +216,7 @@ def _samplers(loader: Any) -> Iterable[Any]:
 
 
 def length_of(thing: Any) -> int | None:
-    """Its length; None where it has none, as streams, or says something that is no number."""
+    """The length; None if there is none, as for streams, or if it is invalid."""
     try:
         return len(thing)
     except (

@@ -24,7 +24,7 @@ MAIN = struct.Struct("=19Q")
 PULSE = struct.Struct("=4Q")  # number, monotonic ns, answered request, number again
 WORD = struct.Struct("=Q")
 MAIN_AT, PULSE_AT = (0, 256), (512, 576)
-# changes, collectives begun in all groups, how many of them are pending, ns without use of a processor, whether somebody else's program
+# changes, collectives begun in all groups, how many of them are pending, ns without use of a processor, whether of a foreign program
 GROUPS = struct.Struct("=5Q")
 REQUEST_AT, COLLECTIONS_AT, GROUPS_AT, ROWS_AT = 640, 704, 768, 1024
 MOST_ROWS = (RECORD_BYTES - ROWS_AT - WORD.size) // 8

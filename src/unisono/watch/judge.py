@@ -27,7 +27,7 @@ _LOOK_S = 1.5
 _WAITED_S = 3.0
 _STILL_S = 3.0
 _INTERPRETER_S = 10.0
-_LONG_COLLECTIVE_S = 30.0  # of somebody else's program, which may send a whole model in one
+_LONG_COLLECTIVE_S = 30.0  # of a foreign program, which may send a whole model in one
 
 
 def judge(picture: Picture, patience: Patience) -> Suspicion | Verdict | None:

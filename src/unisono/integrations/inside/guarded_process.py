@@ -223,7 +223,7 @@ def _is_taken(presence: Presence, registration: Registration) -> bool:
 def _free_signal() -> int:
     """A real-time signal that this process does not handle, ignore or block; 0 if there is none."""
     taken = 0
-    with open("/proc/self/status") as file:  # noqa: PTH123 - a small file, in somebody else's process
+    with open("/proc/self/status") as file:  # noqa: PTH123 - a small file, in a foreign process
         for line in file:
             if line.startswith(("SigBlk:", "SigIgn:", "SigCgt:")):
                 taken |= int(line.split()[1], 16)
@@ -237,7 +237,7 @@ _this_process: GuardedProcess | None = None
 """This process; None if it is not guarded, or before the first hook."""
 
 
-def this_process(environment: Mapping[str, str] = os.environ) -> GuardedProcess | None:  # noqa: TID251 - of somebody else's program
+def this_process(environment: Mapping[str, str] = os.environ) -> GuardedProcess | None:  # noqa: TID251 - of a foreign program
     """This guarded process; None if it is not guarded. It registers as a rank if its environment has one."""
     global _this_process
     if _this_process is None:

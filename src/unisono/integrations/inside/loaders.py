@@ -1,7 +1,7 @@
 """Batches and steps of a foreign loop: each rank's rows are compared before the first batch where all must have the same, and optimizer steps are counted.
 
 They must where the program has a sampler that shards one dataset over all ranks: then each rank must hold all of it, in one order. An
-unseeded split gives each rank rows of its own, and nobody notices. Where ranks read files of their own nothing is compared.
+unseeded split gives each rank different rows without an error. If ranks read different files, nothing is compared.
 """
 
 import functools

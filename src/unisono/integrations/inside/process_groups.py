@@ -177,7 +177,7 @@ def with_own_names(original: Callable[..., Any], module: ModuleType) -> Callable
     @functools.wraps(original)
     def rendezvous(*args: Any, **kwargs: Any) -> Iterator[tuple[Any, int, int]]:
         for store, rank, world_size in original(*args, **kwargs):
-            start = _start_in(store, os.environ, module)  # noqa: TID251 - of somebody else's program
+            start = _start_in(store, os.environ, module)  # noqa: TID251 - of a foreign program
             yield module.PrefixStore(f"unisono/start-{start}", store) if start else store, rank, world_size
 
     return rendezvous
@@ -227,7 +227,7 @@ def _opening(original: Callable[..., None], module: ModuleType, at: GuardedProce
             return original(*args, **kwargs)
         if module.is_initialized():
             return original(*args, **kwargs)
-        environment = os.environ  # noqa: TID251 - torch reads the same, of somebody else's program
+        environment = os.environ  # noqa: TID251 - torch reads the same, of a foreign program
         at.become(_joining_rank(given, environment))
         bound = bind_device(at, environment)
         at.phase("join")
