@@ -1,11 +1,11 @@
-"""Sends back what a peer of the same job sends: three ports on the chosen address, for as long as the check of the network lasts.
+"""Echo service for the network check between nodes: three ports on the chosen address, for the duration of the check.
 
     dialler → listener   CALLS, nonce
     listener → dialler   ANSWERS, nonce, MAC by key over both nonces
     dialler → listener   MAC by key over both nonces
     either way           length (4 bytes) | MAC by the session's key over direction, sequence, body | body
 
-Who cannot prove the job's key gets 57 bytes and nothing more, so this is no open echo service.
+A peer that cannot prove the job's key receives 57 bytes at most, so this is not an open echo service.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ ANSWERS = b"unisono!\x01"
 NONCE_BYTES = 16
 MAC_BYTES = 32
 MAX_MESSAGE_BYTES = 1 << 20
-"""The largest message that is sent back."""
+"""Maximum message size."""
 _MAX_MESSAGES = 32
 _PROOF_S = 10.0
 _IDLE_S = 20.0
@@ -42,17 +42,17 @@ Writer = asyncio.StreamWriter
 
 
 class ForeignPeer(Exception):  # noqa: N818 - named for what the peer is
-    """What came is not this protocol, or not this job's."""
+    """The peer is a different program, or of a different job."""
 
 
 def reach_key(token: bytes, run_nonce: str) -> bytes:
-    """The key of the check of the network, from the job's token and the nonce of this start."""
+    """The key of the network check, from the job's token and the nonce of this start."""
     return derive(token, "reach", run_nonce)
 
 
 @dataclass
 class EchoSession:
-    """One side of a proven connection: writes and checks messages."""
+    """One side of an authenticated connection: writes and checks messages."""
 
     key: bytes
     reader: Reader
@@ -63,17 +63,17 @@ class EchoSession:
     _heard: int = 0
 
     async def send(self, body: bytes) -> None:
-        """Sends one message, whole."""
+        """Sends one message."""
         mac = hmac.digest(self.key, self.sends + self._sent.to_bytes(8, "big") + body, "sha256")
         self._sent += 1
         self.writer.write(len(body).to_bytes(4, "big") + mac + body)
         await self.writer.drain()
 
     async def length(self) -> tuple[int, bytes]:
-        """Length and MAC of the next message; `body` must be asked for next.
+        """Length and MAC of the next message; call `body` next.
 
         Raises:
-            NotOurs: if it is longer than any message.
+            NotOurs: if it is too long.
         """
         head = await self.reader.readexactly(4 + MAC_BYTES)
         length = int.from_bytes(head[:4], "big")
@@ -82,7 +82,7 @@ class EchoSession:
         return length, head[4:]
 
     async def body(self, length: int, mac: bytes) -> bytes:
-        """The message that fits its MAC.
+        """The message, after the MAC check.
 
         Raises:
             NotOurs: if it does not fit.
@@ -99,10 +99,10 @@ SessionHandler = Callable[[EchoSession], Awaitable[None]]
 
 
 async def prove_as_dialer(reader: Reader, writer: Writer, key: bytes) -> EchoSession:
-    """The dialler's side of the proof.
+    """The dialing side of the authentication.
 
     Raises:
-        NotOurs: if the other side is another program, or of another job.
+        NotOurs: if the other side is a different program, or of a different job.
         asyncio.IncompleteReadError: if it closes.
     """
     mine = secrets.token_bytes(NONCE_BYTES)
@@ -120,10 +120,10 @@ async def prove_as_dialer(reader: Reader, writer: Writer, key: bytes) -> EchoSes
 
 
 async def prove_as_listener(reader: Reader, writer: Writer, key: bytes) -> EchoSession:
-    """The listener's side of the proof.
+    """The listening side of the authentication.
 
     Raises:
-        NotOurs: if the other side does not begin as we do, or cannot prove the key.
+        NotOurs: if the other side sends a wrong preamble, or cannot prove the key.
         asyncio.IncompleteReadError: if it closes.
     """
     if await reader.readexactly(len(CALLS)) != CALLS:
@@ -142,11 +142,11 @@ def _proof(key: bytes, side: bytes, called: bytes, answered: bytes) -> bytes:
 
 
 class EchoListener:
-    """Listens from its making to its `close`, in a thread of its own.
+    """Listens from construction to `close`, in its own thread.
 
     Attributes:
-        address: on which it listens.
-        ports: chosen by binding.
+        address: listening address.
+        ports: assigned by the system.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class EchoListener:
             address: literal, one of this machine's; never 0.0.0.0.
             key: of `reach_key`.
             ports: how many.
-            talk: what is said to a caller that has proven itself; None: its messages are sent back.
+            talk: handles an authenticated caller; None: messages are echoed.
 
         Raises:
             OSError: if the address is not this machine's.
@@ -183,7 +183,7 @@ class EchoListener:
         self.close()
 
     def close(self) -> None:
-        """Closes the ports and all connections; twice is fine."""
+        """Closes the ports and all connections; idempotent."""
         if self._thread.is_alive():
             with contextlib.suppress(RuntimeError):  # the loop has closed meanwhile
                 self._loop.call_soon_threadsafe(self._end.set)
@@ -208,7 +208,7 @@ class EchoListener:
         await asyncio.sleep(0)  # lets the last transport close
 
     def _accept(self, listening: socket.socket) -> None:
-        """Takes one caller. Not asyncio's own server: closing that while it accepts leaves the caller's socket open."""
+        """Accepts one caller. asyncio's server is not used: closing it while it accepts leaves the caller's socket open."""
         try:
             caller, _ = listening.accept()
         except OSError:  # it has gone already, or this process has no file left

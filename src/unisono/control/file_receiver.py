@@ -1,4 +1,4 @@
-"""The head's side: takes offered files where a rule says that they may go, writes them, and compares their digests."""
+"""The head's side of file transfers: accepts offered files by rules, writes them, and verifies their digests."""
 
 import contextlib
 import os
@@ -21,17 +21,17 @@ from unisono.control.server import HeadServer
 from unisono.text import one_line, show_bytes, show_seconds
 
 WINDOW = 8
-"""So many pieces of a file may be on their way."""
+"""Maximum pieces of a file in flight."""
 AT_ONCE = 8
-"""So many files are taken at the same time, over all nodes; others wait. Bounds memory, with WINDOW, to 32 MiB."""
+"""Maximum concurrent files over all nodes; others wait. Limits memory, with WINDOW, to 32 MiB."""
 PER_NODE = 2
-"""So many of them are one node's, so that none keeps the others waiting. Ours send one after the other."""
+"""Maximum concurrent files of one node, so that no node blocks the others."""
 MAX_OPEN = 64
-"""So many files of one node may be under way or wait; who offers more is hung up on."""
+"""Maximum active and waiting files of one node; a node that offers more is disconnected."""
 SILENT_S = 120.0
-"""A file of which nothing has come for so long, though it was asked for, is given up, so that its place is free again."""
+"""Maximum silence in a transfer before it is given up, so that its slot is free again."""
 SYNC_BYTES = 32 << 20
-"""After so many the disk is waited for, so that a slow one shows in the pace of the pieces, and not in one long wait at the end."""
+"""Bytes between syncs, so that a slow disk slows down the pieces instead of causing one long wait at the end."""
 _CLOSING_S = 2.0
 
 PlacementRule = Callable[[Offer], Path]
@@ -40,13 +40,13 @@ Raises Refused where it may not go anywhere."""
 
 
 class _StopReason(str):
-    """Why a transfer ends before it is whole."""
+    """Why a transfer ends early."""
 
     __slots__ = ()
 
 
 class _Incoming:
-    """One file on its way. `granted` is how many pieces its sender may still send."""
+    """One incoming file. `granted`: number of pieces that its sender may still send."""
 
     def __init__(self, caller: IncomingConnection, offer: Offer) -> None:
         self.caller = caller
@@ -57,7 +57,7 @@ class _Incoming:
         self.began = time.monotonic()
 
     def grant(self, pieces: int) -> None:
-        """Allows more."""
+        """Allows more pieces."""
         with self.lock:
             self.granted += pieces
 
@@ -65,7 +65,7 @@ class _Incoming:
         """In the channel's thread.
 
         Raises:
-            Malformed: if more comes than was asked for.
+            Malformed: if more arrives than was granted.
         """
         with self.lock:
             if not self.granted:
@@ -75,7 +75,7 @@ class _Incoming:
 
 
 class FileReceiver:
-    """Takes files from now until `close`; as a context manager, to its end. There is one of it for a server at a time.
+    """Receives files until `close`; also a context manager. One per server at a time.
 
     Attributes:
         moved: when the last piece of any file was written, in monotonic seconds; before the first, when it began.
@@ -110,7 +110,7 @@ class FileReceiver:
         self.close()
 
     def close(self, why: str = "the head has ended this start of the ranks") -> None:
-        """Ends what is under way. No part of a file is left."""
+        """Ends all transfers. No partial file is left."""
         self._server.take_files(None)
         with self._lock:
             threads, known = list(self._threads), list(self._known.values())
@@ -125,7 +125,7 @@ class FileReceiver:
             thread.join(max(0.0, limit - time.monotonic()))  # one whose disk does not answer is left behind
 
     def heard(self, caller: IncomingConnection, item: Body | Piece) -> None:
-        """In the channel's thread: what a node says of a file."""
+        """A frame of a file transfer. Runs in the channel's thread."""
         if isinstance(item, Piece):
             incoming = self._known.get((caller, item.transfer))
             if incoming is not None:
@@ -140,7 +140,7 @@ class FileReceiver:
             incoming.items.put(None if item["t"] == "sent" else _StopReason(why))
 
     def gone(self, caller: IncomingConnection) -> None:
-        """In the channel's thread: the connection is over."""
+        """The end of a connection. Runs in the channel's thread."""
         with self._lock:
             found = [incoming for (of, _), incoming in self._known.items() if of is caller]
         for incoming in found:
@@ -161,7 +161,7 @@ class FileReceiver:
             self._start_next()
 
     def _start_next(self) -> None:
-        """Under the lock: begins with the first of those that wait whose node has not enough under way already."""
+        """Starts the first waiting file whose node is below its limit. Needs the lock."""
         if len(self._threads) >= AT_ONCE:
             return
         for incoming in self._waiting:
@@ -176,7 +176,7 @@ class FileReceiver:
                 return
 
     def _work(self, incoming: _Incoming) -> None:
-        """A thread's life: one file. Its place is free again whatever becomes of it."""
+        """The thread of one file. Frees its slot in any case."""
         try:
             self._take(incoming)
         finally:
@@ -197,7 +197,7 @@ class FileReceiver:
             self._end(incoming, path, why)
 
     def _keep(self, incoming: _Incoming) -> Path:
-        """Writes what comes; gives where it is once it is whole."""
+        """Writes the pieces; returns the path of the complete file."""
         offer = incoming.offer
         place = self._places.get(offer.label["kind"])
         if place is None:
@@ -248,7 +248,7 @@ class FileReceiver:
         self._server.reply(incoming.caller, {"t": "more", "id": incoming.offer.transfer, "pieces": pieces})
 
     def _end(self, incoming: _Incoming, path: Path | None, why: str) -> None:
-        """Tells both sides; the front first, since the sender speaks next."""
+        """Reports the end to both sides; to the front first, since the sender's next message follows."""
         offer = incoming.offer
         with self._lock:
             if self._known.pop((incoming.caller, offer.transfer), None) is not None:
@@ -260,7 +260,7 @@ class FileReceiver:
 
 
 def _subtract(counts: Counter[IncomingConnection], caller: IncomingConnection) -> None:
-    """One less; a connection of which there is nothing left is forgotten."""
+    """Decrements a count and removes it at zero."""
     counts[caller] -= 1
     if not counts[caller]:
         del counts[caller]
@@ -268,11 +268,11 @@ def _subtract(counts: Counter[IncomingConnection], caller: IncomingConnection) -
 
 @contextlib.contextmanager
 def _part_of(path: Path, size: int) -> Iterator[tuple[int, Callable[[], None]]]:
-    """A new file `.NAME.part` beside `path`, and what gives it its name. It is removed unless it got it.
+    """Creates `.NAME.part` beside `path`; yields its descriptor and a function that renames it to `path`. Removed if not renamed.
 
     Raises:
         Refused: if the directory is not there, or is a link; if the name is taken, or there is no room.
-        OSError: if it cannot be made.
+        OSError: if it cannot be created.
     """
     try:
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -50,7 +50,7 @@ Buffer = bytes | memoryview
 
 
 class OfferRefused(Exception):  # noqa: N818 - named for what happened to the offer
-    """A file is not taken. The text says why, for people."""
+    """A file is refused. The text says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,20 +62,20 @@ class Content:
 
     @classmethod
     def of(cls, data: Buffer) -> Self:
-        """Of what is in memory."""
+        """Size and digest of a buffer."""
         return cls(memoryview(data).nbytes, xxhash.xxh3_128_hexdigest(data))
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A node would send this.
+    """A node's offer of a file.
 
     Attributes:
         node_rank: who.
         host: its name.
-        transfer: the number of the transfer on its connection.
+        transfer: number of the transfer on its connection.
         content: size and digest.
-        label: what it is. `kind` is a str; the rest is for the rule of that kind to check.
+        label: description; `kind` is a str, the rest is checked by the rule of that kind.
     """
 
     node_rank: int
@@ -85,7 +85,7 @@ class Offer:
     label: dict[str, Any]
 
     def to_body(self) -> Body:
-        """A frame's body; who sends it stands in the connection."""
+        """A frame's body; the sender is known from the connection."""
         size, digest = self.content.bytes, self.content.xxh3_128
         return {"t": "offer", "id": self.transfer, "bytes": size, "xxh3_128": digest, "label": self.label}
 
@@ -105,7 +105,7 @@ class Offer:
                 "label": {"kind": str(), **_rest} as label,
             } if 0 <= number <= _MAX_ID and 0 <= size < 1 << 63 and _DIGEST.fullmatch(digest):
                 return cls(node_rank, host, number, Content(size, digest), label)
-        raise Malformed("sent an offer of a file that is none")
+        raise Malformed("sent an invalid offer of a file")
 
 
 Source = Path | bytes | memoryview
@@ -117,11 +117,11 @@ class TransferOutcome:
     """How a transfer ended.
 
     Attributes:
-        transfer: what `send` gave.
-        label: as it was given.
-        bytes: how many there were to send.
-        seconds: from its turn to its end.
-        error: why it is not at the head, for people; empty if it is.
+        transfer: number from `send`.
+        label: as given.
+        bytes: size.
+        seconds: duration without waiting in the queue.
+        error: why it failed; empty if it did not.
     """
 
     transfer: int
@@ -140,7 +140,7 @@ class _Job:
 
 
 class FileSender:
-    """Sends files and buffers to the head. There is one of it for a link at a time; `close` it before the link."""
+    """Sends files and buffers to the head. One per link at a time; close it before the link."""
 
     def __init__(self, link: NodeLink) -> None:
         self._link = link
@@ -163,12 +163,12 @@ class FileSender:
         self.close()
 
     def send(self, source: Source, label: dict[str, Any], content: Content | None = None) -> int:
-        """Sends it after those that wait; returns at once with its number. Its end is one Outcome.
+        """Queues a transfer and returns its number. Its end is one TransferOutcome.
 
         Args:
-            source: a file, or a buffer, which must stay as it is until the Outcome.
+            source: a file, or a buffer, which must not change until the outcome.
             label: what it is; `kind` says which rule at the head takes it.
-            content: size and digest as its writer knows them; None: they are taken from the source when its turn comes.
+            content: size and digest as known by its writer; None: computed from the source.
         """
         with self._changed:
             number = self._number
@@ -178,15 +178,15 @@ class FileSender:
         return number
 
     def outcomes(self) -> list[TransferOutcome]:
-        """Those that have ended since the last call."""
+        """Outcomes since the last call."""
         return self._ended.take(0)
 
     def fileno(self) -> int:
-        """Readable while outcomes wait."""
+        """A descriptor that is readable while outcomes wait."""
         return self._ended.fileno()
 
     def close(self, why: str = "this node has ended the start") -> None:
-        """Ends what is under way and what waits; their outcomes can still be taken."""
+        """Ends active and queued transfers; their outcomes can still be taken."""
         with self._changed:
             self._lost = self._lost or why
             self._changed.notify_all()
@@ -266,7 +266,7 @@ class _OpenSource:
         self._buffer = buffer
 
     def read(self, offset: int, size: int) -> bytes | memoryview:
-        """Exactly so much from there.
+        """Exactly `size` bytes from `offset`.
 
         Raises:
             Refused: if there is less.
@@ -277,7 +277,7 @@ class _OpenSource:
         return data
 
     def content(self) -> Content:
-        """Size and digest, read through."""
+        """Size and digest of the whole source."""
         if self._fd is None:
             return Content.of(self._buffer)
         digest, offset = xxhash.xxh3_128(), 0

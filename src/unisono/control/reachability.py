@@ -1,6 +1,6 @@
-"""Whether this node reaches others: dials their ports, and sends messages of growing size that must come back whole.
+"""Reachability of other nodes: dials their ports, and sends messages of growing size that must be echoed.
 
-Refused, timed out, unreachable, another program, and "small messages pass, large ones do not" are told apart.
+Distinguishes refused, timed out, unreachable, a different program, and "small messages pass, large ones do not".
 """
 
 import asyncio
@@ -31,14 +31,14 @@ DialOutcome = Literal["ok", "refused", "timed_out", "unreachable", "stranger", "
 
 @dataclass(frozen=True)
 class Peer:
-    """Another node, and where it answers.
+    """A node to dial, and its address.
 
     Attributes:
         node_rank: its number.
         host: its name.
         address: a literal one.
         ports: those of its `EchoListener`.
-        brief: only the small messages are tried, as everybody dials it.
+        brief: only small messages, since every node dials it.
     """
 
     node_rank: int
@@ -56,7 +56,7 @@ class Peer:
         """Reads one of the message `dial`.
 
         Raises:
-            ValueError: if it is none.
+            ValueError: if it is invalid.
         """
         match value:
             case [int(rank), str(host), str(address), [*ports], *rest] if len(rest) <= 1 and _are_ports(
@@ -68,18 +68,18 @@ class Peer:
 
 @dataclass(frozen=True)
 class DialResult:
-    """What this node saw at one port of a peer.
+    """Result of dialing one port of a peer.
 
     Attributes:
         source: this node's number.
         target: the peer's.
         address: that was dialled.
         port: of it.
-        outcome: stranger: something answered that is not this job's; stalled: a message did not come back, smaller ones did.
-        largest_bytes: the largest message that came back whole.
-        tried_bytes: all sizes up to the one that did not.
-        rtt_s: the shortest time of a message of one byte, there and back.
-        note: what the system said, or what answered.
+        outcome: stranger: a different program or job responded; stalled: a message was not echoed, smaller ones were.
+        largest_bytes: the largest message that was echoed.
+        tried_bytes: all sizes up to the first failure.
+        rtt_s: shortest round-trip time of one byte.
+        note: the system's error, or the response.
     """
 
     source: int
@@ -95,10 +95,10 @@ class DialResult:
 
 @dataclass(frozen=True)
 class DialLimits:
-    """Seconds of patience: for a connection; for each message there and back; and with a peer that is only slow.
+    """Time limits in seconds: for a connection, for each echo, and for a slow peer.
 
-    A machine under load answers late, and a way that loses packets never does. The kernel knows which: after `message_s` the
-    connection is given up if packets of it go unanswered again and again, else after `patient_s`.
+    A machine under load responds late, and a link that loses packets never. The kernel knows which: after `message_s` the
+    connection is given up if its packets are repeatedly unacknowledged, else after `patient_s`.
     """
 
     connect_s: float = 3.0
@@ -107,15 +107,15 @@ class DialLimits:
 
 
 def choose_peers(nodes: Sequence[Peer], node_rank: int, *, most: int = MAX_PEERS) -> list[Peer]:
-    """Whom a node dials: all others where they are few, else neighbours in a ring, one, two, four, … places away, and the head.
+    """The peers that a node dials: all others if they are few, else neighbors in a ring, one, two, four, … places away, and the head.
 
     So every node is dialled from both sides by `most` others, whatever the number of nodes. The head is dialled by
-    everybody, since everybody will need it; by those that are no neighbours with one port and small messages.
+    all nodes, since all need it; by those that are not its neighbors with one port and small messages.
 
     Args:
         nodes: all of them, this one among them.
         node_rank: of this one.
-        most: neighbours at the most.
+        most: maximum number of neighbors.
     """
     ordered = sorted(nodes, key=lambda peer: peer.node_rank)
     others = [peer for peer in ordered if peer.node_rank != node_rank]
@@ -134,7 +134,7 @@ def choose_peers(nodes: Sequence[Peer], node_rank: int, *, most: int = MAX_PEERS
 def dial_all(
     peers: Sequence[Peer], key: bytes, *, source: int, limits: DialLimits | None = None
 ) -> list[DialResult]:
-    """Dials every port of every peer, many at a time; one result for each, in their order.
+    """Dials every port of every peer concurrently; one result for each, in order.
 
     It blocks for three seconds where connections or packets are lost, for about twenty where a peer hardly moves. Large messages
     go to the first port of a peer alone: a firewall knows ports, the size of packets belongs to the way.
@@ -142,10 +142,10 @@ def dial_all(
     The head calls `choose_peers` for each node, so that a job of a thousand nodes does not make a million connections.
 
     Args:
-        peers: whom to dial.
+        peers: nodes to dial.
         key: of `reach_key`.
         source: this node's number, for the results.
-        limits: patience.
+        limits: time limits.
     """
     return asyncio.run(_dial_all(peers, key, source, limits or DialLimits()))
 
@@ -162,7 +162,7 @@ async def _dial_all(peers: Sequence[Peer], key: bytes, source: int, limits: Dial
 
 @dataclass
 class _Dial:
-    """One connection to one port, and how far it came."""
+    """One connection to one port, and its progress."""
 
     peer: Peer
     port: int
@@ -246,10 +246,10 @@ class _Dial:
 async def _within_limits(
     work: Coroutine[Any, Any, Result], sock: socket.socket, limits: DialLimits
 ) -> Result:
-    """What `work` gives on this connection.
+    """The result of `work` on this connection.
 
     Raises:
-        TimeoutError: if packets are lost, or it takes longer than anybody's patience.
+        TimeoutError: if packets are lost, or it exceeds all limits.
     """
     task = asyncio.ensure_future(work)
     ended = time.monotonic() + limits.patient_s
@@ -265,7 +265,7 @@ async def _within_limits(
 
 
 def _loses_packets(sock: socket.socket) -> bool:
-    """Whether the same packet has gone unanswered at least twice (tcpi_retransmits of tcp(7)); true where it cannot be told."""
+    """Whether the same packet was retransmitted at least twice (tcpi_retransmits of tcp(7)); true if unknown."""
     try:
         return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 8)[2] >= _LOST_AFTER
     except (OSError, AttributeError):
@@ -276,7 +276,7 @@ async def _connect(address: str, port: int) -> socket.socket:
     """A connected socket.
 
     Raises:
-        OSError: also where the address is no literal one.
+        OSError: also if the address is not literal.
     """
     found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[0]
     sock = socket.socket(found[0], socket.SOCK_STREAM)
