@@ -381,7 +381,7 @@ class ProgramSupervisor:
         )
 
     def _first_failure(self, now: float) -> Verdict | None:
-        """The verdict on the rank or node that failed first; None while more may be heard, or if neither is known."""
+        """The verdict on the rank or node that failed first; None while more news may come, or if neither is known."""
         assert self._failures.first_at is not None
         if self._stall_monitor is not None:
             self._stall_monitor.see()

@@ -104,7 +104,7 @@ class Waits:
 
     Attributes:
         settle_s: with a culprit whose end another rank's may have caused: that news may be on its way.
-        only_victims_s: while every known end is that of a rank that lost a peer: the peer is heard of within this, or never.
+        only_victims_s: while every known end is that of a rank that lost a peer: news of the peer arrive within this time, or never.
     """
 
     settle_s: float = 0.3
@@ -120,7 +120,7 @@ class Failures:
 
     Attributes:
         waits: before a decision.
-        world_size: if all ranks are sure to be heard of; None: they are not, and the waits always run out.
+        world_size: if the end of every rank is sure to be reported; None: it is not, and the waits always run out.
         ends: of ranks.
         lost: nodes that are gone.
         first_at: when the first failure became known; None: there is none.
