@@ -19,6 +19,9 @@ _PR_SET_PDEATHSIG = 1
 TEMPLATE_HAS_NO_END = signal.SIGVTALRM
 """What the kernel ends a process with whose chat template cannot be interrupted (data.template_limits); its front knows it by that."""
 
+forked_by: int | None = None
+"""The fork server (unisono.worker.fork_server) that this process was forked by; None in a process that exec has begun."""
+
 
 def parse_child_arguments(argv: list[str], *, named: bool) -> argparse.Namespace:
     """The command line of a worker (`plan.json`) or, with `named`, of a task (`NAME request.json`)."""
@@ -48,11 +51,14 @@ def parse_child_arguments(argv: list[str], *, named: bool) -> argparse.Namespace
 
 
 def end_with_front(front_pid: int | None) -> None:
-    """Has the kernel end this process when its front dies, also by kill -9 (prctl(2), Linux)."""
+    """Has the kernel end this process when its front dies, also by kill -9 (prctl(2), Linux).
+
+    A process that was forked ends with the fork server, which ends with the front.
+    """
     if front_pid is None or not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != front_pid:  # it died before the call above
+    if os.getppid() != (forked_by or front_pid):  # it died before the call above
         os._exit(1)
 
 

@@ -21,6 +21,7 @@ from unisono.facts.machine import DeviceProbe, Gpu
 from unisono.facts.network import NetworkInterface, SystemNetwork
 from unisono.facts.probes import Probes
 from unisono.supervise.child_process import Programs
+from unisono.supervise.fork_server import ForkServer
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,8 @@ def probes(answers: dict[str, Any]) -> Probes:
 
 
 ANSWERS = json.loads(Path(sys.argv[1]).read_text())
+if ANSWERS.get("exec"):  # each rank is a fresh interpreter, as where nothing can be forked
+    ForkServer.start = lambda *_, **__: None  # type: ignore[method-assign]
 
 
 class Request(unisono.launch.train_request.TrainRequest):

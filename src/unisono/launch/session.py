@@ -1,6 +1,7 @@
 """One training run: the request, this machine, and then this node's part, head or member."""
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from unisono.rendezvous import meeting_end
 from unisono.rendezvous.srun_front import token_hint, token_of_step
 from unisono.rundir import RunDir
 from unisono.rundir.start_decision import decide_start
+from unisono.supervise.fork_server import ForkServer
 from unisono.supervise.interrupts import Interrupts, Stopped, exit_code_of
 
 
@@ -31,7 +33,8 @@ def train(request: TrainRequest, show: Show) -> dict[str, Any]:
     """
     began = time.monotonic()
     token = take_token()
-    with Interrupts() as interrupts:
+    with Interrupts() as interrupts, ForkServer(lambda text: say(show, text)) as fork_server:
+        request = replace(request, programs=replace(request.programs, fork_server=fork_server))
         try:
             result = _start(request, show, interrupts, began, token)
         except Stopped as stopped:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Protocol, Self
 
@@ -19,14 +19,22 @@ from unisono.facts.network import is_loopback
 from unisono.files import make_private_dir
 from unisono.plan import DeviceChoice, RunPlan
 from unisono.rundir import RunDir
+from unisono.supervise.fork_server import Forked, ForkServer
 
 
 @dataclass(frozen=True, slots=True)
 class Programs:
-    """The programs that a front starts. Tests pass different ones."""
+    """The programs that a front starts. Tests pass different ones.
+
+    Attributes:
+        worker: a rank, without its arguments.
+        task: a task, without its arguments.
+        fork_server: forks our own programs, if there is one.
+    """
 
     worker: tuple[str, ...] = (sys.executable, "-m", "unisono.worker")
     task: tuple[str, ...] = (sys.executable, "-m", "unisono.task")
+    fork_server: ForkServer | None = field(default=None, compare=False, repr=False)
 
 
 def worker_command(
@@ -211,6 +219,8 @@ class ChildProcess:
         output: int | IO[Any],
         has_input: bool = False,
         inherits: Sequence[int] = (),
+        fork_server: ForkServer | None = None,
+        waits: bool = False,
     ) -> None:
         """Starts the process.
 
@@ -220,19 +230,21 @@ class ChildProcess:
             output: a file for what it prints; never a pipe, which could fill and block it.
             has_input: whether `send` will be used; otherwise its stdin is empty.
             inherits: file descriptors that it inherits under the same numbers.
+            fork_server: forks the process if it can; otherwise a fresh interpreter is started.
+            waits: whether the imports of a fork server that has just started are waited for.
         """
         read_end, write_end = os.pipe()
         with contextlib.suppress(OSError, AttributeError):  # a smaller pipe works too
             fcntl.fcntl(write_end, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         try:
-            self._process = subprocess.Popen(
+            self._process = _start(
                 command(write_end),
-                env=environment,
-                pass_fds=(write_end, *inherits),
-                start_new_session=True,
-                stdin=subprocess.PIPE if has_input else subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
+                environment,
+                output if isinstance(output, int) else output.fileno(),
+                has_input=has_input,
+                inherits=(write_end, *inherits),
+                fork_server=fork_server,
+                waits=waits,
             )
         except BaseException:  # raised again
             os.close(read_end)
@@ -356,10 +368,7 @@ class ChildProcess:
 
     def _has_ended(self) -> bool:
         """Whether the process has ended; it is not reaped yet, so its pid cannot belong to a different process."""
-        if self.returncode is not None:
-            return True
-        flags = os.WEXITED | os.WNOWAIT | os.WNOHANG
-        return os.waitid(os.P_PID, self.pid, flags) is not None
+        return self.returncode is not None or self._process.has_ended()
 
     def _reap(self, timeout_s: float) -> None:
         """Waits for a child whose pipe is closed, and ends what it left behind."""
@@ -386,3 +395,43 @@ class ChildProcess:
             self._open = False
             self._selector.close()
             os.close(self._fd)
+
+
+class _Executed(subprocess.Popen[bytes]):
+    """A fresh interpreter, which imports everything anew."""
+
+    def has_ended(self) -> bool:
+        flags = os.WEXITED | os.WNOWAIT | os.WNOHANG
+        return os.waitid(os.P_PID, self.pid, flags) is not None
+
+
+def _start(
+    command: list[str],
+    environment: dict[str, str],
+    output: int,
+    *,
+    has_input: bool,
+    inherits: Sequence[int],
+    fork_server: ForkServer | None,
+    waits: bool,
+) -> Forked | _Executed:
+    if fork_server is not None:
+        forked = fork_server.start(
+            command,
+            environment=environment,
+            output=output,
+            has_input=has_input,
+            inherits=inherits,
+            waits=waits,
+        )
+        if forked is not None:
+            return forked
+    return _Executed(
+        command,
+        env=environment,
+        pass_fds=inherits,
+        start_new_session=True,
+        stdin=subprocess.PIPE if has_input else subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+    )

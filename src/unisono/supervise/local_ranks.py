@@ -310,6 +310,8 @@ class LocalRanks:
                 output=log,
                 has_input=self.has_input,
                 inherits=(*(() if kept is None else (kept,)), *self.beats[place.rank].fds),
+                fork_server=self.programs.fork_server,
+                waits=True,
             )
         except BaseException:  # raised again
             log.close()

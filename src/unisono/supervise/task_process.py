@@ -105,6 +105,7 @@ class TaskProcess:
             environment=environment or _environment(),
             output=self._printed,
             has_input=has_input,
+            fork_server=started.fork_server,
         )
 
     def __enter__(self) -> Self:

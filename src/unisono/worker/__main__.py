@@ -6,6 +6,7 @@ import signal
 import sys
 from typing import TYPE_CHECKING, Any
 
+from unisono import child
 from unisono.child import leave, loading_modules, parse_child_arguments, run_child
 from unisono.errors import UsageError
 from unisono.events import Reporter
@@ -40,7 +41,8 @@ def main(argv: list[str]) -> int:
             raise UsageError.of(
                 "the plan cannot be read", where=str(arguments.file), why=one_line(str(error))
             ) from error
-        report.phase("start", "loading torch")
+        started = "exec" if child.forked_by is None else "fork"
+        report.send("phase", phase="start", text="loading torch", done=None, total=None, started=started)
         with loading_modules():
             from unisono.train.process_group import close_group
             from unisono.train.rank_run import run_plan

@@ -6,7 +6,9 @@ import os
 import sys
 from datetime import timedelta
 
-if "unisono.worker" in sys.orig_argv:
+if {"unisono.worker", "unisono.worker.fork_server"} & {
+    *sys.orig_argv
+}:  # a rank, or what ranks are forked from
     for _name, _seconds in json.loads(os.environ["HURRIED"]).items():
         _module, _, _attribute = _name.rpartition(".")
         _found = importlib.import_module(_module)

@@ -31,7 +31,9 @@ def _refuse(*_: object) -> None:
     raise DataError.of("a row that nobody wants", where="rows.jsonl:7", fix="take it out")
 
 
-if "unisono.worker" in sys.orig_argv:
+if {"unisono.worker", "unisono.worker.fork_server"} & {
+    *sys.orig_argv
+}:  # a rank, or what ranks are forked from
     signal.signal(RAISE, _raise)
     signal.signal(signal.SIGALRM, _raise)
     sys.unraisablehook = _raise_again

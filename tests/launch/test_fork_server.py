@@ -1,0 +1,351 @@
+"""Processes that are forked are what exec would have begun, and end as they would. Run: pytest tests/launch/test_fork_server.py"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.launch.conftest import Place, wait_until
+from unisono.facts.orphans import living_ranks
+from unisono.supervise import fork_server
+from unisono.supervise.child_process import ChildProcess
+from unisono.supervise.fork_server import ForkServer
+
+TOLD = "tests.launch.standins.told"
+LIGHT = "tests.launch.standins.light_server"
+ENDS = [
+    {"exit": 0}, {"exit": 3}, {"exit": "a text"}, {"raise": "ä"}, {"fault": 1},
+    *({"signal": int(number)} for number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM, signal.SIGUSR1, signal.SIGABRT, signal.SIGINT)),
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def light(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers of this file import little, and fork the program of these tests, too."""
+    monkeypatch.setattr(fork_server, "_SERVER", LIGHT)
+    monkeypatch.setattr(fork_server, "_SERVED", (*fork_server._SERVED, TOLD))
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def server(said: list[str]) -> Iterator[ForkServer]:
+    with ForkServer(said.append) as made:
+        yield made
+
+
+@pytest.fixture
+def begin(tmp_path: Path, server: ForkServer) -> Iterator[Callable[..., ChildProcess]]:
+    """Starts the program of these tests; with `forks=False` as a fresh interpreter."""
+    with contextlib.ExitStack() as stack:
+
+        def started(*, forks: bool = True, log: str = "log", **variables: str) -> ChildProcess:
+            output = stack.enter_context((tmp_path / log).open("ab"))
+            child = ChildProcess(
+                lambda fd: [sys.executable, "-m", TOLD, "--report-fd", str(fd), "--front-pid", str(os.getpid())],
+                environment=environment(**variables), output=output, has_input=True, fork_server=server if forks else None, waits=True,
+            )  # fmt: skip
+            return stack.enter_context(child)
+
+        yield started
+
+
+def environment(**variables: str) -> dict[str, str]:
+    here = {"PATH": os.defpath, "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
+    return here | variables
+
+
+def hear(child: ChildProcess) -> dict[str, Any]:
+    """Its first message."""
+    found: list[dict[str, Any]] = []
+
+    def has_come() -> bool:
+        found.extend(child.read(0.05))
+        return bool(found) or child.ended
+
+    wait_until(has_come)
+    assert found, "it has ended without a word"
+    return found[0]
+
+
+def end_of(child: ChildProcess, how: dict[str, Any]) -> int | None:
+    hear(child)
+    child.send(how)
+    wait_until(lambda: bool(child.read(0.05)) or child.ended)
+    return child.returncode
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_a_forked_process_is_what_exec_would_have_begun(
+    begin: Callable[..., ChildProcess], server: ForkServer
+) -> None:
+    one = {"OPENBLAS_NUM_THREADS": "1"}  # numpy's BLAS has one thread in a forked process
+    variables = {"RANK": "3", "LOCAL_RANK": "1", "OMP_NUM_THREADS": "2", "GLOO_SOCKET_IFNAME": "lö", **one}
+    begin(
+        RANK="0", TOKENIZERS_PARALLELISM="true", **one
+    )  # the server has begun with another rank's variables
+    forked, executed = (hear(begin(forks=forks, **variables)) for forks in (True, False))
+    assert (forked["parent"], executed["parent"]) == (server.pid, os.getpid())
+    for said in (forked, executed):  # the pipe's number is in the command line, and is not the same
+        fd = said["facts"]["argv"][2]
+        said["facts"] = json.loads(
+            json.dumps(said["facts"]).replace(f"--report-fd\\u0000{fd}", "--report-fd\\u0000N")
+        )
+        for words in (said["facts"]["argv"], said["facts"]["orig_argv"]):
+            words[words.index("--report-fd") + 1] = "N"
+        assert said["facts"]["fds"] == [0, 1, 2, int(fd)], "its own descriptors alone"
+        del said["facts"]["fds"]
+    assert forked["facts"] == executed["facts"]
+
+
+def test_what_is_shown_of_it_is_what_was_started(begin: Callable[..., ChildProcess]) -> None:
+    child = begin(RANK="7")
+    hear(child)
+    process = psutil.Process(child.pid)
+    assert process.cmdline()[1:3] == ["-m", TOLD]
+    assert process.environ() == environment(RANK="7")
+    assert process.cmdline()[-2:] == ["--front-pid", str(os.getpid())]
+
+
+def test_two_forked_processes_draw_differently(begin: Callable[..., ChildProcess]) -> None:
+    one, two = (hear(begin())["drawn"] for _ in range(2))
+    assert all(a != b for a, b in zip(one, two, strict=True))
+
+
+@pytest.mark.parametrize("how", ENDS, ids=str)
+def test_its_end_is_reported_as_that_of_a_child(
+    begin: Callable[..., ChildProcess], how: dict[str, Any]
+) -> None:
+    forked, executed = (end_of(begin(forks=forks, log=f"log-{forks}"), how) for forks in (True, False))
+    assert forked == executed
+
+
+def test_an_error_is_in_its_log(begin: Callable[..., ChildProcess], tmp_path: Path) -> None:
+    assert end_of(begin(), {"raise": "out of order"}) == 1
+    assert (tmp_path / "log").read_text().splitlines()[-1] == "ValueError: out of order"
+
+
+def test_its_number_is_not_given_again_before_its_end_is_known(begin: Callable[..., ChildProcess]) -> None:
+    child = begin()
+    hear(child)
+    os.kill(child.pid, signal.SIGKILL)
+    wait_until(lambda: is_gone(child.pid))
+    assert psutil.Process(child.pid).status() == psutil.STATUS_ZOMBIE
+    wait_until(lambda: bool(child.read(0.05)) or child.ended)
+    wait_until(lambda: not psutil.pid_exists(child.pid))
+
+
+def test_what_the_imports_have_printed_is_in_each_log(
+    begin: Callable[..., ChildProcess], tmp_path: Path
+) -> None:
+    for log in ("one", "two"):
+        hear(begin(log=log, LIGHT_SERVER_IMPORTS="tests.launch.standins.prints_at_import"))
+        assert (tmp_path / log).read_text() == "an old name is used\n"
+
+
+def test_signals_to_all_processes_of_a_job_leave_the_server_alone(
+    begin: Callable[..., ChildProcess], server: ForkServer
+) -> None:
+    hear(begin())
+    assert server.pid is not None
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT):
+        os.kill(server.pid, number)
+    assert end_of(begin(), {"signal": int(signal.SIGTERM)}) == -signal.SIGTERM
+    assert not is_gone(server.pid)
+
+
+def test_an_environment_that_an_import_may_have_read_gets_a_fresh_interpreter(
+    begin: Callable[..., ChildProcess], server: ForkServer, said: list[str]
+) -> None:
+    begin()
+    other = begin(HF_HOME="/elsewhere")
+    assert hear(other)["parent"] == os.getpid()
+    assert hear(begin())["parent"] == server.pid
+    assert said == []
+
+
+@pytest.mark.parametrize(
+    ("module", "why"),
+    [
+        ("tests.launch.standins.starts_a_thread", "2 threads run after the imports"),
+        ("tests.launch.standins.opens_a_file", "the imports have left /"),
+        ("no.such.module", "ModuleNotFoundError: No module named 'no'"),
+    ],
+)
+def test_a_server_that_could_not_fork_soundly_says_so_once_and_does_not(
+    begin: Callable[..., ChildProcess], said: list[str], module: str, why: str
+) -> None:
+    for _ in range(2):
+        assert hear(begin(LIGHT_SERVER_IMPORTS=module))["parent"] == os.getpid()
+    (text,) = said
+    assert text.startswith(f"ranks are started without the fork server, each with its own imports: {why}")
+
+
+def test_a_server_that_does_not_start_is_said_once(
+    begin: Callable[..., ChildProcess], said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fork_server, "_SERVER", "no.such.server")
+    for _ in range(2):
+        assert hear(begin())["parent"] == os.getpid()
+    (text,) = said
+    assert "it ended with 1: " in text
+    assert "No module named 'no'" in text
+
+
+def test_with_a_killed_server_end_its_processes_and_the_next_is_a_fresh_one(
+    begin: Callable[..., ChildProcess], server: ForkServer, said: list[str]
+) -> None:
+    child = begin()
+    hear(child)
+    assert server.pid is not None
+    os.kill(server.pid, signal.SIGKILL)
+    wait_until(lambda: bool(child.read(0.05)) or child.ended)
+    assert child.returncode == -signal.SIGKILL
+    assert hear(begin())["parent"] == os.getpid()
+    assert ["it ended with -9" in text for text in said] == [True]
+
+
+def test_a_thread_that_may_end_before_the_front_does_not_start_the_server(
+    begin: Callable[..., ChildProcess],
+) -> None:
+    found: list[ChildProcess] = []
+    thread = threading.Thread(target=lambda: found.append(begin(forks=True)))
+    thread.start()
+    thread.join()
+    assert hear(found[0])["parent"] == os.getpid()
+
+
+def test_a_task_does_not_wait_for_the_imports(tmp_path: Path, server: ForkServer) -> None:
+    found: list[str] = []
+    with (tmp_path / "log").open("wb") as log:
+
+        def is_forked() -> bool:
+            found.append(_way(server, log))
+            return found[-1] == "fork"
+
+        wait_until(is_forked)
+    assert found[0] == "exec"
+
+
+def _way(server: ForkServer, log: Any) -> str:
+    child = ChildProcess(
+        lambda fd: [sys.executable, "-m", TOLD, "--report-fd", str(fd), "--front-pid", str(os.getpid())],
+        environment=environment(), output=log, has_input=True, fork_server=server,
+    )  # fmt: skip
+    with child:
+        return "exec" if hear(child)["parent"] == os.getpid() else "fork"
+
+
+_FRONT = f"""
+import os, sys, signal, tempfile
+from unisono.supervise import fork_server
+from unisono.supervise.child_process import ChildProcess
+fork_server._SERVER, fork_server._SERVED = {LIGHT!r}, ({TOLD!r},)
+server = fork_server.ForkServer(print)
+child = ChildProcess(
+    lambda fd: [sys.executable, "-m", {TOLD!r}, "--report-fd", str(fd), "--front-pid", str(os.getpid())],
+    environment=dict(os.environ), output=tempfile.TemporaryFile(), has_input=True, fork_server=server, waits=True,
+)
+while not child.read(): pass
+print(server.pid, child.pid, flush=True)
+signal.pause()
+"""
+
+
+def test_with_a_killed_front_end_the_server_and_all_that_it_has_forked() -> None:
+    with subprocess.Popen([sys.executable, "-c", _FRONT], stdout=subprocess.PIPE, text=True) as front:
+        assert front.stdout is not None
+        pids = [int(word) for word in front.stdout.readline().split()]
+        assert len(pids) == 2
+        assert not any(map(is_gone, pids))
+        front.kill()
+    wait_until(lambda: all(map(is_gone, pids)), limit_s=10)
+
+
+def test_closing_leaves_no_process_and_no_descriptor(tmp_path: Path) -> None:
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with (tmp_path / "log").open("wb") as log, ForkServer(print) as server:
+        child = ChildProcess(
+            lambda fd: [sys.executable, "-m", TOLD, "--report-fd", str(fd), "--front-pid", str(os.getpid())],
+            environment=environment(), output=log, has_input=True, fork_server=server, waits=True,
+        )  # fmt: skip
+        with child:
+            hear(child)
+            pids = [child.pid, server.pid or 0]
+    assert all(map(is_gone, pids))
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before
+
+
+# From here on with the server's own imports.
+
+_WITHOUT = """
+import sys
+from unisono.supervise.fork_server import ForkServer
+ForkServer.start = lambda *_, **__: None
+from unisono.cli.app import main
+main(sys.argv[1:])
+"""
+
+
+def ways(place: Place) -> set[str]:
+    """How the ranks of the last start were started, as their events say."""
+    lines = [
+        line for path in sorted((place.out / "events").iterdir()) for line in path.read_text().splitlines()
+    ]
+    return {message["started"] for line in lines if "started" in (message := json.loads(line))}
+
+
+@pytest.mark.slow
+def test_forked_ranks_train_to_the_same_bits(finished: Place) -> None:
+    found = {}
+    for way, front in (("fork", ["-m", "unisono"]), ("exec", ["-c", _WITHOUT])):
+        done = subprocess.run(
+            [sys.executable, *front, "train", "c.yaml", "--fresh", "--nproc", "2"], cwd=finished.folder, env=finished.environment,
+            capture_output=True, text=True, timeout=240, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert ways(finished) == {way}
+        (weights,) = finished.out.glob("adapter/*.safetensors")
+        found[way] = (finished.losses(), weights.read_bytes())
+    assert found["fork"] == found["exec"]
+
+
+@pytest.mark.slow
+def test_ranks_whose_libraries_are_to_tell_more_are_fresh_interpreters(finished: Place) -> None:
+    done = finished.train("--fresh", "--nproc", "2", "--debug-comm")
+    assert done.returncode == 0, done.stderr
+    assert ways(finished) == {"exec"}
+
+
+@pytest.mark.slow
+def test_with_a_killed_front_end_its_ranks_and_their_server(finished: Place) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "unisono", "train", "c.yaml", "--fresh", "--nproc", "2", "duration=5000 steps"],
+        cwd=finished.folder, env=finished.environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    ) as front:  # fmt: skip
+        try:
+            wait_until(lambda: len(living_ranks(front.pid)) == 2)
+            below = [process.pid for process in psutil.Process(front.pid).children(recursive=True)]
+            assert any("unisono.worker.fork_server" in psutil.Process(pid).cmdline() for pid in below)
+        finally:
+            front.kill()
+    wait_until(lambda: all(map(is_gone, below)), limit_s=20)
+    assert living_ranks(front.pid) == []
