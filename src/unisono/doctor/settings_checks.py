@@ -18,7 +18,7 @@ VALUES_CHECK = Check(
     "settings.values",
     "values of variables that are set",
     "a library reads an invalid value as a different one or ignores it, mostly without a message",
-    "Every variable of the catalogue, and of the families NCCL_, TORCH_NCCL_, GLOO_ and the like, from the environment and from nccl.conf, with its meaning and whether"
+    "Every variable of the catalogue, and of the families NCCL_, TORCH_NCCL_, GLOO_ and similar, from the environment and from nccl.conf, with its meaning and whether"
     " nodes must agree on it. Warns for an invalid value; fails if no process group can be created with it.",
     ("env_suspicious",),
 )
