@@ -124,7 +124,7 @@ def test_a_copy_that_comes_back_otherwise_ends_the_run_and_counts_no_more(
     (problem,) = error.problems
     assert problem.what.startswith("the first copy differs when read back: ")
     assert problem.where == f"{run.uploading.url}/{run.plan.run_id}/step-00000001"
-    assert "are in the manifest" in problem.why
+    assert "the manifest has 20000 bytes with digest" in problem.why
     assert "checkpoint.storage=null. The same command then resumes" in problem.fix
     assert not (run.there / MANIFEST).exists(), "the next start uploads it again"
 
