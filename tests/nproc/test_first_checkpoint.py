@@ -108,7 +108,7 @@ def test_without_it_nothing_is_saved_before_its_time_and_with_it_checkpoints_tha
         assert again.wait() == 6, "it is tried again where it has failed: " + again.text()
         job.wait_gone()
         job.config(duration="1 steps")
-    assert "goes on from step 1" in text
+    assert "resumes from step 1" in text
 
 
 def test_a_first_checkpoint_that_cannot_be_written_ends_the_run_at_once(solo: Job) -> None:
