@@ -1,4 +1,4 @@
-"""Attempts of the ladder: child processes that run a collective with the real back-end, their logs, and the check on this machine."""
+"""Attempts of the ladder: child processes that run a collective with the real backend, their logs, and the check on this machine."""
 
 import contextlib
 import os

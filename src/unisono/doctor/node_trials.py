@@ -50,7 +50,7 @@ _ENOUGH = {"gloo": 20e6, "nccl": 500e6}
 """Minimum bytes per second of an all-reduce over the nodes, if their interfaces are fast enough."""
 _SHARE = 0.1
 _STORE_PORTS = range(29_510, 29_520)
-"""Below the ephemeral ports: if only those are blocked, ranks still meet, and the back-end is what fails."""
+"""Below the ephemeral ports: if only those are blocked, ranks still meet, and the backend is what fails."""
 
 
 def head_trial(*, ladder: bool, debug_comm: bool, findings: list[Finding]) -> Callable[[Meeting], None]:
