@@ -2,6 +2,7 @@
 
 import json
 import random
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,10 @@ _TIMELESS = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow]
 settings.register_profile("landing", _TIMELESS, derandomize=True)
 settings.register_profile("drawn", _TIMELESS)
 settings.load_profile("landing")
+
+# A shell without job control starts `make test &` with SIGINT ignored, and whatever the tests start inherits that; tests of Ctrl-C need it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _NODES = 4
 _WORDS = [
