@@ -67,7 +67,7 @@ def test_the_printed_figures_are_those_of_the_result(demo: str, result: dict[str
 
 
 def test_it_shows_three_requests_before_and_after(demo: str) -> None:
-    for label in ("request", "  before", "  after", "  wanted"):
+    for label in ("request", "  before", "  after", "  correct"):
         assert len(re.findall(rf"^{label} ", demo, re.MULTILINE)) == 3, demo
 
 

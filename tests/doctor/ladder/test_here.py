@@ -39,8 +39,8 @@ def test_what_the_libraries_say_in_each_attempt_is_kept_where_it_is_asked_for(tm
     (said,) = [line for line in finding["evidence"] if line.startswith("logs of the libraries: runs/doctor-")]
     folder = tmp_path / said.removeprefix("logs of the libraries: ")
     first, second = sorted(path.name for path in folder.iterdir())
-    assert first == "01-the-settings-as-they-are"
-    assert second == "02-without-what-is-set-now-gloo-socket-ifname"
+    assert first == "01-current-settings"
+    assert second == "02-without-the-current-settings-gloo-socket-ifname"
     for attempt in (first, second):
         assert [path.name for path in sorted((folder / attempt).iterdir())] == [
             "rank-00000.log",
