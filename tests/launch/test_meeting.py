@@ -296,7 +296,7 @@ def test_a_node_that_was_here_and_is_gone_is_not_said_to_have_never_called(job: 
     second.is_here()
     second.process.kill()
     verdict = disagree(job, [head, first], "node_missing")
-    assert "node 2 (c) was here" in verdict.summary
+    assert "node 2 (c) was connected, and left before the start" in verdict.summary
     assert verdict.hosts == ("c",)
     assert any("node 2 (c) was here and has left" in note for note in head.notes)
 

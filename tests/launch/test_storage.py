@@ -397,8 +397,8 @@ def test_an_upload_that_is_killed_leaves_nothing_that_counts(front: Any, copies:
     ("storage", "words"),
     [
         ("/mnt/copies", "is not a URL; write s3://bucket/runs or file:///mnt/copies"),
-        ("s3:bucket", "is no URL"),
-        ("s3://", "is no URL"),
+        ("s3:bucket", "is not a URL"),
+        ("s3://", "is not a URL"),
         ("file://copies", "has no absolute path; write file:///copies"),
     ],
 )
