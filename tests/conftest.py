@@ -34,9 +34,12 @@ settings.register_profile("landing", _TIMELESS, derandomize=True)
 settings.register_profile("drawn", _TIMELESS)
 settings.load_profile("landing")
 
-# A shell without job control starts `make test &` with SIGINT ignored, and whatever the tests start inherits that; tests of Ctrl-C need it.
+# A shell without job control starts `make test &` with SIGINT ignored, and nohup ignores SIGHUP. Programs that the tests start would inherit that,
+# and tests of these signals fail. A handler is reset when a program is started.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda _number, _frame: None)
 
 _NODES = 4
 _WORDS = [
