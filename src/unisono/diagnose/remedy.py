@@ -160,7 +160,7 @@ def _user(finding: Hypothesis, facts: RunFacts) -> list[str]:
     )
     what = f"{details.get('exception', 'the exception')}: {details.get('message', '')}".rstrip(" :")
     lines = [
-        f"Mend {at} on {_who(finding)}, or the data (sample, row, column, field) that it was given: `{what}`."
+        f"Fix {at} on {_who(finding)}, or the data (sample, row, column, field) that it was given: `{what}`."
     ]
     hint = _hint(details)
     if hint:

@@ -179,7 +179,7 @@ def resolve(name: str, *, limit_s: float = 3.0) -> list[str]:
     def ask() -> None:
         try:
             answers = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-        except (OSError, UnicodeError):  # the second: a label that is no host name
+        except (OSError, UnicodeError):  # the second: a label that is not a valid host name
             return
         found.extend(dict.fromkeys(str(answer[4][0]) for answer in answers))
 

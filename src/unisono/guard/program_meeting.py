@@ -9,18 +9,18 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from unisono.agree.compare import keyed_arguments
-from unisono.agree.reports import Device, Interface, Limits, NodeReport, OutputFacts
+from unisono.agree.reports import Interface, Limits, NodeReport, OutputFacts
 from unisono.events import Show
 from unisono.facts import Environment, Machine, Probes
 from unisono.facts.environment import read_nccl_files
 from unisono.facts.limits import read_limits
-from unisono.facts.machine import Gpu
 from unisono.facts.network import NetworkProbe
 from unisono.facts.probes import SystemClock
 from unisono.facts.redaction import redact
 from unisono.facts.versions import code_digests, decisive_versions, versions_digest
 from unisono.guard.command import Command, comparable
 from unisono.guard.program_request import RunRequest, RunShape, read_shape
+from unisono.launch.node_report import reported_device
 from unisono.plan.placement import visible_gpus
 from unisono.plan.topology import Accelerators, Topology, refuse_lone_node
 from unisono.rendezvous.head_address import is_this_machine
@@ -151,9 +151,9 @@ def make_report(
         nproc_declared=topology.nproc_declared,
         nproc_origin=topology.nproc_origin,
         device_kind="cuda" if visible else "cpu",
-        chosen=[_device(gpu) for gpu in visible[: topology.nproc]],
-        visible=[_device(gpu) for gpu in visible],
-        physical=[_device(gpu) for gpu in machine.gpus],
+        chosen=[reported_device(gpu) for gpu in visible[: topology.nproc]],
+        visible=[reported_device(gpu) for gpu in visible],
+        physical=[reported_device(gpu) for gpu in machine.gpus],
         visible_variable=named,
         device_note=machine.gpu_note,
         variables=environment.variables,
@@ -204,15 +204,3 @@ def _script(shape: RunShape) -> dict[str, str]:
     except OSError:
         pass  # the program itself will report it
     return {}
-
-
-def _device(gpu: Gpu) -> Device:
-    return Device(
-        index=gpu.index,
-        uuid=gpu.uuid,
-        name=gpu.name,
-        memory_bytes=gpu.memory_bytes,
-        memory_free_bytes=gpu.memory_free_bytes,
-        bus_id=gpu.bus_id,
-        numa_node=gpu.numa_node,
-    )

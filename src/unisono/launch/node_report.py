@@ -105,12 +105,14 @@ def make_node_report(
         nproc_declared=topology.nproc_declared,
         nproc_origin=topology.nproc_origin,
         device_kind=here.devices[0].kind,
-        chosen=[_device(gpu) for place in here.devices for gpu in machine.gpus if gpu.uuid == place.uuid],
+        chosen=[
+            reported_device(gpu) for place in here.devices for gpu in machine.gpus if gpu.uuid == place.uuid
+        ],
         places=here.devices,
         threads=threads,
         threads_origin=threads_origin,
-        visible=[_device(gpu) for gpu in visible_gpus(machine.gpus, environment.visible_devices)],
-        physical=[_device(gpu) for gpu in machine.gpus],
+        visible=[reported_device(gpu) for gpu in visible_gpus(machine.gpus, environment.visible_devices)],
+        physical=[reported_device(gpu) for gpu in machine.gpus],
         visible_variable=environment.visible_devices,
         device_note=machine.gpu_note,
         variables=environment.variables,
@@ -194,7 +196,8 @@ def _offset(measured: float | None, probes: Probes) -> float | None:
     return None if measured is None else measured + probes.clock.wall() - time.time()
 
 
-def _device(gpu: Gpu) -> Device:
+def reported_device(gpu: Gpu) -> Device:
+    """A device as a node reports it."""
     return Device(
         index=gpu.index,
         uuid=gpu.uuid,
@@ -281,9 +284,11 @@ def look_again(
             "output": OutputFacts(**asdict(output)),
             "limits": Limits(**asdict(read_limits())),
             "interfaces": [Interface(**asdict(one)) for one in request.probes.network.interfaces()],
-            "chosen": [_device(gpu) for gpu in machine.gpus if gpu.uuid in chosen],
-            "visible": [_device(gpu) for gpu in visible_gpus(machine.gpus, here.environment.visible_devices)],
-            "physical": [_device(gpu) for gpu in machine.gpus],
+            "chosen": [reported_device(gpu) for gpu in machine.gpus if gpu.uuid in chosen],
+            "visible": [
+                reported_device(gpu) for gpu in visible_gpus(machine.gpus, here.environment.visible_devices)
+            ],
+            "physical": [reported_device(gpu) for gpu in machine.gpus],
             "device_note": machine.gpu_note,
             "reserved": reserved,
         }

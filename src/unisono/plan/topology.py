@@ -51,7 +51,7 @@ def checked_host(text: str, source: str) -> str:
     if HOST_PATTERN.fullmatch(host) and len(host) <= 253:
         return host
     raise UsageError.of(
-        f"{source}: {one_line(text, limit=80)!r} is no host name",
+        f"{source}: {one_line(text, limit=80)!r} is not a valid host name",
         where="environment" if source.isupper() else "command line",
         why="a host is letters, digits and . _ - : @, and does not begin with -",
         fix=f"{source} a-host.example or 10.0.0.1",
