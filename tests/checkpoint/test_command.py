@@ -214,7 +214,7 @@ def test_what_is_no_run_is_refused(command: str, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     done = _unisono(RunDir(tmp_path / "empty"), command)
     assert done.returncode == 2
-    assert "is no run" in done.stderr
+    assert "is not a run" in done.stderr
     assert "Traceback" not in done.stderr
 
 

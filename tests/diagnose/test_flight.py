@@ -131,7 +131,8 @@ def test_a_malicious_pickle_is_refused_and_the_message_says_what_it_wanted(tmp_p
     evil = head + b"cposix\nsystem\n(X\x05\x00\x00\x00touch" + b"tR."
     assert is_recording(evil)
     with pytest.raises(
-        NotARecordingError, match=r"x is no flight recording.*GLOBAL posix\.system.*nothing of it was run"
+        NotARecordingError,
+        match=r"x is not a readable flight recording.*GLOBAL posix\.system.*nothing of it was run",
     ):
         read_recording("x", evil)
 

@@ -186,7 +186,7 @@ def open_run(run: Path) -> "tuple[CheckpointStore, bytes]":
     """The run's checkpoints, and the user's key.
 
     Raises:
-        UsageError: if it is no run.
+        UsageError: if it is not a run.
     """
     from unisono.checkpoint.manifest import user_key
     from unisono.checkpoint.store import CheckpointStore
@@ -197,7 +197,7 @@ def open_run(run: Path) -> "tuple[CheckpointStore, bytes]":
     files = RunDir(run)
     if not files.plan.exists() and not files.checkpoints.is_dir():
         raise UsageError.of(
-            f"{run} is no run",
+            f"{run} is not a run",
             where="command line",
             why="there is no plan.json and no directory of checkpoints in it",
             fix="name the output_dir of a run, as in `unisono checkpoint ls runs/demo`",

@@ -115,11 +115,8 @@ def _find_glob(text: str, path: Path, key: str) -> list[RowFile]:
     pattern = str(path.relative_to(root)) if path.anchor else str(path)
     try:
         matches = sorted(root.glob(pattern))
-    except (
-        ValueError,
-        NotImplementedError,
-        OSError,
-    ) as error:  # raised by pathlib for unsupported patterns
+    # pathlib raises NotImplementedError for a pattern that it does not support.
+    except (ValueError, NotImplementedError, OSError) as error:
         raise DataError.of(
             f"the pattern {text} cannot be used", where=key, why=str(error), fix="fix the pattern"
         ) from error

@@ -120,7 +120,7 @@ def read_recording(name: str, data: bytes) -> Recording:
         return _recording(name, value)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise NotARecordingError(
-            f"{one_line(name)} is no flight recording that can be read: {one_line(str(error), limit=300)}"
+            f"{one_line(name)} is not a readable flight recording: {one_line(str(error), limit=300)}"
         ) from error
 
 

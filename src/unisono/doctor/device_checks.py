@@ -167,8 +167,11 @@ def check_processors(around: Surroundings) -> list[Finding]:
         found_here, ranks=len(around.here.devices), threads=threads, origin=origin
     )
     dtype = around.loaded.config.model.dtype if around.loaded is not None else "auto"
-    second, bfloat16, mend = judge_bfloat16(found_here, dtype=dtype)
-    return [found(PROCESSOR, status, words, text, fix=fix), found(BFLOAT16, second, bfloat16, fix=mend)]
+    bfloat16_status, bfloat16, bfloat16_fix = judge_bfloat16(found_here, dtype=dtype)
+    return [
+        found(PROCESSOR, status, words, text, fix=fix),
+        found(BFLOAT16, bfloat16_status, bfloat16, fix=bfloat16_fix),
+    ]
 
 
 def read_device_context(around: Surroundings) -> DeviceContext:

@@ -219,13 +219,8 @@ def length_of(thing: Any) -> int | None:
     """The length; None if there is none, as for streams, or if it is invalid."""
     try:
         return len(thing)
-    except (
-        TypeError,
-        NotImplementedError,
-        AttributeError,
-        ValueError,
-        OverflowError,
-    ):  # of a stranger's __len__ that knows none
+    # A foreign dataset's __len__ raises any of these if the length is unknown; PyTorch's own streams raise NotImplementedError.
+    except (TypeError, NotImplementedError, AttributeError, ValueError, OverflowError):
         return None
 
 

@@ -64,7 +64,7 @@ def merged_logs(root: Path, *, on_skip: Callable[[str], None] = lambda _: None) 
         on_skip: gets a line for people for each file that cannot be read, and for lines that were left out.
 
     Raises:
-        UsageError: if the directory is no run, or has no logs.
+        UsageError: if the directory is not a run, or has no logs.
     """
     sources = _Sources(RunDir(root))
     sources.find()
@@ -83,7 +83,7 @@ def followed_logs(root: Path, *, on_skip: Callable[[str], None] = lambda _: None
     """The same, and then what comes, until the run has ended. Lines that come late are given late.
 
     Raises:
-        UsageError: if the directory is no run, or has no logs.
+        UsageError: if the directory is not a run, or has no logs.
     """
     sources = _Sources(RunDir(root))
     sources.find()
