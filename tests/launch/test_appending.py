@@ -55,6 +55,16 @@ def test_lines_come_after_what_was_there_in_their_order_and_only_their_owner_rea
     assert second.stat().st_mode & 0o777 == 0o600
 
 
+def test_a_line_that_was_torn_takes_no_other_with_it(tmp_path: Path) -> None:
+    path = tmp_path / "torn.times"
+    path.write_text("[1.0, 5]\n[2.0, 1")
+    for number in range(2):
+        appender = Appender(path)
+        appender.add(f"[3.0, {number}]\n".encode())
+        appender.close()
+    assert path.read_text() == "[1.0, 5]\n[2.0, 1\n[3.0, 0]\n[3.0, 1]\n"
+
+
 def test_without_a_line_nothing_is_begun(tmp_path: Path) -> None:
     appender = Appender(tmp_path / "none")
     appender.close()

@@ -217,6 +217,19 @@ def test_a_storage_that_cannot_be_written_ends_the_run_before_its_first_step(fro
     assert not front.out.exists()
 
 
+def test_a_dry_run_refuses_a_storage_as_the_start_does_and_leaves_nothing_in_a_good_one(
+    front: Any, copies: Path
+) -> None:
+    use(front, Path("/proc/nowhere"))
+    done = front.run("--dry-run")
+    assert done.returncode == 6, done.stderr
+    assert "error: file:///proc/nowhere/out cannot be written" in done.stderr
+    use(front, copies)
+    assert front.run("--dry-run").returncode == 0
+    assert list(copies.iterdir()) == []
+    assert not front.out.exists()
+
+
 def test_a_storage_that_cannot_be_written_any_more_is_a_warning(
     front: Any, copies: Path, started: Any, until: Until
 ) -> None:

@@ -81,6 +81,17 @@ def test_generate_answers_a_file_into_a_file(model_dir: Path, tmp_path: Path) ->
     assert "overwritten" in refused(*words)
 
 
+def test_a_file_for_the_answers_that_cannot_be_written_is_refused_before_the_model_is_loaded(
+    model_dir: Path, rows_file: Path, tmp_path: Path
+) -> None:
+    for out in (tmp_path / "missing" / "answers.jsonl", rows_file / "answers.jsonl", tmp_path):
+        for words in (("generate", model_dir, "hello"), ("eval", model_dir, "--data", rows_file)):
+            said = refused(*words, "--out", out)
+            assert str(out) in said
+            assert "where: --out" in said
+            assert "loading" not in said
+
+
 def test_chat_talks_through_a_pipe(model_dir: Path, tmp_path: Path) -> None:
     saved = tmp_path / "talk.jsonl"
     text = f"what day is it\n/clear\n/nonsense\ncall me\n/save {saved}\n/help\n/exit\nnever heard\n"

@@ -20,6 +20,7 @@ from unisono.cli.options import (
     RayAddress,
     TimeLimit,
     TokenFile,
+    refuse_unwritable,
 )
 from unisono.cli.output import output
 
@@ -69,6 +70,8 @@ def doctor(
     from unisono.doctor.report import report_lines
     from unisono.supervise.interrupts import Interrupts, Stopped, exit_code_of
 
+    if report is not None:
+        refuse_unwritable(report, f"--report {report}", replaces=True)
     speak = output()
     screen = Screen(speak)
     request = DoctorRequest(

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from unisono.cli.options import refuse_unwritable
 from unisono.cli.output import output, silence
 
 if TYPE_CHECKING:
@@ -93,10 +94,8 @@ def generate(
         raise UsageError.of(
             "a stop text is empty", where="--stop", fix="write the text before which an answer ends"
         )
-    if out is not None and out.exists():
-        raise UsageError.of(
-            f"{out} exists", where="--out", why="it would be overwritten", fix="name a new file"
-        )
+    if out is not None:
+        refuse_unwritable(out, "--out")
     request = {
         "target": target,
         "step": step,
@@ -215,15 +214,12 @@ def evaluate(
     import json
 
     from unisono.cli.progress import Progress
-    from unisono.errors import UsageError
     from unisono.facts import read_environment
     from unisono.files import write_text
     from unisono.supervise.task_process import run_task
 
-    if out is not None and out.exists():
-        raise UsageError.of(
-            f"{out} exists", where="--out", why="it would be overwritten", fix="name a new file"
-        )
+    if out is not None:
+        refuse_unwritable(out, "--out")
     request = {
         "target": target,
         "step": step,

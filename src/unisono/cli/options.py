@@ -1,5 +1,7 @@
-"""Options for nodes, ranks and launchers that several commands share."""
+"""Options for nodes, ranks and launchers that several commands share, and a check of the files that commands write."""
 
+import os
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -59,3 +61,33 @@ TimeLimit = Annotated[
     str | None,
     typer.Option("--time", metavar="T", help="Time limit of a Slurm job, e.g. 8:00:00.", show_default=False),
 ]
+
+
+def refuse_unwritable(path: Path, option: str, *, replaces: bool = False) -> None:
+    """Checks a file that a command writes at its end, before the work for it.
+
+    Args:
+        path: the file.
+        option: that names it.
+        replaces: whether an existing file may be replaced.
+
+    Raises:
+        UsageError: if it exists, or nothing can be written there.
+    """
+    from unisono.errors import UsageError
+
+    folder, fix = path.absolute().parent, "name a file in a directory that can be written"
+    if path.is_dir():
+        raise UsageError.of(f"{path} is a directory", where=option, fix=fix)
+    if path.exists() and not replaces:
+        raise UsageError.of(
+            f"{path} exists", where=option, why="it would be overwritten", fix="name a new file"
+        )
+    if not folder.is_dir():
+        why = f"there is no directory {folder}"
+        raise UsageError.of(
+            f"{path} cannot be written", where=option, why=why, fix=f"mkdir -p {folder}; or {fix}"
+        )
+    if not os.access(folder, os.W_OK | os.X_OK):  # also says no on a read-only file system
+        why = f"files cannot be made in {folder}"
+        raise UsageError.of(f"{path} cannot be written", where=option, why=why, fix=fix)

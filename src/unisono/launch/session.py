@@ -17,6 +17,7 @@ from unisono.launch.planning import LocalNode, look_around, prepare
 from unisono.launch.train_request import TrainRequest, load_asked, refuse_live_launcher
 from unisono.plan import RunPlan
 from unisono.plan.placement import lay_out
+from unisono.remote_checkpoint.storage_trial import storage_tried
 from unisono.rendezvous import meeting_end
 from unisono.rendezvous.srun_front import token_hint, token_of_step
 from unisono.rundir import RunDir
@@ -73,7 +74,15 @@ def plan_only(request: TrainRequest, show: Show) -> RunPlan:
         decision = decide_start(
             run, loaded.config, resume=request.resume, fresh=request.fresh, allow=request.allowed
         )
-    prepared = prepare(request, loaded, here.environment, ledger=False, show=show)
+    with storage_tried(
+        loaded.config,
+        run,
+        decision.run_id,
+        programs=request.programs,
+        leftovers=here.leftovers,
+        show=show,
+    ):
+        prepared = prepare(request, loaded, here.environment, ledger=False, show=show)
     layout = lay_out([here.offer_as(node_rank) for node_rank in range(here.topology.nodes)])
     return plan_start(
         request, loaded, here, run=run, decision=decision, prepared=prepared, show=show, layout=layout

@@ -22,8 +22,14 @@ from unisono.plan import RankPlace
 from unisono.text import one_line
 
 _CLOSE_S = 1.0
-# A thousandth of Python's memory. The process also opens the file: even that can hang.
-_APPEND = ("sh", "-c", 'umask 077; exec cat >> "$1"', "sh")
+# A thousandth of Python's memory. The process also opens the file: even that can hang. A file that a kill or a full disk has torn gets the
+# end of its last line first, else the first new line would be lost with it. The shell drops a newline and NULs at the end of `$()`.
+_APPEND = (
+    "sh",
+    "-c",
+    'umask 077; [ ! -f "$1" ] || [ -z "$(tail -c 1 "$1")" ] || echo >> "$1"; exec cat >> "$1"',
+    "sh",
+)
 
 
 class Appender:
