@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from tests.nodes.fronts import Front, together
 from tests.nodes.ground import Ground, Own
 from tests.run.test_one_node import until
+from unisono.guard.program_port import PORT_TRIES
 
 BIN = Path(sys.executable).parent
 STANDIN = str(Path(__file__).with_name("standin_launcher.py"))
@@ -42,6 +44,7 @@ Path("port.tmp").write_text(os.environ["MASTER_PORT"])
 Path("port.tmp").rename("port")
 while not Path("go").exists():
     time.sleep(0.05)
+Path("go").unlink()
 os.environ |= {"RANK": os.environ["NODE_RANK"], "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
 exec(open("program.py").read())
 """
@@ -234,27 +237,64 @@ def _port_of(front: Front, folder: Path) -> str:
     """The MASTER_PORT of node 0's program, once that has begun."""
     place = folder / "node0" / "port"
     until(lambda: place.exists() or front.exit_code is not None, "the program has begun")
-    return place.read_text()
+    port = place.read_text()
+    place.unlink()
+    return port
 
 
-def test_a_server_that_takes_the_port_all_the_same_is_named_and_no_rank_that_was_ended_for_it(
-    start: Start, ground: Ground, tmp_path: Path
-) -> None:
-    fronts = start(run(sys.executable, "late.py"))
-    words = [sys.executable, "-c", SERVER, ground.address(0), _port_of(fronts[0], tmp_path)]
+def _let_go(folder: Path) -> None:
+    """The programs bind the port, and go on."""
+    for node in (0, 1):
+        (folder / f"node{node}" / "go").touch()
+    until(lambda: not (folder / "node0" / "go").exists(), "the program goes on")
+
+
+@contextmanager
+def server_at(ground: Ground, port: str) -> Iterator[None]:
+    """A process that listens on node 0's port, with SO_REUSEADDR."""
+    words = [sys.executable, "-c", SERVER, ground.address(0), port]
     with subprocess.Popen(ground.command(0, words, Own()), stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None
             assert server.stdout.readline() == "listens\n"
-            for node in (0, 1):
-                (tmp_path / f"node{node}" / "go").touch()
-            ended(fronts, [3, 3])
+            yield
         finally:
             server.kill()
+
+
+def test_a_program_whose_port_a_server_takes_all_the_same_gets_a_different_one(
+    start: Start, ground: Ground, tmp_path: Path
+) -> None:
+    fronts = start(run(sys.executable, "late.py"))
+    port = _port_of(fronts[0], tmp_path)
+    with server_at(ground, port):
+        _let_go(tmp_path)
+        assert _port_of(fronts[0], tmp_path) != port
+        _let_go(tmp_path)
+        ended(fronts, [0, 0])
+    for front in fronts:
+        assert "world 2" in front.text("out")
+        assert f"port {port} on node 0, MASTER_PORT of the program, was taken" in front.text("err")
+        assert "WHAT " not in front.text("err")
+    logs = tmp_path / "node0" / "out" / "logs"
+    assert "EADDRINUSE" in next(logs.glob("*.log.1")).read_text()
+    assert "EADDRINUSE" not in next(logs.glob("*.log")).read_text()
+
+
+def test_a_server_that_takes_every_port_is_named_and_no_rank_that_was_ended_for_it(
+    start: Start, ground: Ground, tmp_path: Path
+) -> None:
+    fronts = start(run(sys.executable, "late.py"))
+    with ExitStack() as servers:
+        for _ in range(PORT_TRIES):
+            servers.enter_context(server_at(ground, _port_of(fronts[0], tmp_path)))
+            _let_go(tmp_path)
+        ended(fronts, [3, 3])
     for front in fronts:
         words = last_words(front)
         assert "[port_in_use]" in words[0]
         assert "rank 0" in words[0]
+        assert front.text("err").count("trying a different port") == PORT_TRIES - 1
 
 
 def test_the_port_of_a_program_that_binds_it_late_cannot_be_taken_before(
@@ -266,7 +306,6 @@ def test_the_port_of_a_program_that_binds_it_late_cannot_be_taken_before(
         ground.command(0, words, Own()), capture_output=True, text=True, check=False, timeout=LIMIT_S
     )
     assert "Address already in use" in thief.stderr
-    for node in (0, 1):
-        (tmp_path / f"node{node}" / "go").touch()
+    _let_go(tmp_path)
     ended(fronts, [0, 0])
     assert all("world 2" in front.text("out") for front in fronts)

@@ -4,7 +4,6 @@ import contextlib
 import os
 import re
 import secrets
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from unisono.agree.reports import NodeReport
 from unisono.causes import Verdict
 from unisono.control.events import Left, NodeMessage
 from unisono.errors import Disagreed
-from unisono.events import Show, say
+from unisono.events import Message, Show, say
 from unisono.facts import Environment, Machine, Probes, read_environment, read_machine, take_token
 from unisono.facts.environment import all_variables
 from unisono.facts.nvidia import KernelLine, read_kernel_log
@@ -25,7 +24,7 @@ from unisono.files import write_json
 from unisono.guard.border_directory import FolderWatch, border, is_head_directory, outcome_of, run_dir
 from unisono.guard.command import read_command
 from unisono.guard.local_program import LocalProgram, Program, refuse_missing_program
-from unisono.guard.member_program import MemberProgram
+from unisono.guard.member_program import MemberProgram, NewStart
 from unisono.guard.program_end import (
     ProgramEnd,
     exit_code_of_program,
@@ -34,6 +33,7 @@ from unisono.guard.program_end import (
     name_program_death,
 )
 from unisono.guard.program_meeting import find_shape, find_token, make_report, program_environment, remote_run
+from unisono.guard.program_port import PORT_TRIES, ReservedPort, may_be_taken
 from unisono.guard.program_ranks import ProgramDir, ProgramRanks
 from unisono.guard.program_request import RunRequest, RunShape, build_environment, refuse_launcher
 from unisono.guard.program_signals import SignalQueue, StopDeadline
@@ -47,7 +47,7 @@ from unisono.rendezvous.head_address import refusals_reported
 from unisono.rendezvous.head_side import hold_meeting
 from unisono.rendezvous.meeting import Meeting
 from unisono.rendezvous.meeting_end import end_message
-from unisono.rendezvous.member_side import attend_meeting
+from unisono.rendezvous.member_side import Attendance, attend_meeting
 from unisono.rendezvous.party import ChannelFacts, MakeReport, Party
 from unisono.rendezvous.ssh import SshFronts, start_others
 from unisono.rundir.lock import RunLock, recorded_holder
@@ -182,6 +182,7 @@ class _ProgramStart:
     environment: Environment
     variables: Mapping[str, str]
     pid: int = 0  # of the program, once started
+    writes_nothing: bool = False  # the directory is lost
 
     def alone(self) -> dict[str, Any]:
         """Runs the program on the only node."""
@@ -189,7 +190,8 @@ class _ProgramStart:
         with self._local_program(None) as local:
             # Only now: a program that cannot be started leaves a directory that the next start may use.
             self._write_plan(nodes)
-            return self._supervise(local, nodes, None)
+            supervisor = self._supervised(local, nodes, None)
+            return self._finish_as_head(supervisor, self._judged(supervisor, None), None)
 
     def together(self, party: Party) -> dict[str, Any]:
         """Runs the program together with the other nodes."""
@@ -210,53 +212,82 @@ class _ProgramStart:
                 variables=self.environment.variables,
             )
 
-        with (
-            contextlib.ExitStack() as reserved,
-            hold_meeting(
-                party,
-                self._maker(),
-                record=self._keep,
-                tries_collective=False,
-                compare=lambda reports: compare_programs(reports, uneven=uneven),
-                start_others=start if party.topology.hosts else None,
-            ) as meeting,
-        ):
+        with hold_meeting(
+            party,
+            self._maker(),
+            record=self._keep,
+            tries_collective=False,
+            compare=lambda reports: compare_programs(reports, uneven=uneven),
+            start_others=start if party.topology.hosts else None,
+        ) as meeting:
             reports = meeting.reports
             nodes = [self._place(r.node_rank, r.host, r.address, r.nproc, r.nproc_origin) for r in reports]
             self._write_plan(nodes)
-            host = meeting.server.address[0]
-            store = (host, reserved.enter_context(_reserved_port(host)))
-            meeting.broadcast({"kind": "start", "store": list(store), "run_id": self.guarded.run_id})
+            number = 1
+            while (result := self._try_port(nodes, meeting, is_last=number == PORT_TRIES)) is None:
+                self._set_log_aside(number)
+                number += 1
+            return result
+
+    def _try_port(
+        self, nodes: Sequence[NodePlace], meeting: Meeting, *, is_last: bool
+    ) -> dict[str, Any] | None:
+        """Runs the program on all nodes; None if its port was taken before it had done anything, and a different one may be tried."""
+        host = meeting.server.address[0]
+        with ReservedPort(host) as port:
+            meeting.broadcast({"kind": "start", "store": [host, port.number], "run_id": self.guarded.run_id})
             say(self.guarded.show, f"{len(nodes)} nodes agree; starting the program on each")
-            with self._local_program(store) as local:
-                return self._supervise(local, nodes, meeting)
+            with self._local_program((host, port.number)) as local:
+                supervisor = self._supervised(local, nodes, meeting, may_try_again=not is_last)
+                verdict = self._judged(supervisor, meeting)
+                tries = not is_last and supervisor.stop_signal is None and not self.writes_nothing
+                if tries and may_be_taken(verdict, supervisor.framework) and port.is_taken():
+                    text = f"port {port.number} on node 0, MASTER_PORT of the program, was taken by a different process; trying a different port"
+                    meeting.note(text, everywhere=True)
+                    return None
+                return self._finish_as_head(supervisor, verdict, meeting)
 
     def _as_member(self, party: Party) -> dict[str, Any]:
         with attend_meeting(party, self._maker(), tries_collective=False) as attendance:
-            message = attendance.wait_for("start")
-            self.guarded.run_id = str(message["run_id"])
-            shared = is_head_directory(self.run, self.guarded.run_id)
-            heads = recorded_holder(self.run.lock) if shared else None
-            store = (str(message["store"][0]), int(message["store"][1]))
-            with self._local_program(store) as local:
-                log = self.run.log(self.machine.host, 0)
-                member = MemberProgram(
-                    attendance,
-                    local,
-                    self.shape.topology.node_rank,
-                    self.guarded.show,
-                    lambda: self.guarded.diagnose(log),
+            found, number = self._one_start(attendance, attendance.wait_for("start")), 1
+            while isinstance(found, NewStart):
+                self._set_log_aside(number)
+                found, number = self._one_start(attendance, found.message), number + 1
+            return found
+
+    def _one_start(self, attendance: Attendance, message: Message) -> dict[str, Any] | NewStart:
+        """Runs the program as the head says: its result, or the head's next start."""
+        self.guarded.run_id = str(message["run_id"])
+        shared = is_head_directory(self.run, self.guarded.run_id)
+        heads = recorded_holder(self.run.lock) if shared else None
+        store = (str(message["store"][0]), int(message["store"][1]))
+        with self._local_program(store) as local:
+            log = self.run.log(self.machine.host, 0)
+            member = MemberProgram(
+                attendance,
+                local,
+                self.shape.topology.node_rank,
+                self.guarded.show,
+                lambda: self.guarded.diagnose(log),
+            )
+            member.run()
+            if member.new_start is not None:
+                return member.new_start
+            own = local.program.returncode if local.program is not None else None
+            code = member.exit_code(own)
+            with contextlib.ExitStack() as stack:
+                writes = not shared
+                if shared and member.loss is not None:
+                    writes = stack.enter_context(writing_for_head(self.run.lock, heads, member.loss))
+                return self.guarded.finish(
+                    self.run, code, member.verdict, stopped=member.stopped, writes=writes
                 )
-                member.run()
-                own = local.program.returncode if local.program is not None else None
-                code = member.exit_code(own)
-                with contextlib.ExitStack() as stack:
-                    writes = not shared
-                    if shared and member.loss is not None:
-                        writes = stack.enter_context(writing_for_head(self.run.lock, heads, member.loss))
-                    return self.guarded.finish(
-                        self.run, code, member.verdict, stopped=member.stopped, writes=writes
-                    )
+
+    def _set_log_aside(self, number: int) -> None:
+        """The next start of the program gets a log of its own, so that this one's errors are not found there."""
+        log = self.run.log(self.machine.host, 0)
+        with contextlib.suppress(OSError):
+            log.rename(f"{log}.{number}")
 
     def _maker(self) -> MakeReport:
         def make(standing: ChannelFacts, show: Show) -> NodeReport:
@@ -317,17 +348,24 @@ class _ProgramStart:
                 finally:
                     local.close()
 
-    def _supervise(
-        self, local: LocalProgram, nodes: Sequence[NodePlace], meeting: Meeting | None
-    ) -> dict[str, Any]:
+    def _supervised(
+        self,
+        local: LocalProgram,
+        nodes: Sequence[NodePlace],
+        meeting: Meeting | None,
+        *,
+        may_try_again: bool = False,
+    ) -> ProgramSupervisor:
+        """The supervisor, once the program has ended on every node."""
         watch = FolderWatch(self.run, self.lock, self.guarded.show, lambda: self._write_plan(nodes))
         supervisor = self._supervisor(local, nodes, meeting)
-        supervisor.each_poll = watch.look
+        supervisor.each_poll, supervisor.may_try_again = watch.look, may_try_again
         try:
             supervisor.run()
         finally:
             watch.settle()
-        return self._finish_as_head(supervisor, meeting, writes=not watch.is_lost)
+        self.writes_nothing = watch.is_lost
+        return supervisor
 
     def _supervisor(
         self, local: LocalProgram, nodes: Sequence[NodePlace], meeting: Meeting | None
@@ -346,18 +384,23 @@ class _ProgramStart:
             stopping=StopDeadline(self.guarded.request.grace_s),
         )
 
-    def _finish_as_head(
-        self, supervisor: ProgramSupervisor, meeting: Meeting | None, *, writes: bool
-    ) -> dict[str, Any]:
-        """Writes the result and sends it to the nodes: the supervisor's verdict, else the cause in the program's output."""
-        verdict = supervisor.verdict
+    def _judged(self, supervisor: ProgramSupervisor, meeting: Meeting | None) -> Verdict | None:
+        """The supervisor's verdict, else the cause in the program's output."""
         bad = supervisor.gone_wrong
-        if verdict is None and bad is not None and supervisor.stop_signal is None:
-            verdict = supervisor.last_death or self._name(bad, meeting)
-            if verdict is not None:
-                verdict = for_program(verdict, supervisor.framework)
-                self.guarded.show({"kind": "verdict", "time": time.time(), **verdict.to_json()})
-        elif verdict is not None and writes and (supervisor.raw or supervisor.looks):
+        if supervisor.verdict is not None or bad is None or supervisor.stop_signal is not None:
+            return supervisor.verdict
+        verdict = supervisor.last_death or self._name(bad, meeting)
+        return for_program(verdict, supervisor.framework) if verdict is not None else None
+
+    def _finish_as_head(
+        self, supervisor: ProgramSupervisor, verdict: Verdict | None, meeting: Meeting | None
+    ) -> dict[str, Any]:
+        """Shows the verdict, writes the result and sends it to the nodes."""
+        bad, writes = supervisor.gone_wrong, not self.writes_nothing
+        if verdict is not None and not supervisor.has_shown(verdict):
+            self.guarded.show({"kind": "verdict", "time": time.time(), **verdict.to_json()})
+        cites = verdict is supervisor.verdict and writes and (supervisor.raw or supervisor.looks)
+        if verdict is not None and cites:
             cited = keep_evidence(self.run, verdict, table=Path(), raw=supervisor.raw, looks=supervisor.looks)
             verdict = verdict.model_copy(update={"evidence": (*verdict.evidence, *cited)})
         stopped = supervisor.stop_signal.name if supervisor.stop_signal is not None else ""
@@ -450,19 +493,6 @@ def _of_process(pid: int, began: float) -> list[KernelLine]:
     named = re.compile(rf"(\[{pid}\]|\bprocess {pid}\b)", re.IGNORECASE)
     lines = read_kernel_log() or []
     return [line for line in lines if (line.age_s or 0.0) <= age_s and named.search(line.text)]
-
-
-@contextlib.contextmanager
-def _reserved_port(host: str) -> Iterator[int]:
-    """A port for a program that binds MASTER_PORT by itself; our rendezvous binds its own.
-
-    The program binds the port long after its start. Until then it is bound here without listening: the kernel does not assign it to other
-    processes, and only a server with SO_REUSEADDR that requests this very port can bind it, as torch's store does.
-    """
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((host, 0))
-        yield int(sock.getsockname()[1])
 
 
 def _describe(shape: RunShape) -> list[str]:

@@ -19,6 +19,13 @@ _POLL_S = 0.1
 _ENDING_S = 30.0
 
 
+@dataclass(frozen=True)
+class NewStart:
+    """The head's message for one more start of the program."""
+
+    message: Message
+
+
 @dataclass
 class MemberProgram:
     """This node's front, from the start of the program to the head's final message.
@@ -32,6 +39,7 @@ class MemberProgram:
         verdict: that all nodes show; this node's own if the head is lost.
         stopped: the signal that stopped the job; empty: none.
         loss: the end of the connection, if it came before the head's final message.
+        new_start: the head's message, if it starts the program once more.
     """
 
     attendance: Attendance
@@ -42,6 +50,7 @@ class MemberProgram:
     verdict: Verdict | None = None
     stopped: str = ""
     loss: NodeLoss | None = None
+    new_start: NewStart | None = None
     _code: int | None = None
     _over: bool = False
     _shown: set[str] = field(default_factory=set)
@@ -102,6 +111,9 @@ class MemberProgram:
                 say(self.show, "reading what the program printed")
                 found = self.diagnose()
                 self.attendance.send({"kind": "diagnosed", "verdict": found.to_json() if found else None})
+            case "start":
+                self._over, self.new_start = True, NewStart(message)
+                self._end_program()
             case "ended":
                 self._ended(message)
             case _:
@@ -114,9 +126,7 @@ class MemberProgram:
         self.stopped = str(result.get("signal") or "")
         for verdict in verdicts_in(message):
             self._show_verdict(verdict)
-        if not self.local.has_ended and self.local.program is not None:
-            self.local.program.end()
-            self.local.program.poll(_ENDING_S)
+        self._end_program()
 
     def _show_verdict(self, verdict: Verdict) -> None:
         self.verdict = verdict
@@ -132,6 +142,9 @@ class MemberProgram:
         known = find_cause(verdict.cause)
         self._code = known.exit_code if known is not None else 4
         self._show_verdict(verdict)
+        self._end_program()
+
+    def _end_program(self) -> None:
         if self.local.program is not None and not self.local.has_ended:
             self.local.program.end()
             self.local.program.poll(_ENDING_S)

@@ -14,6 +14,7 @@ from unisono.events import Message, Show, say
 from unisono.guard.launcher_facts import LauncherFacts
 from unisono.guard.local_program import JOB_STOP_SIGNALS, LocalProgram
 from unisono.guard.program_end import ProgramEnd, for_program, is_gone_wrong
+from unisono.guard.program_port import may_be_taken
 from unisono.guard.program_ranks import UNKNOWN_END
 from unisono.guard.program_signals import StopDeadline
 from unisono.integrations.border import LAUNCHER
@@ -82,6 +83,7 @@ class ProgramSupervisor:
         looks: parsed evidence of the ranks, once there is a verdict.
         last_death: the verdict on a rank after whose end the launcher may restart the ranks.
         stopping: the deadline for the program's end after a signal.
+        may_try_again: whether a program that finds its port taken may be started again with a different one; its verdict is not shown then.
         each_poll: called a few times a second while the program runs.
     """
 
@@ -105,6 +107,7 @@ class ProgramSupervisor:
     looks: dict[int, Look] = field(default_factory=dict)
     last_death: Verdict | None = None
     stopping: StopDeadline = field(default_factory=StopDeadline)
+    may_try_again: bool = False
     each_poll: Callable[[], object] = lambda: None
     _places: dict[int, RankPlace] = field(default_factory=dict)
     _world: int = 0
@@ -121,6 +124,7 @@ class ProgramSupervisor:
     _ended_all: bool = False
     _began: float = field(default_factory=time.monotonic)
     _shown_once: set[str] = field(default_factory=set)
+    _shown: Verdict | None = None
 
     def __post_init__(self) -> None:
         self._facts = LauncherFacts(self.nodes, self.reports, self.uneven, self.store_host)
@@ -395,10 +399,18 @@ class ProgramSupervisor:
 
     def _name(self, verdict: Verdict, *, end_in_s: float) -> None:
         self.verdict = verdict = for_program(verdict, self.framework)
-        self.show({"kind": "verdict", "time": time.time(), **verdict.to_json()})
-        if self.server is not None:
-            self.server.tell_all({"kind": "verdict", "verdict": verdict.to_json()})
+        if self.may_try_again and may_be_taken(verdict, self.framework):
+            end_in_s = 0.0
+        else:
+            self._shown = verdict
+            self.show({"kind": "verdict", "time": time.time(), **verdict.to_json()})
+            if self.server is not None:
+                self.server.tell_all({"kind": "verdict", "verdict": verdict.to_json()})
         self._end_by = min(self._end_by or float("inf"), time.monotonic() + end_in_s)
+
+    def has_shown(self, verdict: Verdict) -> bool:
+        """Whether a verdict was shown when it was made."""
+        return self._shown is verdict
 
     def _warn_once(self, verdict: Verdict) -> None:
         """Warns of a failure after which the launcher may restart the ranks."""
