@@ -5,7 +5,7 @@ import re
 import pytest
 
 from unisono.agree.environment_rules import unknown_names
-from unisono.causes.variable_advice import VALUES
+from unisono.causes.variables import VALUES
 
 
 def takes(name: str, value: str) -> bool:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from tests.doctor.bedside import doctor
 from unisono.doctor.check import Finding
-from unisono.doctor.examination import Examination, redacted
-from unisono.doctor.report import html_page, report_lines
+from unisono.doctor.examination import Examination, html_page, redacted, report_lines
 
 _BAD = [
     Finding("system.shm", "pass", ("fine",), ("never shown",)),

@@ -6,8 +6,7 @@ import pytest
 
 from tests.doctor.bedside import doctor
 from tests.doctor.test_system import TWO_DEVICES
-from unisono.causes.variable_advice import ADVICE, VALUES
-from unisono.causes.variables import VARIABLES, find_variable
+from unisono.causes.variables import ADVICE, VALUES, VARIABLES, find_variable
 
 _SECRET = "hf_" + "abcdefghij" * 3
 

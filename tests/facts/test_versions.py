@@ -7,8 +7,8 @@ import pytest
 
 import unisono
 from unisono.facts import Probes, package_versions
+from unisono.facts.environment import code_digests, cuda_of, decisive_versions
 from unisono.facts.machine import driver_version, numa_node_of, pci_address
-from unisono.facts.versions import code_digests, cuda_of, decisive_versions
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_one_changed_byte_changes_one_files_digest(tmp_path: Path) -> None:
 
 
 def test_all_of_the_packages_files_are_digested() -> None:
-    assert {"unisono/__init__.py", "unisono/facts/versions.py", "unisono/train/loop.py"} <= set(
+    assert {"unisono/__init__.py", "unisono/facts/environment.py", "unisono/train/loop.py"} <= set(
         code_digests()
     )
 

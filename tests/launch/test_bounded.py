@@ -11,7 +11,7 @@ from tests.nproc.disks import on_a_device
 from unisono.causes import Verdict
 from unisono.errors import UnfitError
 from unisono.facts.processes import stuck_threads
-from unisono.launch.member_end import keep_end
+from unisono.launch.member_supervisor import keep_end
 from unisono.rundir import RunDir
 from unisono.rundir.lock import RunLock
 from unisono.supervise import bounded_io

@@ -12,8 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from unisono.launch.replay import changed_versions
-from unisono.launch.replay_report import Difference, Replayed, compare
+from unisono.launch.replay import Difference, Replayed, changed_versions, compare
 from unisono.rundir import RunDir
 
 pytestmark = pytest.mark.slow

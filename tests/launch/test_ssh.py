@@ -27,7 +27,7 @@ from unisono.launch.head_nodes import remote_train
 from unisono.launch.train_request import TrainRequest
 from unisono.plan.topology import Accelerators, Topology, TopologyRequest, read_topology
 from unisono.rendezvous.head_address import address_towards, is_this_machine
-from unisono.rendezvous.ssh import (  # fmt: skip
+from unisono.rendezvous.remote_fronts import (
     RemoteCommand,
     SshFronts,
     find_head,

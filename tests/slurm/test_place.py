@@ -15,7 +15,7 @@ from unisono.facts.network import SystemNetwork
 from unisono.facts.slurm import SlurmStep
 from unisono.launch.train_request import TrainRequest
 from unisono.plan.topology import Accelerators, Placed, Topology, TopologyRequest, read_topology
-from unisono.rendezvous.srun_front import placed_by_slurm, token_of_step
+from unisono.rendezvous.remote_fronts import placed_by_slurm, token_of_step
 
 ORIGINS = {"nodes": "the step", "node_rank": "SLURM_NODEID", "head": "its first host"}
 PLACED = Placed(4, 2, "gpu1", 20_007, ORIGINS)

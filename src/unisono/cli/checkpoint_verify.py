@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from unisono.checkpoint.store import CheckpointStore
     from unisono.checkpoint.verify import Damage, Reading
     from unisono.errors import Problem
-    from unisono.launch.replay_report import Replayed
+    from unisono.launch.replay import Replayed
 
 
 def verify(

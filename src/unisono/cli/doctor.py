@@ -67,7 +67,7 @@ def doctor(
     from unisono.cli.screen import Screen
     from unisono.doctor.check import DoctorRequest
     from unisono.doctor.cluster_doctor import examine_with_launcher
-    from unisono.doctor.report import report_lines
+    from unisono.doctor.examination import report_lines
     from unisono.supervise.interrupts import Interrupts, Stopped, exit_code_of
 
     if report is not None:
@@ -118,7 +118,7 @@ def _write(path: Path, examination: "Examination") -> None:
     Raises:
         UsageError: if it cannot be written there.
     """
-    from unisono.doctor.report import html_page
+    from unisono.doctor.examination import html_page
     from unisono.errors import UsageError
     from unisono.files import write_text
 

@@ -79,8 +79,7 @@ def _drills(cause: "Cause") -> list[str]:
 
 def variable_lines(variable: "Variable") -> list[str]:
     """The entry of an environment variable as lines."""
-    from unisono.causes.variable_advice import ADVICE, VALUES
-    from unisono.causes.variables import GROUP_MEANING
+    from unisono.causes.variables import ADVICE, GROUP_MEANING, VALUES
 
     lines = [f"{variable.name}: {variable.meaning}", "", f"It {GROUP_MEANING[variable.group]}."]
     takes, advice = VALUES.get(variable.name), ADVICE.get(variable.name)
@@ -97,7 +96,7 @@ def variable_lines(variable: "Variable") -> list[str]:
 
 def _more(variable: "Variable") -> dict[str, object]:
     """Further facts on the variable as JSON; null for none."""
-    from unisono.causes.variable_advice import ADVICE, VALUES
+    from unisono.causes.variables import ADVICE, VALUES
 
     takes, advice = VALUES.get(variable.name), ADVICE.get(variable.name)
     return {

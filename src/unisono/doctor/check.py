@@ -12,7 +12,7 @@ from unisono.events import Message
 from unisono.facts import Environment, Machine, Probes
 from unisono.launch.planning import LocalNode
 from unisono.launch.train_request import TrainRequest
-from unisono.rendezvous.ssh import RemoteCommand
+from unisono.rendezvous.remote_fronts import RemoteCommand
 from unisono.supervise.child_process import Programs
 
 Show = Callable[[Message], None]

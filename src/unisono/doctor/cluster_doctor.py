@@ -26,7 +26,7 @@ from unisono.errors import UnfitError, UsageError
 from unisono.facts import read_environment, take_token
 from unisono.files import parse_json
 from unisono.launch.train_request import config_yaml
-from unisono.rendezvous.ssh import forwarded_variables
+from unisono.rendezvous.remote_fronts import forwarded_variables
 from unisono.supervise.child_process import option_args
 from unisono.supervise.task_process import refusal, run_task
 from unisono.text import one_line, plain

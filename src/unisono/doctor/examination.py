@@ -1,11 +1,23 @@
-"""One doctor run: the table of all checks, and the examination that makes them side by side."""
+"""One doctor run: the table of all checks, the examination that runs them side by side, and its report."""
 
-from collections.abc import Iterable, Sequence
+import platform
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from html import escape
 
+from unisono import __version__
 from unisono.causes import Verdict
-from unisono.doctor.check import Area, Check, CheckFunction, DoctorRequest, Finding, Status, Surroundings
+from unisono.doctor.check import (
+    AREAS,
+    Area,
+    Check,
+    CheckFunction,
+    DoctorRequest,
+    Finding,
+    Status,
+    Surroundings,
+)
 from unisono.doctor.config_checks import CATALOGUE as NEEDS
 from unisono.doctor.config_checks import CHECKS as NEEDS_CHECKS
 from unisono.doctor.device_checks import CATALOGUE as DEVICES
@@ -27,7 +39,7 @@ from unisono.facts import read_environment, take_token
 from unisono.facts.redaction import redact
 from unisono.launch.meeting_entry import party_of, tell_early_refusal
 from unisono.rendezvous.party import BackgroundWork
-from unisono.rendezvous.srun_front import token_of_step
+from unisono.rendezvous.remote_fronts import token_of_step
 from unisono.text import plain
 
 REGISTRY: tuple[tuple[Area, tuple[CheckFunction, ...]], ...] = (
@@ -148,3 +160,95 @@ def redacted(findings: Iterable[Finding]) -> list[Finding]:
 def _redacted_text(text: str) -> str:
     flat = plain(text).replace("\n", " ")  # spaces are kept: some lines are rows of a table
     return redact(flat if len(flat) <= _LONGEST_LINE else f"{flat[: _LONGEST_LINE - 1]}…")
+
+
+_STATUS_WORDS: dict[Status, str] = {"pass": "pass", "warn": "WARN", "fail": "FAIL", "unknown": "?"}
+_WIDTH = 26
+_INDENT = " " * 9
+
+
+def report_lines(examination: Examination) -> list[str]:
+    """All lines of the report: area by area, then the summary."""
+    shown = [heading(examination)]
+    for area, title in AREAS.items():
+        findings = [finding for finding in examination.findings if finding.id.partition(".")[0] == area]
+        if findings:
+            shown += ["", title, *(line for finding in findings for line in _text_rows(finding))]
+    return [*shown, "", summary_line(examination)]
+
+
+def heading(examination: Examination) -> str:
+    """Machine, versions and platform."""
+    return f"unisono {__version__} doctor on {examination.host}: Python {platform.python_version()}, {platform.system()} {platform.release()} {platform.machine()}"
+
+
+def _text_rows(finding: Finding) -> Iterator[str]:
+    """One line for the finding, one for each row of its table, and its fixes."""
+    first, *rest = finding.evidence
+    where = f"{finding.where}: " if finding.where else ""
+    yield f"  {_STATUS_WORDS[finding.status]:<6} {finding.id:<{_WIDTH}} {where}{first}"
+    yield from (f"{_INDENT}{row}" for row in rest)
+    if finding.status != "pass":
+        yield from (f"{_INDENT}fix: {line}" for line in finding.fix)
+
+
+def summary_line(examination: Examination) -> str:
+    """Number of findings by status."""
+    counts = {
+        "passed": examination.number_of("pass"),
+        "warn": examination.number_of("warn"),
+        "failed": examination.number_of("fail"),
+        "unknown": examination.number_of("unknown"),
+    }
+    said = ", ".join(f"{number} {what}" for what, number in counts.items() if number)
+    return f"{len(examination.findings)} checks: {said}"
+
+
+_STYLE = """
+body{font:15px/1.45 system-ui,sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem;color:#222;background:#fff}
+table{border-collapse:collapse;width:100%;margin-bottom:1.5rem}td,th{text-align:left;vertical-align:top;padding:.35rem .6rem;border-bottom:1px solid #ddd}
+code,pre{font:13px/1.4 ui-monospace,monospace;white-space:pre-wrap;margin:0}.pass{color:#1a6e36}.warn{color:#8a5a00}.fail{color:#b00020;font-weight:700}.unknown{color:#666}
+small{color:#555}@media(prefers-color-scheme:dark){body{background:#16181b;color:#ddd}td,th{border-color:#333}small{color:#aaa}.pass{color:#6fcf8f}.warn{color:#e0b050}.fail{color:#ff6b7d}}
+"""
+
+
+def html_page(examination: Examination, *, made: str) -> str:
+    """The report as one HTML page.
+
+    Args:
+        examination: with findings that are already redacted.
+        made: date and time as text.
+    """
+    parts = [
+        "<!doctype html><html lang=en><meta charset=utf-8>",
+        "<meta http-equiv=Content-Security-Policy content=\"default-src 'none'; style-src 'unsafe-inline'\">",
+        f"<title>unisono doctor: {escape(examination.host)}</title><style>{_STYLE}</style>",
+        f"<h1>unisono doctor: {escape(examination.host)}</h1><p>{escape(heading(examination))}<br>{escape(made)}</p>",
+        f"<p><strong>{escape(summary_line(examination))}</strong></p>",
+    ]
+    if examination.verdict is not None:
+        parts.append(f"<p class=fail>{escape(examination.verdict.summary)}</p>")
+    for area, title in AREAS.items():
+        findings = [finding for finding in examination.findings if finding.id.partition(".")[0] == area]
+        if findings:
+            parts += [f"<h2>{escape(title)}</h2><table>", *map(_html_row, findings), "</table>"]
+    return "\n".join(parts) + "\n"
+
+
+def _html_row(finding: Finding) -> str:
+    check = _CHECKS.get(finding.id)
+    title = f"<br><small>{escape(check.title)}: {escape(check.why)}</small>" if check else ""
+    where = f"<br>{escape(finding.where)}" if finding.where else ""
+    evidence = "\n".join(map(escape, finding.evidence))
+    fix = (
+        "".join(f"<li><code>{escape(line)}</code>" for line in finding.fix)
+        if finding.status != "pass"
+        else ""
+    )
+    return (
+        f"<tr><td class={finding.status}>{finding.status.upper()}<td><code>{escape(finding.id)}</code>{title}{where}"
+        f"<td><pre>{evidence}</pre>{f'<ol>{fix}</ol>' if fix else ''}"
+    )
+
+
+_CHECKS = {check.id: check for check in CATALOGUE}

@@ -18,7 +18,7 @@ from unisono.files import make_private_dir
 from unisono.launch.node_report import look_at_files, look_at_output, make_node_report
 from unisono.launch.train_request import TrainRequest
 from unisono.rendezvous.party import NONCE_FILE, ChannelFacts, MakeReport, Party
-from unisono.rendezvous.ssh import SshFronts, start_others
+from unisono.rendezvous.remote_fronts import SshFronts, start_others
 from unisono.rundir import RunDir
 from unisono.rundir.lock import read_holder
 

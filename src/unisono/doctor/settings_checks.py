@@ -9,8 +9,7 @@ from unisono.agree.display import Member, enumerate_words, show_setting
 from unisono.agree.environment_rules import LAUNCH, judge_settings, need_of
 from unisono.agree.reports import settings_of
 from unisono.agree.rules import NEED_MEANING
-from unisono.causes.variable_advice import VALUES
-from unisono.causes.variables import KNOWN_TO_LIBRARIES, VARIABLES, find_variable
+from unisono.causes.variables import KNOWN_TO_LIBRARIES, VALUES, VARIABLES, find_variable
 from unisono.doctor.check import Check, CheckFunction, Finding, Surroundings, found
 from unisono.doctor.local_report import agreement_findings
 

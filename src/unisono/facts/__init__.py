@@ -1,9 +1,8 @@
 """The only reader of the environment and of this machine."""
 
-from unisono.facts.environment import Environment, read_environment, take_token
+from unisono.facts.environment import Environment, package_versions, read_environment, take_token
 from unisono.facts.machine import Machine, read_machine
 from unisono.facts.probes import Probes
-from unisono.facts.versions import package_versions
 
 __all__ = [
     "Environment",

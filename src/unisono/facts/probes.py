@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from unisono.facts.environment import package_versions
 from unisono.facts.machine import DeviceProbe, probe_nvidia
 from unisono.facts.network import InfinibandPort, NetworkProbe, SystemNetwork, read_infiniband
 from unisono.facts.nvidia import DetailsProbe, probe_details
-from unisono.facts.versions import package_versions
 
 _TIMEX_BYTES = (
     256  # of struct timex, which is 208 bytes on 64 bits; it begins with modes, and 0 changes nothing

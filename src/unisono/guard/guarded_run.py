@@ -46,10 +46,10 @@ from unisono.plan.topology import Accelerators
 from unisono.rendezvous.head_address import refusals_reported
 from unisono.rendezvous.head_side import hold_meeting
 from unisono.rendezvous.meeting import Meeting
-from unisono.rendezvous.meeting_end import end_message
+from unisono.rendezvous.meeting_rules import end_message
 from unisono.rendezvous.member_side import Attendance, attend_meeting
 from unisono.rendezvous.party import ChannelFacts, MakeReport, Party
-from unisono.rendezvous.ssh import SshFronts, start_others
+from unisono.rendezvous.remote_fronts import SshFronts, start_others
 from unisono.rundir.lock import RunLock, recorded_holder
 from unisono.rundir.records import RunResult, set_verdict, write_result
 from unisono.supervise.evidence import keep_evidence

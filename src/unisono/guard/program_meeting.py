@@ -12,12 +12,11 @@ from unisono.agree.compare import keyed_arguments
 from unisono.agree.reports import Interface, Limits, NodeReport, OutputFacts
 from unisono.events import Show
 from unisono.facts import Environment, Machine, Probes
-from unisono.facts.environment import read_nccl_files
+from unisono.facts.environment import code_digests, decisive_versions, read_nccl_files, versions_digest
 from unisono.facts.limits import read_limits
 from unisono.facts.network import NetworkProbe
 from unisono.facts.probes import SystemClock
 from unisono.facts.redaction import redact
-from unisono.facts.versions import code_digests, decisive_versions, versions_digest
 from unisono.guard.command import Command, comparable
 from unisono.guard.program_request import RunRequest, RunShape, read_shape
 from unisono.launch.node_report import reported_device
@@ -26,8 +25,7 @@ from unisono.plan.topology import Accelerators, Topology, refuse_lone_node
 from unisono.rendezvous.head_address import is_this_machine
 from unisono.rendezvous.job_token import Token, make_token, read_token, watch_lifeline
 from unisono.rendezvous.party import ChannelFacts
-from unisono.rendezvous.srun_front import placed_by_slurm, token_of_step
-from unisono.rendezvous.ssh import RemoteCommand, find_head
+from unisono.rendezvous.remote_fronts import RemoteCommand, find_head, placed_by_slurm, token_of_step
 
 
 def find_shape(

@@ -33,7 +33,7 @@ from unisono.plan import NodePlace
 from unisono.plan.topology import Topology
 from unisono.rendezvous.head_side import hold_meeting
 from unisono.rendezvous.job_token import read_token
-from unisono.rendezvous.meeting_end import end_message
+from unisono.rendezvous.meeting_rules import end_message
 from unisono.rendezvous.member_side import attend_meeting
 from unisono.rendezvous.party import ChannelFacts, MakeReport, Party
 from unisono.text import one_line

@@ -21,7 +21,7 @@ from unisono.launch.run_records import Table, write_agreement
 from unisono.launch.train_request import TrainRequest, Witness
 from unisono.plan import RunPlan
 from unisono.remote_checkpoint.rescue import RescuedStep, needs_other_nodes, rescue
-from unisono.rendezvous.srun_front import step_evidence
+from unisono.rendezvous.remote_fronts import step_evidence
 from unisono.rundir import RunDir
 from unisono.rundir.records import RunResult, complete_verdict, set_verdict, write_result
 from unisono.supervise.bounded_io import RunsDisk

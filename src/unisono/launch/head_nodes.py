@@ -23,9 +23,9 @@ from unisono.launch.run_records import Table
 from unisono.launch.train_request import TrainRequest
 from unisono.plan import RunPlan
 from unisono.remote_checkpoint.rescue import RescuedStep
-from unisono.rendezvous.meeting_end import end_message
+from unisono.rendezvous.meeting_rules import end_message
 from unisono.rendezvous.party import NONCE_FILE, Party
-from unisono.rendezvous.ssh import RemoteCommand, SshFronts, start_others
+from unisono.rendezvous.remote_fronts import RemoteCommand, SshFronts, start_others
 from unisono.rundir import RunDir
 from unisono.supervise.bounded_io import RunsDisk
 from unisono.supervise.interrupts import Interrupts

@@ -21,7 +21,7 @@ from unisono.plan.topology import Accelerators, Topology, read_topology
 from unisono.rendezvous.head_address import report_refusal
 from unisono.rendezvous.job_token import make_token, read_token, watch_lifeline
 from unisono.rendezvous.party import ChannelFacts, MakeReport, Party
-from unisono.rendezvous.srun_front import placed_by_slurm
+from unisono.rendezvous.remote_fronts import placed_by_slurm
 
 _LOOPBACK = "127.0.0.1"
 

@@ -17,7 +17,7 @@ from unisono.config import LoadedConfig, RunConfig
 from unisono.config.schema import SourceSection
 from unisono.errors import Disagreed, UnisonoError
 from unisono.events import Show
-from unisono.facts.environment import read_nccl_files
+from unisono.facts.environment import code_digests, decisive_versions, read_nccl_files, versions_digest
 from unisono.facts.limits import SystemLimits, read_limits
 from unisono.facts.machine import Gpu, read_machine
 from unisono.facts.orphans import wait_until_gone
@@ -25,7 +25,6 @@ from unisono.facts.probes import Probes
 from unisono.facts.processes import stuck_threads
 from unisono.facts.redaction import is_secret
 from unisono.facts.storage import StorageFacts, is_nonce, probe_storage
-from unisono.facts.versions import code_digests, decisive_versions, versions_digest
 from unisono.launch.planning import LocalNode
 from unisono.launch.train_request import TrainRequest
 from unisono.plan.placement import visible_gpus

@@ -14,7 +14,7 @@ from unisono.config import RunConfig
 from unisono.errors import UnisonoError
 from unisono.events import Message, Show
 from unisono.facts import package_versions
-from unisono.facts.versions import versions_digest
+from unisono.facts.environment import versions_digest
 from unisono.files import make_private_dir, read_object, write_json, write_text
 from unisono.launch.curve_drawing import Drawing
 from unisono.launch.outcome import outcome_of

@@ -18,8 +18,8 @@ from unisono.launch.train_request import TrainRequest, load_asked, refuse_live_l
 from unisono.plan import RunPlan
 from unisono.plan.placement import lay_out
 from unisono.remote_checkpoint.storage_trial import storage_tried
-from unisono.rendezvous import meeting_end
-from unisono.rendezvous.srun_front import token_hint, token_of_step
+from unisono.rendezvous import meeting_rules
+from unisono.rendezvous.remote_fronts import token_hint, token_of_step
 from unisono.rundir import RunDir
 from unisono.rundir.start_decision import decide_start
 from unisono.supervise.fork_server import ForkServer
@@ -123,7 +123,7 @@ def _disagreed(error: UnisonoError, show: Show, began: float) -> dict[str, Any]:
     """Says what nodes or ranks disagree about, in the same words on all of them, and gives the result."""
     assert error.verdict is not None
     if not (isinstance(error, Disagreed) and error.said):
-        meeting_end.show_verdicts(show, error.verdict, [problem.what for problem in error.problems[1:]])
+        meeting_rules.show_verdicts(show, error.verdict, [problem.what for problem in error.problems[1:]])
     return result_of(
         Ending(error.exit_code, NOTHING_DONE, error.verdict),
         run_id="",

@@ -20,7 +20,7 @@ from unisono.control.server import HeadServer
 from unisono.errors import storage_reason, storage_words
 from unisono.events import Message, Show
 from unisono.plan import RunPlan
-from unisono.rendezvous.meeting_end import parse_stop
+from unisono.rendezvous.meeting_rules import parse_stop
 from unisono.rundir import RunDir
 from unisono.rundir.records import MetricsWriter, truncate_after
 from unisono.supervise.decision import NodeLoss

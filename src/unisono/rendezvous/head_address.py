@@ -13,8 +13,8 @@ from unisono.control.link import NodeLink
 from unisono.control.server import HeadServer
 from unisono.errors import Disagreed, UnisonoError
 from unisono.facts.network import NetworkProbe, is_loopback
-from unisono.rendezvous import meeting_end
-from unisono.rendezvous.meeting_end import disagreement
+from unisono.rendezvous import meeting_rules
+from unisono.rendezvous.meeting_rules import disagreement
 from unisono.rendezvous.party import Party
 from unisono.rundir.lock import Holder, LockTaken
 from unisono.supervise.postmortem import node_refused
@@ -206,7 +206,7 @@ def answer_callers(party: Party, verdict: Verdict) -> None:
         }
     )
     servers = _open_servers(party)
-    message = meeting_end.end_message([verdict])
+    message = meeting_rules.end_message([verdict])
     absent = set(range(1, party.topology.nodes))
     try:
         for server in servers:
@@ -271,6 +271,6 @@ def _call_the_head(party: Party, error: UnisonoError) -> None:
         timeout_s=_CALL_S,
     )
     try:
-        link.send({"kind": "refused", **meeting_end.refusal_of(error)})
+        link.send({"kind": "refused", **meeting_rules.refusal_of(error)})
     finally:
         link.close()  # waits until the head has received everything

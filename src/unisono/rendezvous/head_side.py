@@ -10,7 +10,7 @@ from unisono.agree.reports import NodeReport
 from unisono.errors import Disagreed
 from unisono.rendezvous.head_address import report_refusal
 from unisono.rendezvous.meeting import Meeting, RecordAgreement
-from unisono.rendezvous.meeting_end import node_left
+from unisono.rendezvous.meeting_rules import node_left
 from unisono.rendezvous.network_trial import collective_task, head_collective, head_dials, listen
 from unisono.rendezvous.party import (
     BackgroundWork,
@@ -21,7 +21,7 @@ from unisono.rendezvous.party import (
     RestartQuestion,
     restart_report_kind,
 )
-from unisono.rendezvous.ssh import SshFronts
+from unisono.rendezvous.remote_fronts import SshFronts
 
 _POLL_S = 0.2
 _BUSY_POLL_S = 0.02

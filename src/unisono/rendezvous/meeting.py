@@ -16,11 +16,10 @@ from unisono.control.events import Event, FileReceived, Joined, Left, NodeMessag
 from unisono.control.server import HeadServer
 from unisono.errors import Disagreed, UnisonoError
 from unisono.events import Message, Show
-from unisono.rendezvous import meeting_end
+from unisono.rendezvous import meeting_rules
 from unisono.rendezvous.head_address import listening_address
-from unisono.rendezvous.meeting_end import disagreement, end_message
+from unisono.rendezvous.meeting_rules import RollCall, disagreement, end_message
 from unisono.rendezvous.party import BackgroundWork, Party
-from unisono.rendezvous.roll_call import RollCall
 from unisono.supervise.interrupts import Stopped
 from unisono.supervise.postmortem import node_refused
 
@@ -244,7 +243,7 @@ class Meeting:
         new = [verdict for verdict in timed if verdict.summary not in known]
         self.agreement = self.agreement.merged(*(Agreement.found("joining", verdict) for verdict in new))
         self._record_agreement()
-        meeting_end.show_verdicts(self.party.show, timed[0], [verdict.summary for verdict in timed[1:]])
+        meeting_rules.show_verdicts(self.party.show, timed[0], [verdict.summary for verdict in timed[1:]])
         self.end(end_message(timed, exit_code=exit_code))
         error = disagreement(timed)
         error.said = True
@@ -259,9 +258,9 @@ class Meeting:
         host = self.party.host
         if isinstance(error, Stopped):
             where = error.where or name_node(0, host)
-            self.end(meeting_end.stop_message(Stopped(error.number, where)))
+            self.end(meeting_rules.stop_message(Stopped(error.number, where)))
             return
-        verdict = node_refused(0, host, meeting_end.refusal_of(error))
+        verdict = node_refused(0, host, meeting_rules.refusal_of(error))
         if isinstance(error, Disagreed) and error.verdict is not None:
             verdict = error.verdict
         self.end(end_message([verdict]))
@@ -337,7 +336,7 @@ class Meeting:
         if not self._joining:
             label = name_node(event.node_rank, event.host)
             lost = (
-                meeting_end.head_lost(label, self.party.head, event.why)
+                meeting_rules.head_lost(label, self.party.head, event.why)
                 if event.gave_up
                 else self._left_verdict(event.node_rank, event.host, event.why)
             )
@@ -345,7 +344,7 @@ class Meeting:
         self.note(line)
 
     def _left_verdict(self, node_rank: int, host: str, why: str) -> Verdict:
-        return meeting_end.node_left(
+        return meeting_rules.node_left(
             node_rank, host, why, moment="the restart" if self._tentative else "the start"
         )
 
@@ -357,7 +356,7 @@ class Meeting:
         if self.roll.is_missing_node(event):
             self.refuse([wrong_token(event)])
         if event.kind == "misfit":
-            self.refuse([meeting_end.node_count_mismatch(event.why)])
+            self.refuse([meeting_rules.node_count_mismatch(event.why)])
 
     def _handle_message(self, node_rank: int, message: Message) -> None:
         if node_rank in self.roll.left_out:
@@ -371,7 +370,7 @@ class Meeting:
             case "refused":
                 self.refuse([node_refused(node_rank, host, message)], nodes=[node_rank])
             case "stop":
-                raise meeting_end.parse_stop(message.get("signal"), name_node(node_rank, host))
+                raise meeting_rules.parse_stop(message.get("signal"), name_node(node_rank, host))
             case kind:
                 self._inbox.setdefault(str(kind), {})[node_rank] = message
 

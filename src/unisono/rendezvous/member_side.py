@@ -10,7 +10,7 @@ from unisono.control.events import Left, NodeMessage
 from unisono.control.link import NodeLink
 from unisono.errors import Disagreed, UnisonoError
 from unisono.events import Message, Show
-from unisono.rendezvous import meeting_end
+from unisono.rendezvous import meeting_rules
 from unisono.rendezvous.head_address import refuse_unusable_head
 from unisono.rendezvous.network_trial import (
     collective_task,
@@ -146,7 +146,7 @@ class Attendance:
         if isinstance(error, Stopped):
             self.send({"kind": "stop", "signal": error.number.name})
             return
-        self.send({"kind": "refused", **meeting_end.refusal_of(error)})
+        self.send({"kind": "refused", **meeting_rules.refusal_of(error)})
         limit = time.monotonic() + _HEAD_ANSWERS_S
         while time.monotonic() < limit:  # raises once the head has sent its verdict
             try:
@@ -169,10 +169,10 @@ class Attendance:
             self._over = True
             self.head_gone = event
             if event.gave_up:  # this process was suspended: the same verdict as the head's
-                own = meeting_end.node_left(self.party.topology.node_rank, self.party.host, event.why)
-                raise meeting_end.disagreement([own.model_copy(update={"named_after_s": event.silent_s})])
-            lost = meeting_end.head_lost(self.party.label, self.party.head, event.why)
-            raise meeting_end.disagreement([lost.model_copy(update={"named_after_s": event.silent_s})])
+                own = meeting_rules.node_left(self.party.topology.node_rank, self.party.host, event.why)
+                raise meeting_rules.disagreement([own.model_copy(update={"named_after_s": event.silent_s})])
+            lost = meeting_rules.head_lost(self.party.label, self.party.head, event.why)
+            raise meeting_rules.disagreement([lost.model_copy(update={"named_after_s": event.silent_s})])
         message = event.message
         match message.get("kind"):
             case "note":
@@ -191,15 +191,17 @@ class Attendance:
 
     def _ended(self, message: Message) -> NoReturn:
         self._over = True
-        stopped = meeting_end.stop_of_message(message)
+        stopped = meeting_rules.stop_of_message(message)
         if stopped is not None:
             raise stopped
         verdicts = verdicts_in(message)
         if not verdicts:
             verdicts = [
-                meeting_end.head_lost(self.party.label, self.party.head, "it ended the job without a reason")
+                meeting_rules.head_lost(
+                    self.party.label, self.party.head, "it ended the job without a reason"
+                )
             ]
-        raise meeting_end.disagreement(verdicts)
+        raise meeting_rules.disagreement(verdicts)
 
     def _show_output(self, work_thread: BackgroundWork[Any]) -> None:
         for message in work_thread.shown():

@@ -14,8 +14,7 @@ from unisono.supervise.local_ranks import RankEnd
 from unisono.supervise.task_process import how_it_ended
 from unisono.text import one_line
 from unisono.watch import Picture, RankView
-from unisono.watch.mismatch import mismatch
-from unisono.watch.verdicts import describe_activity
+from unisono.watch.verdicts import describe_activity, mismatch
 
 _TAIL_LINES = 3
 _STOOD_S = 0.2  # a living rank with a newer heartbeat has moved

@@ -17,9 +17,8 @@ from unisono.facts.processes import (
 )
 from unisono.facts.tcp import retransmitting_connections
 from unisono.plan import RankPlace
-from unisono.supervise.evidence import RawEvidence, end_of_log
+from unisono.supervise.evidence import RawEvidence, StackCollection, end_of_log
 from unisono.supervise.job import NodeRanks
-from unisono.supervise.stack_collection import StackCollection
 from unisono.watch import PHASES, Beat, Look, ProcessView, RankView, phase_named
 
 _GAP_S = 2.0  # a front that did not look for this long was itself stopped, suspended or starved

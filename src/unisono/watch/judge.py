@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from unisono.causes import Evidence, Verdict
-from unisono.watch.mismatch import mismatch
 from unisono.watch.pace import Limits, Patience
-from unisono.watch.verdicts import describe_activity, labels, verdict
+from unisono.watch.verdicts import describe_activity, labels, mismatch, verdict
 from unisono.watch.views import Picture, RankView, Suspicion
 
 _STIRS_S = 1.0  # no rule needs less; usually all ranks have beaten since, which is checked first

@@ -61,7 +61,7 @@ class Beat:
         begun: collectives begun in all process groups, by torch's own count, including those not called from Python.
         pending: how many of them are not completed; counted once the main thread has been silent for a second.
         still_s: seconds in which the process and its children used no CPU and did no I/O.
-        is_foreign: whether the rank belongs to a foreign program; see unisono.watch.mismatch.
+        is_foreign: whether the rank belongs to a foreign program; see unisono.watch.verdicts.
     """
 
     version: int

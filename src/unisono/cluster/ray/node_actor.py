@@ -49,7 +49,7 @@ class NodeActor:
         found["ray_node"] = ray.get_runtime_context().get_node_id()
         try:
             import unisono
-            from unisono.facts.versions import code_digests
+            from unisono.facts.environment import code_digests
 
             found["unisono"], found["code"] = unisono.__version__, code_digests()
         except ImportError as error:

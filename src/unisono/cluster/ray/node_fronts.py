@@ -12,7 +12,7 @@ from unisono.causes import Evidence, Verdict, find_cause
 from unisono.errors import Disagreed, UnfitError
 from unisono.events import read_message
 from unisono.facts import package_versions
-from unisono.facts.versions import code_digests
+from unisono.facts.environment import code_digests
 from unisono.text import one_line
 
 _ANSWER_S = 60.0

@@ -20,8 +20,8 @@ from unisono.launch.run_claim import Claim, claim
 from unisono.launch.run_records import read_progress
 from unisono.launch.train_request import TrainRequest, load_asked
 from unisono.plan.topology import Accelerators, Topology, TopologyRequest, read_topology
-from unisono.rendezvous.meeting_end import show_verdicts
-from unisono.rendezvous.ssh import forwarded_variables
+from unisono.rendezvous.meeting_rules import show_verdicts
+from unisono.rendezvous.remote_fronts import forwarded_variables
 from unisono.rundir import RunDir
 from unisono.rundir.records import RunResult, read_result, set_verdict, write_result
 from unisono.supervise.child_process import Programs
