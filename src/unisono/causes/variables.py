@@ -1,4 +1,4 @@
-"""The environment variables that affect how ranks find each other and communicate, and when they are suspicious."""
+"""The environment variables that affect how ranks find each other and communicate: when they are suspicious, which values they take, what they cost."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -392,6 +392,8 @@ def find_variable(name: str) -> Variable | None:
     """The entry of this environment variable, or None; lower case is understood."""
     return _BY_NAME.get(name.upper())
 
+
+# ---- which values a variable takes, and what it costs to set it
 
 _NCCL_SWITCH = ValidValues("0 or 1", r"[01]", "NCCL reads a number: words as true are taken for 0 or refused")
 _TORCH_SWITCH = ValidValues(

@@ -162,6 +162,8 @@ def _redacted_text(text: str) -> str:
     return redact(flat if len(flat) <= _LONGEST_LINE else f"{flat[: _LONGEST_LINE - 1]}…")
 
 
+# ---- the report, as text and as HTML
+
 _STATUS_WORDS: dict[Status, str] = {"pass": "pass", "warn": "WARN", "fail": "FAIL", "unknown": "?"}
 _WIDTH = 26
 _INDENT = " " * 9

@@ -1,4 +1,4 @@
-"""The process's environment variables, and NCCL's own settings files."""
+"""The environment of this process: its variables, NCCL's own settings files, installed packages, and digests of unisono's own code."""
 
 import hashlib
 import os

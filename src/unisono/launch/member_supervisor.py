@@ -1,4 +1,4 @@
-"""The ranks of a node that is not the head: started by the head's plan, reported to the head, ended when the head says so."""
+"""The ranks of a node that is not the head: started by the head's plan, reported to the head, ended when the head says so or is lost."""
 
 import contextlib
 import signal

@@ -1,4 +1,4 @@
-"""From a loaded config to the plan: data, model facts, layout, resume point."""
+"""From a loaded config to the plan: data, model facts, layout, resume point; and how a plan from the head is checked by another node."""
 
 import re
 from collections.abc import Mapping
@@ -218,6 +218,9 @@ _PATHS = (
     ("data", "eval"),
     ("data", "template"),
 )
+
+
+# ---- a plan from the head, checked against what this node would have planned
 
 
 def accept_plan(

@@ -235,6 +235,9 @@ def _locked(run: RunDir, host: str, port: int, say: Callable[[str], None]) -> It
         lock.release()
 
 
+# ---- the newest intact checkpoint
+
+
 def require_intact(
     store: CheckpointStore,
     on_damage: OnDamage | None = None,

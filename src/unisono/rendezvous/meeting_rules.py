@@ -15,7 +15,6 @@ from unisono.causes import Evidence, Verdict, find_cause
 from unisono.control.events import Joined, Left, Rejected
 from unisono.errors import Disagreed, Problem, UnisonoError
 from unisono.events import Message
-from unisono.rendezvous import meeting_rules
 from unisono.supervise.interrupts import Stopped, exit_code_of
 from unisono.text import one_line, validation_words
 
@@ -92,9 +91,9 @@ class RollCall:
         try:
             report = NodeReport.model_validate(value)
         except ValidationError as error:
-            return meeting_rules.bad_report(node_rank, host, validation_words(error))
+            return bad_report(node_rank, host, validation_words(error))
         if report.node_rank != node_rank:
-            return meeting_rules.bad_report(node_rank, host, f"it reports for node {report.node_rank}")
+            return bad_report(node_rank, host, f"it reports for node {report.node_rank}")
         self.reports[node_rank] = report
         return None
 
@@ -130,7 +129,7 @@ class RollCall:
             names: the hosts on which the nodes should be, from --hosts.
         """
         after = {"named_after_s": round(waited_s, 1)}
-        gone = [meeting_rules.node_left(rank, *self.left[rank]) for rank in self.missing if rank in self.left]
+        gone = [node_left(rank, *self.left[rank]) for rank in self.missing if rank in self.left]
         known = self.hosts | {rank: host for rank, (host, _) in self.left.items()}
         if len(known) < self.nodes:
             gone.append(missing_nodes(self.nodes, known, self.rejected, waited_s, hosts=names))

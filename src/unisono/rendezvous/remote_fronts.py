@@ -1,4 +1,4 @@
-"""Starts the fronts of `--hosts` over SSH, and ends them: each front exits when its stdin closes."""
+"""Fronts on other nodes: those of `--hosts`, started over SSH (each exits when its stdin closes), and those started by srun."""
 
 import contextlib
 import hashlib

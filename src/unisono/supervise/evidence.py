@@ -1,4 +1,4 @@
-"""Evidence of a verdict: stacks, the flight recorder, the end of the log and the rows of a rank, as files in the run's directory."""
+"""Evidence of a verdict: stacks, the flight recorder, the end of the log and the rows of a rank, collected and kept as files in the run's directory."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""Verdicts on a running job: what, which ranks, since when, evidence, fix."""
+"""Verdicts on a running job: what, which ranks, since when, evidence, fix; and whether ranks are in different collectives. Pure."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -173,6 +173,9 @@ def labels(picture: Picture, ranks: Sequence[int]) -> str:
 
 _UNKNOWN = ""
 """For a collective that is not known."""
+
+
+# ---- ranks in different collectives
 
 
 def mismatch(picture: Picture, views: Sequence[RankView]) -> Verdict | None:
