@@ -9,9 +9,11 @@ import argparse
 import itertools
 import json
 import math
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
@@ -39,10 +41,11 @@ def show_samples(events: list[dict[str, Any]]) -> None:
     samples = [event for event in events if event["kind"] == "sample"]
     last = max(sample["step"] for sample in samples)
     after = {sample["prompt"]: sample["text"] for sample in samples if sample["step"] == last}
+    room = shutil.get_terminal_size().columns - len("  before  ''")
     for sample in samples:
         if sample["step"] == 0:
             print(f"request   {sample['prompt'].strip()}")
-            print(f"  before  {sample['text'].strip()[:100]!r}")
+            print(f"  before  {shorten(sample['text'], room, placeholder='…')!r}")
             print(f"  after   {after[sample['prompt']]}")
             print(f"  correct {sample['reference']}\n")
 

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import unicodedata
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
@@ -21,9 +22,80 @@ def plain(text: str) -> str:
 
 
 def one_line(text: str, *, limit: int = 0) -> str:
-    """`text` on one line, without control characters, cut to `limit` characters with an ellipsis if `limit` is given."""
+    """`text` on one line, without control characters; cut between words to at most `limit` characters, if given, with an ellipsis."""
     flat = " ".join(plain(text).split())
-    return flat if not limit or len(flat) <= limit else flat[: limit - 1] + "…"
+    return flat if not limit or len(flat) <= limit else _cut(flat, limit - 1)
+
+
+def _cut(text: str, kept: int) -> str:
+    """The first `kept` characters or a few less, up to the end of a word, with an ellipsis."""
+    words = text[:kept] if text[kept].isspace() else text[:kept].rpartition(" ")[0]
+    return (words if len(words) > kept // 2 else text[:kept]).rstrip() + "…"
+
+
+_LABEL = re.compile(r"(?:\s*\S+ {2,}|\s+\w+: +|(?:error|warning): |\s*- |\s*\d+\. )(?=\S)")
+"""`EVIDENCE  `, `  fix:   `, `  - `, `  1. `: the following lines start below what follows it."""
+_BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:[kMGT]?B|[kMGTsh]|ms|min)\b)")  # `3.1 s` stays on one line
+_LEAST_TEXT = 24  # columns beside a label
+
+
+def wrapped(text: str, width: int, *, hanging: int = 2) -> str:
+    """`text` with line breaks between words where a line has more than `width` columns; unchanged if `width` is 0.
+
+    The further lines of a line without a label are indented by `hanging` columns. A word that is longer than a line,
+    e.g. a path, stays whole: the terminal breaks it, and it can still be copied.
+    """
+    return "\n".join(_wrapped_line(line, width, hanging) for line in text.split("\n")) if width else text
+
+
+def _wrapped_line(line: str, width: int, hanging: int) -> str:
+    if columns(line) <= width:
+        return line
+    indent, lines, last = _indent(line, width, hanging), list[str](), ""
+    for gap, word in re.findall(r"(\s*)(\S+)", _BEFORE_UNIT.sub("\0", line)):
+        if last.strip() and columns(last + gap + word) > width:
+            lines.append(last)
+            last = " " * max(0, min(indent, width - columns(word))) + word
+        else:
+            last += gap + word
+    return "\n".join([*lines, last]).replace("\0", " ")
+
+
+def _indent(line: str, width: int, hanging: int) -> int:
+    """Where the second line starts: below the text after a label, else a little to the right of a short indent."""
+    label = _LABEL.match(line)
+    if label is not None and label.end() <= width - _LEAST_TEXT:
+        return label.end()
+    leading = len(line) - len(line.lstrip())
+    return leading if leading > 4 else leading + hanging
+
+
+def shortened(text: str, width: int) -> str:
+    """`text` in at most `width` columns, cut between words with an ellipsis; unchanged if `width` is 0."""
+    if not width or columns(text) <= width:
+        return text
+    kept = width - 1
+    while columns(text[:kept]) >= width:
+        kept -= 1
+    return _cut(text, kept)
+
+
+def fitting(text: str, width: int) -> str:
+    """Parts joined by ` · ` in at most `width` columns: the first and the last part stay as long as possible."""
+    parts = text.split(" · ")
+    while len(parts) > 2 and columns(" · ".join(parts)) > width:
+        del parts[-2]
+    return shortened(" · ".join(parts), width)
+
+
+def columns(text: str) -> int:
+    """The columns that a terminal needs for `text`: two for a wide character, none for a combining one."""
+    if text.isascii():
+        return len(text)
+    return sum(
+        0 if unicodedata.combining(sign) else 2 if unicodedata.east_asian_width(sign) in "WF" else 1
+        for sign in text
+    )
 
 
 def library_words(error: BaseException, *, library: str = "transformers") -> str:

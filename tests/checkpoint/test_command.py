@@ -65,9 +65,9 @@ def test_a_listing_for_people_has_a_line_for_each(run: RunDir) -> None:
     lines = done.stdout.splitlines()
     assert len(lines) == 4
     assert lines[0].split() == ["STEP", "SIZE", "AGE", "VERIFIED", "STATE", "KEPT", "HOST"]
-    assert "as it was written" in lines[1]
+    assert "when written" in lines[1]
     assert "intact" in lines[1]
-    assert [("best" in line, "for ever" in line) for line in lines[1:]] == [
+    assert [("best" in line, "permanent" in line) for line in lines[1:]] == [
         (True, False), (False, True), (False, False),
     ]  # fmt: skip
     assert [row["for_ever"] for row in _json(run, "ls")["checkpoints"]] == [False, True, False]
@@ -91,7 +91,7 @@ def test_a_table_says_age_state_and_who_holds_it() -> None:
     now = datetime(2026, 1, 3, 12, 0, tzinfo=UTC)
     _, first, second = table([row, damaged], now=now)
     shown = [text.strip() for text in first.split("  ") if text.strip()]
-    assert shown == ["7", "1.5 MB", "2 days", "30 min 00 s ago", "foreign", "best, for ever", "a"]
+    assert shown == ["7", "1.5 MB", "2 days", "30 min 00 s ago", "foreign", "best, permanent", "a"]
     assert second.split()[:5] == ["7", "?", "?", "?", "DAMAGED"]
 
 
@@ -128,7 +128,7 @@ def test_verifying_damage_ends_with_7_and_names_file_and_place(run: RunDir) -> N
     assert done.returncode == 7
     assert "step-00000020/weights.safetensors: its content has changed" in done.stderr
     assert str(run.checkpoint(20)) in done.stderr
-    assert "the run goes on from it" in done.stderr
+    assert "the run resumes from it" in done.stderr
     assert "Traceback" not in done.stderr
     assert [row["intact"] for row in _json(run, "ls")["checkpoints"]] == [True, False, True]
     done = _unisono(run, "verify", "--json")

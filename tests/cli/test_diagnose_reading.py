@@ -15,7 +15,10 @@ def test_where_there_is_no_terminal_a_line_now_and_then_says_how_far_it_is(
         line.show(seconds * 10_000_000)
     line.close()
     said = capsys.readouterr().err.splitlines()
-    assert said == ["reading 100 of 400 MB, 10 MB/s, 30 s left", "reading 200 of 400 MB, 10 MB/s, 20 s left"]
+    assert said == [
+        "reading 100 of 400 MB · 10 MB/s · 30 s left",
+        "reading 200 of 400 MB · 10 MB/s · 20 s left",
+    ]
 
 
 def test_of_stdin_only_what_was_read_is_known(capsys: pytest.CaptureFixture[str]) -> None:
@@ -23,7 +26,7 @@ def test_of_stdin_only_what_was_read_is_known(capsys: pytest.CaptureFixture[str]
     line = ReadingLine(0, clock=lambda: now)
     now = 20.0
     line.show(40_000_000)
-    assert capsys.readouterr().err == "reading 40 MB, 2 MB/s\n"
+    assert capsys.readouterr().err == "reading 40 MB · 2 MB/s\n"
 
 
 def test_what_is_read_at_once_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:

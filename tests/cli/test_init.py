@@ -35,9 +35,14 @@ def test_a_template_loads_without_a_change(
     assert load_config(file).config.output_dir == f"runs/{name}"
 
 
+@pytest.mark.parametrize("name", [*template_names(), *job_names()])
+def test_a_template_fits_a_terminal_of_80_columns(name: str) -> None:
+    assert max(len(line) for line in template_text(name).splitlines()) <= 80
+
+
 @pytest.mark.parametrize("name", template_names())
 def test_a_template_says_first_what_it_is_for(name: str) -> None:
-    assert re.match(r"# [A-Z].{20,120}\n# Start it with", template_text(name))
+    assert re.match(r"# [A-Z].{20,77}\n(# .*\n)?# Start it with", template_text(name))
 
 
 def test_the_choices_in_a_comment_are_all_that_the_key_takes() -> None:

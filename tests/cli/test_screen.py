@@ -1,10 +1,13 @@
 """What a person sees of a run. Run: pytest tests/cli/test_screen.py"""
 
+import fcntl
 import json
 import os
 import pty
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 from typing import Any
 
@@ -209,7 +212,7 @@ def test_without_a_checkpoint_the_end_says_so(tmp_path: Path) -> None:
     lines = ending(
         {"outcome": "preempted", "exit_code": 75, "output_dir": "/x", "checkpoint": None}, tmp_path
     )
-    assert lines[1:] == ["there is no checkpoint yet", "next:   the same command goes on from step 1"]
+    assert lines[1:] == ["there is no checkpoint yet", "next:   the same command starts at step 1"]
 
 
 def test_where_the_directory_was_taken_away_the_end_does_not_say_that_nothing_was_ever_saved(
@@ -240,12 +243,13 @@ def test_on_a_terminal_one_line_is_redrawn_and_gone_at_the_end() -> None:
     assert "\x1b[?25h" in text  # the cursor is given back
 
 
-def in_terminal(command: list[str]) -> str:
-    """What a command writes to a terminal."""
+def in_terminal(command: list[str], *, width: int = 80) -> str:
+    """What a command writes to a terminal of `width` columns."""
     ours, theirs = pty.openpty()
-    environment = {name: value for name, value in os.environ.items() if name != "NO_COLOR"} | {
-        "TERM": "xterm"
-    }
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, width, 0, 0))
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS")
+    } | {"TERM": "xterm"}
     process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
     os.close(theirs)
     found = b""

@@ -113,7 +113,7 @@ def test_verify_names_the_file_and_the_tensor(trained: Trained, again: Job, how:
     ]  # fmt: skip
     assert f"{names[-1]}/{injected.files[0]}: " in done.stderr
     assert all(tensor in done.stderr for tensor in sorted(injected.tensors)[:3])
-    assert f"step {STEPS - 1} will do" in done.stderr
+    assert f"step {STEPS - 1} is recent enough" in done.stderr
 
 
 @pytest.mark.parametrize("name", ["trainable.safetensors", "optimizer-adamw.safetensors", "state.json"])

@@ -27,11 +27,11 @@ def test_the_right_cause_and_culprit_in_time_with_its_exit_code_is_right() -> No
 @pytest.mark.parametrize(
     ("history", "why"),
     [
-        (replace(GOOD, told=[]), "not named within 10 s"),
-        (replace(GOOD, told=[replace(NAMED, cause="gil_held")]), "named gil_held, rank 1"),
-        (replace(GOOD, told=[replace(NAMED, ranks=(0,))]), "named rank_stopped, rank 0"),
-        (replace(GOOD, told=[replace(NAMED, ranks=(0, 1))]), "named rank_stopped, rank 0, rank 1"),
-        (replace(GOOD, told=[replace(NAMED, ranks=(), hosts=())]), "named rank_stopped, nobody"),
+        (replace(GOOD, told=[]), "not reported within 10 s"),
+        (replace(GOOD, told=[replace(NAMED, cause="gil_held")]), "reported gil_held, rank 1"),
+        (replace(GOOD, told=[replace(NAMED, ranks=(0,))]), "reported rank_stopped, rank 0"),
+        (replace(GOOD, told=[replace(NAMED, ranks=(0, 1))]), "reported rank_stopped, rank 0, rank 1"),
+        (replace(GOOD, told=[replace(NAMED, ranks=(), hosts=())]), "reported rank_stopped, nobody"),
         (replace(GOOD, told=[replace(NAMED, at=112.0)]), "detected after 12.0 s; 10 s are allowed"),
         (replace(GOOD, ends=[FrontExit(160.0, -9, by_drill=True)]), "the run did not end within 60 s"),
         (replace(GOOD, ends=[FrontExit(105.0, 0)]), "exit code 0 instead of 4"),
@@ -61,7 +61,7 @@ def test_a_head_that_is_killed_is_named_by_the_others_alone() -> None:
 def test_a_victim_that_was_blamed_first_is_not_mended_by_the_right_name_later() -> None:
     blamed = NamedCause(102.0, 0, "user_code_stuck", (0,), is_end=False)
     row = judge(STOPPED, replace(GOOD, told=[blamed, NAMED]))
-    assert (row.right, row.why) == (False, "named user_code_stuck, rank 0")
+    assert (row.right, row.why) == (False, "reported user_code_stuck, rank 0")
 
 
 def test_the_first_right_word_counts_be_it_a_warning_before_the_verdict() -> None:
@@ -88,7 +88,7 @@ def test_a_cut_network_is_right_when_both_halves_have_said_so() -> None:
     both = History(100.0, [head, other], [FrontExit(109.0, 4), FrontExit(110.0, 4)], hosts=("a", "b"))
     row = judge(CUT, both)
     assert (row.right, row.hosts, row.named_after_s) == (True, ("b",), 8.0)
-    assert judge(CUT, replace(both, told=[head])).why == "not named on every node"
+    assert judge(CUT, replace(both, told=[head])).why == "not reported on every node"
     each_the_other = judge(CUT, replace(both, told=[head, replace(other, hosts=("a",))]))
     assert (each_the_other.right, each_the_other.hosts) == (True, ("b",))
     assert not judge(CUT, replace(both, told=[replace(head, hosts=("a",)), other])).right

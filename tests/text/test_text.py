@@ -58,7 +58,8 @@ def test_one_line_is_one_line_and_not_longer_than_asked(text: str, limit: int) -
 
 
 def test_a_cut_is_marked() -> None:
-    assert one_line("some  long\ntext", limit=8) == "some lo…"
+    assert one_line("some  long\ntext", limit=8) == "some…"
+    assert one_line("averylongword and more", limit=8) == "averylo…"
 
 
 def test_the_nearest_word_is_near_or_none() -> None:

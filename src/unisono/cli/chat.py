@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from unisono.cli.generate import Seed, Step, System, Target, Temperature, TopP, write_piece
+from unisono.cli.generate import AnswerWriter, Seed, Step, System, Target, Temperature, TopP
 from unisono.cli.output import Output, output
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def chat(
                     break
                 progress.show(message)
         _greet(speak, message["facts"])
-        Talk(task, messages, speak, system=system).go_on()
+        Talk(task, messages, speak, system=system).run()
 
 
 def _greet(speak: Output, facts: dict[str, Any]) -> None:
@@ -77,9 +77,10 @@ class Talk:
         self._speak = speak
         self._system = system
         self._saved: set[Path] = set()
+        self._answer = AnswerWriter()
         self._forget()
 
-    def go_on(self) -> None:
+    def run(self) -> None:
         """Runs until /exit or the end of stdin."""
         for line in _lines():
             text = line.strip()
@@ -146,7 +147,7 @@ class Talk:
 
     def _show(self, piece: str) -> None:
         if not self._speak.json:
-            write_piece(piece)
+            self._answer.write(piece)
 
     def _end(self, message: dict[str, Any]) -> None:
         if self._speak.json:
@@ -159,7 +160,7 @@ class Talk:
                 }
             )
             return
-        write_piece("\n")
+        self._answer.end()
         if message["ended"] == "length":
             self._speak.say(f"(cut at {message['tokens']} tokens; --max-tokens sets the limit)")
         elif message["ended"] == "interrupted":
@@ -198,7 +199,7 @@ def _ctrl_c_ends_the_answer(task: "TaskProcess") -> Iterator[None]:
     """Forwards the first Ctrl-C to the task; a second one exits if the task does not react."""
     pressed = False
 
-    def hand_on(number: int, frame: FrameType | None) -> None:
+    def forward(number: int, frame: FrameType | None) -> None:
         nonlocal pressed
         del number, frame
         if pressed:
@@ -206,7 +207,7 @@ def _ctrl_c_ends_the_answer(task: "TaskProcess") -> Iterator[None]:
         pressed = True
         task.interrupt()
 
-    before = signal.signal(signal.SIGINT, hand_on)
+    before = signal.signal(signal.SIGINT, forward)
     try:
         yield
     finally:

@@ -159,9 +159,9 @@ def _problems(readings: "list[Reading]") -> "list[Problem]":
 
     good = [_step(reading.path) for reading in readings if reading.intact]
     if good:
-        fix = f"nothing, if step {max(good)} will do: the run goes on from it; else restore the file from a copy"
+        fix = f"nothing, if step {max(good)} is recent enough: the run resumes from it; otherwise restore the file from a copy"
     else:
-        fix = "restore the file from a copy, or start anew with `unisono train … --fresh`"
+        fix = "restore the file from a copy, or start from scratch with `unisono train … --fresh`"
     return [
         Problem(f"{reading.path.name}/{finding}", str(reading.path), "", fix)
         for reading in readings
@@ -242,7 +242,7 @@ def table(rows: list[dict[str, Any]], *, now: datetime | None = None) -> list[st
     cells = [("STEP", "SIZE", "AGE", "VERIFIED", "STATE", "KEPT", "HOST")]
     for row in rows:
         state = "intact" if row["intact"] else "DAMAGED"
-        verified = _ago(row["verified_at"], now) if row["read_again"] else "as it was written"
+        verified = _ago(row["verified_at"], now) if row["read_again"] else "when written"
         cells.append(
             (
                 str(row["step"]),
@@ -267,7 +267,7 @@ def _writers(manifest: "Manifest | None") -> list[str]:
 
 
 def _kept(row: dict[str, Any]) -> str:
-    marks = [("best", row["best"]), ("for ever", row["for_ever"])]
+    marks = [("best", row["best"]), ("permanent", row["for_ever"])]
     return ", ".join(name for name, is_so in marks if is_so)
 
 

@@ -50,7 +50,7 @@ def _show(found: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from unisono.cli.output import output
+    from unisono.cli.output import output, terminal_width
     from unisono.facts import read_environment
 
     coloured = sys.stdout.isatty() and read_environment().colour and not output().json
@@ -58,7 +58,8 @@ def _show(found: dict[str, Any]) -> None:
         for line in preview_lines(found):
             output().result("".join(f"⟦{part}⟧" if loss else part for part, loss in line))
         return
-    console = Console(file=sys.stdout, highlight=False, markup=False, emoji=False, soft_wrap=True)
+    width = terminal_width(sys.stdout) or None
+    console = Console(width=width, file=sys.stdout, highlight=False, markup=False, emoji=False)
     for line in preview_lines(found):
         console.print(Text.assemble(*((part, "bold green" if loss else "") for part, loss in line)))
 

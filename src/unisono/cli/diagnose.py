@@ -1,6 +1,5 @@
 """The commands `unisono diagnose`: what ended a run, from its logs; and `unisono logs`: the logs of all ranks, merged by time."""
 
-import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -9,10 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from unisono.cli.output import output
+from unisono.cli.output import output, terminal_width
 
 if TYPE_CHECKING:
     from unisono.diagnose.judge import Diagnosis
+
+_WIDTH = 100  # of the timeline without a terminal
 
 
 def diagnose(
@@ -77,7 +78,7 @@ def _show(found: "Diagnosis", *, every: bool, timeline: bool) -> None:
     if timeline:
         speak.result("")
         for line in _drawn(found):  # contains labels only, and colours
-            speak.result(line)
+            speak.verbatim(line)
     speak.say(f"More on it: unisono explain {found.verdict.cause}")
 
 
@@ -113,7 +114,7 @@ def _drawn(found: "Diagnosis") -> list[str]:
     from unisono.facts import read_environment
 
     seen = sys.stdout.isatty() and not output().json
-    width = shutil.get_terminal_size().columns if seen else 100
+    width = terminal_width(sys.stdout) if seen else 0
     first = (
         found.verdict.evidence[0].where if found.verdict.severity != "none" and found.verdict.evidence else ""
     )
@@ -121,7 +122,7 @@ def _drawn(found: "Diagnosis") -> list[str]:
         found.facts,
         first=first,
         ranks=found.verdict.ranks,
-        width=width,
+        width=width or _WIDTH,
         colour=seen and read_environment().colour,
     )
 

@@ -1,7 +1,6 @@
 """`unisono drill`: fault injection on this machine."""
 
 import contextlib
-import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from unisono.cli.output import output
+from unisono.cli.output import output, terminal_width
 
 if TYPE_CHECKING:
     from unisono.drill.drills import Drill
@@ -34,15 +33,14 @@ def drill(
         if speak.json:
             speak.emit({"schema": 1, "faults": [_known(drill) for drill in chosen]})
         else:
-            for line in drills_table(chosen):
+            for line in drills_table(chosen, width=terminal_width(sys.stdout)):
                 speak.result(line)
         return
     with _ended_tidily():
         rows = _carry_out(chosen)
     if speak.json:
         speak.emit({"schema": 1, "faults": [row.to_json() for row in rows]})
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    for line in results_table(rows, width=width):
+    for line in results_table(rows, width=terminal_width(sys.stdout)):
         speak.result(line)
     raise typer.Exit(0 if all(row.is_good for row in rows) else 6)
 

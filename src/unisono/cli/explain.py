@@ -1,14 +1,13 @@
 """`unisono explain`: the meaning of a cause or an environment variable."""
 
-import shutil
 import sys
-import textwrap
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from unisono.cli.output import output
+from unisono.cli.output import output, terminal_width
+from unisono.text import wrapped
 
 if TYPE_CHECKING:
     from unisono.causes.variables import Variable
@@ -111,15 +110,9 @@ def _show(value: dict[str, object], lines: list[str]) -> None:
     if speak.json:
         speak.emit({"schema": 1, **value})
         return
-    width = min(shutil.get_terminal_size().columns, _WIDEST) if sys.stdout.isatty() else 0
+    width = min(terminal_width(sys.stdout), _WIDEST)
     for line in lines:
-        speak.result(_wrapped(line, width))
-
-
-def _wrapped(line: str, width: int) -> str:
-    """The line, wrapped at `width` columns if not 0; list items keep their indent."""
-    indent = "     " if line.startswith("  ") else ""
-    return textwrap.fill(line, width, subsequent_indent=indent) if width and line else line
+        speak.result(wrapped(line, width, hanging=0))
 
 
 def _list_all() -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from unisono.cli.options import refuse_unwritable
-from unisono.cli.output import output, silence
+from unisono.cli.output import output, silence, terminal_width
 
 if TYPE_CHECKING:
     from unisono.cli.progress import Progress
@@ -134,7 +134,10 @@ def _run(request: dict[str, Any], *, streams: bool) -> dict[str, Any]:
             elif shown is None or not shown.begun:
                 progress.show(message)
 
-        return run_task("generate", request, on_message=show)
+        result = run_task("generate", request, on_message=show)
+        if shown is not None:
+            shown.end()
+        return result
 
 
 class _Tokens:
@@ -142,13 +145,18 @@ class _Tokens:
 
     def __init__(self, progress: "Progress") -> None:
         self._progress = progress
+        self._answer = AnswerWriter()
         self.begun = False
 
     def show(self, text: str) -> None:
         if not self.begun:
             self._progress.close()
             self.begun = True
-        write_piece(text)
+        self._answer.write(text)
+
+    def end(self) -> None:
+        """Ends the answer's line."""
+        self._answer.end()
 
 
 def _hand_over(answers: list[dict[str, Any]], *, out: Path | None, single: bool) -> None:
@@ -164,9 +172,7 @@ def _hand_over(answers: list[dict[str, Any]], *, out: Path | None, single: bool)
     if speak.json:
         for answer in answers:
             speak.emit({"schema": 1, **answer})
-    elif out is None and single:
-        write_piece("\n")  # the answer itself was streamed
-    elif out is None:
+    elif out is None and not single:  # a single answer was streamed
         for answer in answers:
             speak.result(f"{answer['where']}\n{plain(answer['answer'])}\n")
     if single and answers[0]["ended"] == "length":
@@ -264,13 +270,64 @@ def table(result: dict[str, Any], data: str) -> list[str]:
     return lines
 
 
-def write_piece(text: str) -> None:
-    """Writes a piece of a model's answer without terminal control sequences. A closed pipe is not an error."""
-    from unisono.text import plain
+class AnswerWriter:
+    """Writes an answer piece by piece to stdout, without terminal control sequences; a terminal gets whole words."""
 
+    def __init__(self) -> None:
+        self._width = terminal_width(sys.stdout)
+        self._column = 0
+        self._gap = self._word = ""
+
+    def write(self, piece: str) -> None:
+        """Writes a piece; on a terminal, the last word of it waits for its end."""
+        from unisono.text import plain
+
+        text = plain(piece)
+        _write_raw("".join(map(self._next, text)) if self._width else text)
+
+    def end(self) -> None:
+        """Ends the line."""
+        _write_raw(self._finish_word() + "\n")
+        self._column, self._gap = 0, ""
+
+    def _next(self, sign: str) -> str:
+        """What can be written once `sign` is known."""
+        from unisono.text import columns
+
+        if sign == "\n":
+            ended = self._finish_word() + sign
+            self._column, self._gap = 0, ""
+            return ended
+        if sign.isspace():
+            ended = self._finish_word()
+            self._gap += sign
+            return ended
+        if columns(sign) < 2:
+            self._word += sign
+            return ""
+        ended = self._finish_word()  # Chinese and Japanese have no blanks: a line may break before each sign
+        self._word = sign
+        return ended + self._finish_word()
+
+    def _finish_word(self) -> str:
+        from unisono.text import columns
+
+        word, gap = self._word, self._gap.expandtabs()
+        if not word:
+            return ""
+        self._word = self._gap = ""
+        if self._column and self._column + columns(gap + word) > self._width:
+            self._column = columns(word)
+            return "\n" + word
+        self._column += columns(gap + word)
+        return gap + word
+
+
+def _write_raw(text: str) -> None:
+    """Writes to stdout. A closed pipe is not an error."""
     encoding = sys.stdout.encoding or "ascii"
     try:
-        sys.stdout.write(plain(text).encode(encoding, "replace").decode(encoding))
+        sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
         sys.stdout.flush()
     except BrokenPipeError:
         silence(sys.stdout)

@@ -30,7 +30,7 @@ def init(
     text = template_text(name)
     if out is None:
         speak = output()
-        speak.emit({"schema": 1, "template": name, "text": text}) if speak.json else speak.result(
+        speak.emit({"schema": 1, "template": name, "text": text}) if speak.json else speak.verbatim(
             text.rstrip("\n")
         )
         return

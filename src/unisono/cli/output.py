@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TextIO
 
+from unisono.text import wrapped
+
 GLOBAL_FLAGS = ("--json", "--quiet", "--debug", "--version")
 _READER_GONE = (errno.EPIPE, errno.EIO)
 """Of a pipe (`| head`); of a terminal."""
@@ -101,13 +103,17 @@ class Output:
         """Writes a line of a result to stdout; with `--json` to stderr, as stdout is for JSON."""
         _write(sys.stderr if self.json else sys.stdout, text)
 
+    def verbatim(self, text: str) -> None:
+        """Like `result`, for files and drawings: a terminal gets the same lines as a pipe."""
+        _write(sys.stderr if self.json else sys.stdout, text, wrap=False)
+
     def emit(self, value: Any) -> None:
         """Writes a JSON value as a line to stdout. NaN and infinities become null, since JSON cannot represent them."""
         try:
             text = json.dumps(value, ensure_ascii=False, allow_nan=False)
         except ValueError:
             text = json.dumps(_finite(value), ensure_ascii=False, allow_nan=False)
-        _write(sys.stdout, text)
+        _write(sys.stdout, text, wrap=False)
 
 
 _current = Output()  # set once by main, before the command runs
@@ -140,8 +146,9 @@ def _finite(value: Any) -> Any:
     return [_finite(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
-def _write(stream: TextIO, text: str) -> None:
-    """Writes a line. If the reader is gone (`| head`), further output is discarded."""
+def _write(stream: TextIO, text: str, *, wrap: bool = True) -> None:
+    """Writes a line, wrapped at words on a terminal. If the reader is gone (`| head`), further output is discarded."""
+    text = wrapped(text, terminal_width(stream)) if wrap else text
     try:
         stream.write(text + "\n")
         stream.flush()
@@ -174,3 +181,11 @@ def silence(stream: TextIO) -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
+
+
+def terminal_width(stream: TextIO) -> int:
+    """The columns of the terminal that `stream` writes to; 0 without a terminal, or if its size is unknown."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns if stream.isatty() else 0
+    except (OSError, ValueError):  # ValueError: closed
+        return 0

@@ -13,11 +13,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from unisono.cli.output import Output, output
+from unisono.cli.output import Output, output, terminal_width
 from unisono.facts import read_environment
-from unisono.text import one_line
+from unisono.text import fitting, one_line, wrapped
 
-_BAR_WIDTH = 24
+_LONGEST_BAR = 24
+_USUAL_WIDTH = 80
 _REDRAWN_EVERY_S = 0.1
 
 
@@ -39,27 +40,34 @@ class LiveLine:
         if share is not None and share < 1 and now - self._drawn < _REDRAWN_EVERY_S:
             return
         self._drawn = now
-        row = Table.grid(padding=(0, 1))
-        if share is not None:
-            row.add_column(width=_BAR_WIDTH)
-        row.add_column(no_wrap=True, overflow="ellipsis")
-        line = Text(
-            text, no_wrap=True, overflow="ellipsis"
-        )  # Text, not str: foreign text must not be parsed as markup
-        row.add_row(
-            *([ProgressBar(total=1.0, completed=share, width=_BAR_WIDTH)] if share is not None else []), line
-        )
+        self._console.width = terminal_width(sys.stderr) or _USUAL_WIDTH
+        row = self._row(text, share, self._console.width)
         with contextlib.suppress(OSError):
             if self._live is None:
                 self._live = Live(console=self._console, auto_refresh=False, transient=True)
                 self._live.start()
             self._live.update(row, refresh=True)
 
+    def _row(self, text: str, share: float | None, width: int) -> Table:
+        """The bar, a fifth of the line, and as many parts of the text as fit."""
+        bar = min(_LONGEST_BAR, width // 5) if share is not None else 0
+        row = Table.grid(padding=(0, 1))
+        if share is not None:
+            row.add_column(width=bar)
+        row.add_column(no_wrap=True)
+        # Text, not str: foreign text must not be parsed as markup
+        line = Text(fitting(text, width - bar - 1 if bar else width), no_wrap=True)
+        row.add_row(
+            *([ProgressBar(total=1.0, completed=share, width=bar)] if share is not None else []), line
+        )
+        return row
+
     def above(self, text: str) -> None:
-        """Prints a permanent line."""
+        """Prints a permanent line, wrapped at words."""
         style = "yellow" if text.startswith("warning:") else ""
+        lines = wrapped(text, terminal_width(sys.stderr))
         with contextlib.suppress(OSError):
-            self._console.print(Text(text, style=style), soft_wrap=True)
+            self._console.print(Text(lines, style=style), soft_wrap=True)
 
     def close(self) -> None:
         """Removes the line and restores the cursor."""
@@ -157,5 +165,5 @@ class ReadingLine:
     def _text(self, read_bytes: int, seconds: float) -> str:
         rate = read_bytes / seconds
         of = f" of {self._total / 1e6:,.0f}" if self._total else ""
-        left = f", {max(self._total - read_bytes, 0) / rate:.0f} s left" if self._total and rate else ""
-        return f"reading {read_bytes / 1e6:,.0f}{of} MB, {rate / 1e6:,.0f} MB/s{left}"
+        left = f" · {max(self._total - read_bytes, 0) / rate:.0f} s left" if self._total and rate else ""
+        return f"reading {read_bytes / 1e6:,.0f}{of} MB · {rate / 1e6:,.0f} MB/s{left}"

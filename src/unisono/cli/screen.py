@@ -8,14 +8,15 @@ from typing import Any, Protocol
 
 from unisono.causes import Verdict
 from unisono.cli.first_screen import first_screen
-from unisono.cli.output import Output
+from unisono.cli.output import Output, terminal_width
 from unisono.errors import Problem
 from unisono.events import Message
 from unisono.plan import RunPlan
-from unisono.text import one_line, show_bytes, show_count, show_seconds
+from unisono.text import columns, one_line, shortened, show_bytes, show_count, show_seconds
 
 _PLAIN_EVERY_S = 15.0
 _PLAIN_PARTS = 10
+_SAMPLE_WIDTH = 176  # of a sample without a terminal
 
 
 class Line(Protocol):
@@ -176,8 +177,10 @@ class Screen:
         self._talk(f"evaluation at step {message.get('step')}: {shown}")
 
     def _on_sample(self, message: Message) -> None:
-        prompt = one_line(str(message.get("prompt", "")), limit=70)
-        self._talk(f"  {prompt} → {one_line(str(message.get('text', '')), limit=100)}")
+        width = terminal_width(sys.stderr) or _SAMPLE_WIDTH
+        prompt = shortened(one_line(str(message.get("prompt", ""))), width * 2 // 5)
+        answer = one_line(str(message.get("text", "")))
+        self._talk(f"  {prompt} → {shortened(answer, width - columns(prompt) - len('   → '))}")
 
     def _on_checkpoint(self, message: Message) -> None:
         size = f", {show_bytes(message['bytes'])}" if message.get("bytes") else ""
@@ -274,7 +277,7 @@ def ending(result: Message, here: Path, *, alone: bool = False) -> list[str]:
         none = f"checkpoint: none of this run is at {_near(output_dir, here)}"
     lines.append(f"checkpoint: {_near(checkpoint, here)}" if checkpoint else none)
     if result.get("exit_code") in (75, 130):
-        lines.append("next:   the same command goes on " + ("from there" if checkpoint else "from step 1"))
+        lines.append("next:   the same command " + ("resumes from it" if checkpoint else "starts at step 1"))
     return lines
 
 

@@ -163,7 +163,7 @@ def _show_plan(request: "TrainRequest") -> None:
         from unisono.cluster.slurm.batch_job import script_for
 
         script = script_for(request)
-        speak.emit({"kind": "script", "text": script}) if speak.json else speak.result(script)
+        speak.emit({"kind": "script", "text": script}) if speak.json else speak.verbatim(script)
         return
     screen = Screen(speak)
     try:

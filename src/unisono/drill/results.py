@@ -1,4 +1,4 @@
-"""Result of a drill: whether the right cause was named in time, and the table of all results."""
+"""Result of a drill: whether the right cause was reported in time, and the table of all results."""
 
 import io
 import re
@@ -8,6 +8,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -184,7 +185,7 @@ def judge(drill: Drill, history: History) -> DrillResult:
 
 
 def is_named(drill: Drill, told: Sequence[NamedCause], hosts: Sequence[str | None]) -> bool:
-    """Whether every node has named the right cause."""
+    """Whether every node has reported the right cause."""
     said = {entry.node for entry in told if _is_right(drill, entry, hosts)}
     return said.issuperset(_alive(drill, hosts))
 
@@ -226,7 +227,7 @@ def _is_right(drill: Drill, told: NamedCause, hosts: Sequence[str | None]) -> bo
 
 
 def _named_after(drill: Drill, right: Sequence[NamedCause], history: History) -> float | None:
-    """Seconds until the last node named the right cause."""
+    """Seconds until the last node reported the right cause."""
     first: dict[int, float] = {}
     for entry in right:
         first.setdefault(entry.node, entry.at)
@@ -246,9 +247,9 @@ def _first_mistake(
     """The first mistake; empty if there is none."""
     wrong = [entry for entry in told if entry not in right]
     if wrong:
-        return f"named {_blame(wrong[0])}"
+        return f"reported {_blame(wrong[0])}"
     if drill.want and after is None:
-        return f"not named within {drill.limit_s:g} s" if not right else "not named on every node"
+        return f"not reported within {drill.limit_s:g} s" if not right else "not reported on every node"
     if drill.want and after is not None and after > drill.limit_s:
         return f"detected after {after:.1f} s; {drill.limit_s:g} s are allowed"
     if any(end.by_drill for end in history.ends):
@@ -274,21 +275,19 @@ def _blame(told: NamedCause) -> str:
     return f"{told.cause}, {', '.join(who)}"
 
 
-_COLUMNS = ("fault", "want", "named", "who", "name, s", "end, s", "left behind", "")
+_COLUMNS = ("fault", "expected", "reported", "who", "found, s", "ended, s", "left behind", "")
 _WIDTH = 150  # where there is no terminal, lines are not wrapped to one
 
 
-def results_table(rows: Sequence[DrillResult], *, width: int | None = None) -> list[str]:
+def results_table(rows: Sequence[DrillResult], *, width: int = 0) -> list[str]:
     """Lines of the table, the mistakes and the summary."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for title in _COLUMNS:
         table.add_column(title, justify="right" if title.endswith(", s") else "left")
     for row in rows:
         table.add_row(*(Text(cell) for cell in _cells(row)))
-    file = io.StringIO()
-    Console(file=file, width=width or _WIDTH, no_color=True).print(table)
-    text = [line.rstrip() for line in file.getvalue().splitlines() if line.strip()]
-    return [*text, *_complaints(rows), _summary(rows)]
+    lines = _table_lines(table, width) or [f"{row.fault}: {result_line(row)}" for row in rows]
+    return [*lines, *_complaints(rows), _summary(rows)]
 
 
 def result_line(row: DrillResult) -> str:
@@ -296,20 +295,33 @@ def result_line(row: DrillResult) -> str:
     if row.skipped is not None:
         return f"skipped: {one_line(row.skipped)}"
     *_, name_s, end_s, left, word = _cells(row)
-    named = f"named {row.named}, {_who(row)}, after {name_s} s" if row.named else "nothing named"
+    named = f"reported {row.named}, {_who(row)}, after {name_s} s" if row.named else "nothing reported"
     return f"{word}: {named}; ended after {end_s} s; left behind: {left}"
 
 
-def drills_table(drills: Sequence[Drill]) -> list[str]:
+def drills_table(drills: Sequence[Drill], *, width: int = 0) -> list[str]:
     """All drills, for `--list`."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for title in ("fault", "what happens", "what must be named", "within, s"):
+    for title in ("fault", "what happens", "expected", "within, s"):
         table.add_column(title)
     for drill in drills:
         want = " or ".join(drill.want) or "nothing"
         table.add_row(drill.fault, drill.text, want, f"{drill.limit_s:g}" if drill.want else "")
+    return _table_lines(table, width) or [_drill_line(drill) for drill in drills]
+
+
+def _drill_line(drill: Drill) -> str:
+    want = f"{' or '.join(drill.want)} within {drill.limit_s:g} s" if drill.want else "nothing"
+    return f"{drill.fault}: {drill.text}; expected: {want}"
+
+
+def _table_lines(table: Table, width: int) -> list[str]:
+    """The lines of the table; none if it needs more columns than `width`, unless that is 0."""
     file = io.StringIO()
-    Console(file=file, width=_WIDTH, no_color=True).print(table)
+    console = Console(file=file, width=width or _WIDTH, no_color=True)
+    if width and Measurement.get(console, console.options.update(width=10 * _WIDTH), table).minimum > width:
+        return []
+    console.print(table)
     return [line.rstrip() for line in file.getvalue().splitlines() if line.strip()]
 
 
@@ -352,4 +364,4 @@ def _complaints(rows: Sequence[DrillResult]) -> list[str]:
 def _summary(rows: Sequence[DrillResult]) -> str:
     tried = [row for row in rows if row.skipped is None]
     right = sum(row.is_good for row in tried)
-    return f"{right} of {len(tried)} faults were named correctly and left nothing behind; {len(rows) - len(tried)} were skipped"
+    return f"{right} of {len(tried)} faults were reported correctly and left nothing behind; {len(rows) - len(tried)} were skipped"
