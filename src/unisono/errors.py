@@ -291,5 +291,5 @@ def unusable_path(error: BaseException, *, has_begun: bool) -> UsageError | None
     return UsageError.of(
         f"a path cannot be used: {storage_words(error)}",
         where=str(path),
-        fix="give another path, or make this one usable",
+        fix="give a different path, or make this one usable",
     )

@@ -11,7 +11,7 @@ from unisono.causes.catalogue import ALL_CAUSES, CATALOGUE, find_cause
 from unisono.causes.variables import GROUP_MEANING, VARIABLES, find_variable
 from unisono.causes.verdict import Cause
 
-# DESIGN A2: codes that a cause can end a run with; 1 is a defect, 130 the keyboard, and neither is a cause.
+# Codes that a cause can end a run with; 1 is a defect, 130 the keyboard, and neither is a cause.
 LEGAL_CODES = {0, 2, 3, 4, 5, 6, 7, 75}
 
 _BEFORE = """

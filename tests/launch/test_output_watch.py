@@ -104,7 +104,7 @@ def test_a_directory_that_is_removed_or_renamed_is_made_again_and_the_same_comma
     shown, said = said_by(training)
     assert training.returncode == 75, said
     where = f"renamed to {elsewhere}" if how == "renamed" else "removed"
-    assert f"{front.out} was {where} after step 4, while its run lives: it is created again" in said
+    assert f"{front.out} was {where} after step 4, while its run is active: it is created again" in said
     lost = (
         f"what was saved before is in {elsewhere}"
         if how == "renamed"
@@ -130,7 +130,7 @@ def test_nothing_is_written_into_a_directory_that_somebody_put_in_its_place(
     shown, said = said_by(training)
     assert training.returncode == 6, said
     assert (
-        f"another directory was put in the place of {front.out}; the run's own is now {front.folder / 'elsewhere'}"
+        f"a different directory replaced {front.out}; the run's own is now {front.folder / 'elsewhere'}"
         in said
     )
     assert "[output_removed]" in said
@@ -147,7 +147,7 @@ def test_removed_checkpoints_are_said_and_not_promised(
     while "checkpoints was removed" not in (lines or [""])[-1]:
         lines.append(training.stderr.readline())
         assert lines[-1], "".join(lines)
-    assert "after step 4, while its run lives: its checkpoints are gone (steps 3)" in lines[-1]
+    assert "after step 4, while its run is active: its checkpoints are gone (steps 3)" in lines[-1]
     training.send_signal(signal.SIGKILL)
     said_by(training)
     again = front.run("--json")  # killed, it has not saved; the next start begins anew, and says nothing else
@@ -170,7 +170,7 @@ def test_a_removed_lock_is_taken_again_and_keeps_a_second_start_out(
     training.send_signal(signal.SIGTERM)
     _, said = said_by(training)
     assert training.returncode == 75, said
-    assert f"{lock} was removed after step 4, while its run lives: it is locked again" in said
+    assert f"{lock} was removed after step 4, while its run is active: it is locked again" in said
     assert not lock.exists()
 
 
@@ -183,7 +183,7 @@ def test_a_run_whose_lock_another_start_has_taken_ends_and_leaves_the_directory_
     before = sorted(path.name for path in (front.out / "checkpoints").iterdir())
     shown, said = said_by(training)
     assert training.returncode == 6, said
-    assert "another start has taken the directory: process 4711 on host-b" in said
+    assert "a different start has taken the directory: process 4711 on host-b" in said
     assert "next:" not in shown
     found = read_holder(front.out / "run.lock")
     assert found is not None

@@ -80,7 +80,7 @@ def test_a_trusted_run_goes_on_as_its_owners_would_with_its_optimizer_and_its_we
     )  # fmt: skip
     assert exported.returncode == 0, exported.stderr
     assert (out / "adapter_model.safetensors").exists()
-    assert "signed by another key" in exported.stderr + exported.stdout
+    assert "signed by a different key" in exported.stderr + exported.stdout
     trusted = finished.train(*LONGER, "--trust")
     assert trusted.returncode == 0, trusted.stderr
     assert finished.losses() == straight.losses(), "to the bit"

@@ -37,7 +37,7 @@ def test_parts_of_three_nodes_end_whole_at_the_head_and_a_killed_run_goes_on_fro
         assert row["writers"] == sorted({hosts[0], *parts.values()})
     assert parts, trio.told()
     screen = fronts[0].text()
-    assert "do not see this output_dir: every checkpoint ends whole here, on ada" in screen, screen
+    assert "do not see this output_dir: the complete checkpoints are here, on ada" in screen, screen
     assert "node 1 (bob), node 2 (cyd)" in screen
     trio.wait_gone()
 

@@ -148,7 +148,7 @@ def test_of_many_starts_at_once_one_wins(tmp_path: Path) -> None:
     assert len(losers) == 4
     for start in starts:
         _, errors = start.communicate("\n", timeout=60)
-        assert start not in losers or "is going on: process" in errors
+        assert start not in losers or "is active: process" in errors
 
 
 def test_the_lock_makes_the_directory_for_its_owner_alone(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def test_other_rows_say_exactly_where_the_run_goes_on_in_them() -> None:
     assert (found.name, found.before, found.after) == ("data", "r1", "r2")
     assert "(files changed)" in found.text
     assert (
-        "80 sequences are done; the order of an epoch is drawn anew for 30 sequences (they were 40)"
+        "80 sequences are done; the order of an epoch is drawn again for 30 sequences (they were 40)"
         in found.text
     )
     assert "continues at position 21 of epoch 3" in found.text

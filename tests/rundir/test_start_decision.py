@@ -1,4 +1,4 @@
-"""What a start in a directory is, case by case (DESIGN A3, "Starting again"). Run: pytest tests/rundir/test_start_decision.py"""
+"""What a start in a directory is, case by case. Run: pytest tests/rundir/test_start_decision.py"""
 
 import json
 import os

@@ -1,1 +1,1 @@
-"""Compares whether all nodes and ranks have the same run: pure functions of their reports (DESIGN B3)."""
+"""Compares whether all nodes and ranks have the same run: pure functions of their reports."""

@@ -272,7 +272,7 @@ MACHINE_CAUSES: tuple[Cause, ...] = (
             "`Call to ibv_reg_mr failed`",
         ),
         neighbours=(
-            ("rank_died_first", "status=5, vendor err 249 is flushed work: a peer died first"),
+            ("rank_died_first", "status=5, vendor err 249 is flushed work: a peer failed first"),
             ("ulimit", "ibv_reg_mr fails for lack of lockable memory: ulimit -l"),
             ("nccl_socket_iface", "the message is about sockets"),
         ),
@@ -395,7 +395,7 @@ FILE_CAUSES: tuple[Cause, ...] = (
             " or where it was moved to. If a different directory or a different run is at the path, the run ends and writes nothing there."
         ),
         telltales=(
-            "the warning `was removed after step N, while its run lives: it is made again`",
+            "the warning `was removed after step N, while its run is active: it is created again`",
             "`checkpoint ls` shows checkpoints of later steps only",
             "a cleanup job, a second terminal, or `rm -rf` in a script that starts the run",
         ),

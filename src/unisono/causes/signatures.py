@@ -104,7 +104,7 @@ LAUNCH_SIGNATURES: tuple[Signature, ...] = (
     Signature(
         id="torchrun_first_failure", hints=("Root Cause (first observed failure)",),
         pattern=r"^\W{0,20}Root Cause \(first observed failure\)", kind="death", cause=None,
-        source=_ELASTIC + "/errors: the first that was seen, which is a victim where the culprit lives",
+        source=_ELASTIC + "/errors: the first that was observed, which is a victim if the culprit still runs",
         example="Root Cause (first observed failure):", look_alike="the root cause is below",
     ),
     Signature(
@@ -162,7 +162,7 @@ LAUNCH_SIGNATURES: tuple[Signature, ...] = (
     Signature(
         id="cancelled", hints=("CANCELLED AT ", "Job step aborted", "Received 15 death signal", "Received SIGTERM", "received SIGTERM", "Terminated"),
         pattern=r"\*{3} (?:STEP|JOB) \S{1,40} ON \S{1,80} CANCELLED AT \S{1,30}(?! DUE TO)|Job step aborted|Received 15 death signal|[Rr]eceived SIGTERM", kind="consequence", cause=None,
-        source="Slurm 23, slurmstepd and srun; " + _ELASTIC + "/api.py: somebody told the job to end, perhaps since one of its tasks had failed",
+        source="Slurm 23, slurmstepd and srun; " + _ELASTIC + "/api.py: the job was asked to end, perhaps because one of its tasks had failed",
         example="slurmstepd: error: *** STEP 81231.0 ON gpu-04 CANCELLED AT 2025-03-04T19:00:12 ***", look_alike="the order was cancelled",
     ),
     Signature(
@@ -203,7 +203,7 @@ PEERS_SIGNATURES: tuple[Signature, ...] = (
     Signature(
         id="gloo_timeout", hints=("Timed out waiting",),
         pattern=r"Timed out waiting \d{1,10}ms for (?:recv|send) operation(?:s)? to complete", kind="consequence", cause="rank_stalled",
-        source=_GLOO + ": a rank did not come in time; who says so has waited",
+        source=_GLOO + ": a rank did not arrive in time; the reporter had waited",
         example="RuntimeError: [unbound_buffer.cc:80] Timed out waiting 8000ms for recv operation to complete",
         look_alike="Timed out waiting for pending UserRRefs to be confirmed by owner and parent.",
     ),
@@ -225,7 +225,7 @@ PEERS_SIGNATURES: tuple[Signature, ...] = (
     Signature(
         id="store_lost", hints=("recvValue failed", "sendBytes failed", "recvVector failed", "failed to recv, got 0 bytes"),
         pattern=r"(?:recvValue|recvVector|sendBytes) failed on |failed to recv, got 0 bytes", kind="consequence", cause=None,
-        source=_TORCH + "libtorch_cpu (TCPStore): rank 0 is gone, or its port is another program's",
+        source=_TORCH + "libtorch_cpu (TCPStore): rank 0 is gone, or a different program has its port",
         example="[W1121 06:02:07.61 TCPStore.cpp:125] [c10d] recvValue failed on SocketImpl(fd=60, addr=[localhost]:41234, remote=[localhost]:29500): "
         "failed to recv, got 0 bytes",
         look_alike="recv buffer is 212992 bytes",
@@ -403,7 +403,7 @@ NCCL_SIGNATURES: tuple[Signature, ...] = (
     Signature(
         id="nccl_truncated", hints=("Message truncated", "Mismatched NCCL version"),
         pattern=r"Message truncated : received \d{1,12} bytes instead of \d{1,12}|Mismatched NCCL version", kind="error", cause="version_mismatch",
-        source="NCCL, misc/socket.cc: another NCCL version, or another message than expected",
+        source="NCCL, misc/socket.cc: a different NCCL version, or a different message than expected",
         example="node-2:88:88 [0] misc/socket.cc:58 NCCL WARN Message truncated : received 1024 bytes instead of 256",
         look_alike="the log was truncated : 1024 lines", beside=("nccl_warn",),
     ),

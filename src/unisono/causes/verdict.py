@@ -65,7 +65,7 @@ class Evidence(BaseModel):
 
 
 class Verdict(BaseModel):
-    """A finding in the form of DESIGN A4. `ranks` and `hosts` are culprits, never victims."""
+    """A finding in the form of verdict.json. `ranks` and `hosts` are culprits, never victims."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -89,7 +89,7 @@ class Verdict(BaseModel):
         return one_line(text)
 
     def to_json(self) -> dict[str, object]:
-        """The JSON object of DESIGN A4."""
+        """The JSON object of verdict.json."""
         body = self.model_dump(mode="json")
         body.pop("schema_")
         return {"schema": 1, **body}

@@ -382,7 +382,7 @@ def _digest_and_sync(directory: Path, known: Mapping[str, FileEntry]) -> dict[st
             )
     for path in sorted(directory.iterdir()):
         assert is_file_name(path.name), f"{path.name!r} cannot be a file of a checkpoint"
-        assert path.is_file(), f"{path} is no plain file"
+        assert path.is_file(), f"{path} is not a regular file"
         if path.name in known:
             continue
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)

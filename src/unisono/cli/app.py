@@ -130,7 +130,7 @@ def _with_lost_output(code: int, words: list[str]) -> int:
     if lost is None:
         return code
     runs = words[:1] in (["train"], ["run"]) and not {"--help", "--dry-run"} & set(words)
-    what = "what was said there is in the run's directory" if runs else "the result is lost"
+    what = "the messages are in the run's directory" if runs else "the result is lost"
     output().warn(f"error: stdout cannot be written: {lost.strerror}; {what}")
     return code if code or runs else 6
 

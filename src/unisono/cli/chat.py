@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from unisono.supervise.task_process import TaskProcess
 
 _HELP = (
-    "/clear       forget what was said",
+    "/clear       forget the conversation",
     "/save FILE   write the conversation to a new file, as a row that training reads",
     "/exit        end; so does Ctrl-D",
     "/help        this",

@@ -48,7 +48,7 @@ def _blind(plan: RunPlan) -> str:
     shown = ", ".join(blind[:4]) + (f" and {len(blind) - 4} more" if len(blind) > 4 else "")
     does, parts = ("do", "their parts") if len(blind) > 1 else ("does", "its part")
     how = f"; {parts} of it come over the control channel" if plan.strategy == "fsdp" else ""
-    return f"{shown} {does} not see this output_dir: every checkpoint ends whole here, on {plan.nodes[0].host}{how}"
+    return f"{shown} {does} not see this output_dir: the complete checkpoints are here, on {plan.nodes[0].host}{how}"
 
 
 def _copies(plan: RunPlan) -> str:

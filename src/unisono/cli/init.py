@@ -105,7 +105,9 @@ def _write_new(path: Path, text: str) -> None:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        raise UsageError.of(f"{path} exists", why="nothing is overwritten", fix="give another name") from None
+        raise UsageError.of(
+            f"{path} exists", why="nothing is overwritten", fix="give a different name"
+        ) from None
     except OSError as error:
         raise UsageError.of(
             f"{path} cannot be written", why=str(error), fix="give a file in a directory that you may write"

@@ -1,1 +1,1 @@
-"""The authenticated channel between fronts: one connection per node to the head for the life of the run (DESIGN B3.2, B8)."""
+"""The authenticated channel between fronts: one connection per node to the head for the life of the run."""

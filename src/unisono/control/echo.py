@@ -113,7 +113,7 @@ async def prove_as_dialer(reader: Reader, writer: Writer, key: bytes) -> EchoSes
         raise ForeignPeer(f"another program: it begins with `{repr(said)[2:-1]}`")
     theirs = await reader.readexactly(NONCE_BYTES)
     if not hmac.compare_digest(await reader.readexactly(MAC_BYTES), _proof(key, b"<", mine, theirs)):
-        raise ForeignPeer("a unisono of another job, or with another token")
+        raise ForeignPeer("unisono with a different job or token")
     writer.write(_proof(key, b">", mine, theirs))
     await writer.drain()
     return EchoSession(_proof(key, b"=", mine, theirs), reader, writer, b">", b"<")

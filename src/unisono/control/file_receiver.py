@@ -69,7 +69,7 @@ class _Incoming:
         """
         with self.lock:
             if not self.granted:
-                raise Malformed("sent more of a file than it was asked for")
+                raise Malformed("sent more of a file than was requested")
             self.granted -= 1
         self.items.put(piece)
 

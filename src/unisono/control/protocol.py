@@ -279,7 +279,7 @@ _MAX_NODES = 1 << 20
 
 
 def is_host_name(name: object) -> bool:
-    """Whether a string is a valid host name of a peer (DESIGN B8)."""
+    """Whether a string is a valid host name of a peer."""
     return isinstance(name, str) and _HOST_NAME.match(name) is not None
 
 

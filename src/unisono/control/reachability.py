@@ -178,7 +178,7 @@ class _Dial:
             async with asyncio.timeout(limits.connect_s):
                 sock = await _connect(self.peer.address, self.port)
         except ConnectionRefusedError:
-            return self._ended("refused", "nothing listens there, or a firewall says so")
+            return self._ended("refused", "nothing listens there, or a firewall rejects it")
         except TimeoutError:
             return self._ended("timed_out", f"no answer for {limits.connect_s:g} s")
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Rows between file and model, and the ledger, which accounts for every row of every source (DESIGN A3, data.json).
+"""Rows between file and model, and the ledger, which accounts for every row of every source (data.json).
 
 For each source, and in total, rows = used + dropped + bad. Cut, split and eval are parts of used.
 

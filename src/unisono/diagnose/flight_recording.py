@@ -361,7 +361,9 @@ class _PickleReader:
 def _pickled_pairs(items: list[Any]) -> dict[Hashable, Any]:
     keys = items[::2]
     if not all(isinstance(key, str | int | float | None) for key in keys):
-        raise RefusedPickleError("a key is no plain value")  # to hash a tuple of a million tuples ends Python
+        raise RefusedPickleError(
+            "a key is not a plain value"
+        )  # to hash a tuple of a million tuples ends Python
     return dict(zip(keys, items[1::2], strict=True))
 
 

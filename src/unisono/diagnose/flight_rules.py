@@ -206,7 +206,7 @@ class _Run:
         late = [rank for rank in ranks if rank in absent[place]]
         few = len(late) * 2 <= len(self.of_rank)
         why = f"{_ranks(self.waits[place])} wait in {self._called(place)}, and there is no recording of {_ranks(late)}"
-        missing = (f"the recordings and logs of {_ranks(late)}: a rank that died leaves none",)
+        missing = (f"the recordings and logs of {_ranks(late)}: a rank that exited leaves none",)
         if not (alone and few):
             return Hypothesis(
                 "undetermined", why, self._evidence(self.waits[place], place), confidence=0.3, missing=missing

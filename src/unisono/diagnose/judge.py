@@ -152,7 +152,7 @@ def make_diagnosis(findings: list[Hypothesis], facts: RunFacts) -> Diagnosis:
 
 
 def verdict_of(finding: Hypothesis, facts: RunFacts) -> Verdict:
-    """The verdict for a hypothesis (DESIGN A4)."""
+    """The verdict for a hypothesis."""
     healthy = finding.cause == "healthy"
     return Verdict(
         cause=finding.cause,

@@ -81,7 +81,7 @@ def _died(finding: Hypothesis, facts: RunFacts) -> list[str]:
         ]
     if name == "SIGKILL":
         return [
-            f"{who} was killed by signal 9 (SIGKILL): somebody or the kernel for lack of memory (OOM) ended it. `dmesg -T | grep -i -E 'killed process|oom'` on its host tells; in containers see memory.events."
+            f"{who} was killed by signal 9 (SIGKILL): a user, or the kernel for lack of memory (OOM), killed it. `dmesg -T | grep -i -E 'killed process|oom'` on its host shows; in containers see memory.events."
         ]
     if name:
         return [
@@ -186,8 +186,8 @@ def _port(finding: Hypothesis, facts: RunFacts) -> list[str]:
         else "--master_port / MASTER_PORT, or the port of --rdzv_endpoint; on one node `torchrun --standalone`"
     )
     return [
-        f"Take another port: {how}.",
-        "Find who holds it: `ss -ltnp | grep :PORT`; often it is a rank of the last run that still lives.",
+        f"Use a different port: {how}.",
+        "Find who holds it: `ss -ltnp | grep :PORT`; often it is a rank of the previous run that still runs.",
     ]
 
 
@@ -250,7 +250,7 @@ def _version(finding: Hypothesis, facts: RunFacts) -> list[str]:
 def _path(finding: Hypothesis, facts: RunFacts) -> list[str]:
     key = "model_name_or_path" if facts.framework in (*_HF, "") else "the model's path"
     return [
-        f"Check that {key} exists, on every node and inside the container, and holds config.json and the weights: what is no directory is taken for a name on the hub."
+        f"Check that {key} exists, on every node and inside the container, and holds config.json and the weights: anything that is not a directory is taken for a name on the hub."
     ]
 
 

@@ -140,7 +140,7 @@ def find_preemption(view: View) -> list[Hypothesis]:
     why = (
         f"the job was ended since node {', '.join(failed)} failed"
         if failed
-        else "the job was told to end from outside"
+        else "the job was asked to end from outside"
     )
     return [
         Hypothesis(
@@ -179,7 +179,7 @@ def find_cancelled(view: View) -> list[Hypothesis]:
     return [
         Hypothesis(
             "preempted_sigterm",
-            "the job was told to end from outside (scancel, a service that stops it, a machine that is taken back), and nothing had failed before",
+            "the job was asked to end from outside (scancel, a service that stops it, a machine that is taken back), and nothing had failed before",
             first_of_each(said),
             confidence=0.6,
             step=view.facts.step,
@@ -375,7 +375,7 @@ def find_silence(view: View) -> list[Hypothesis]:
     return [
         Hypothesis(
             "rank_died_first",
-            f"rank {rank} is gone without a word: the others lost their connection to it",
+            f"rank {rank} is gone without a message: the others lost their connection to it",
             (*first_of_each(lost, limit=4), *last),
             (rank,),
             confidence=0.75,

@@ -92,7 +92,7 @@ def find_nan(view: View) -> list[Hypothesis]:
     return [
         Hypothesis(
             "nan_loss",
-            "the loss or its gradient is not a number, and training went on or ended with it",
+            "the loss or its gradient is NaN, and training continued or ended with it",
             evidence,
             ranks,
             confidence=0.95,

@@ -44,7 +44,7 @@ def find_mismatches(view: View) -> list[Hypothesis]:
     return [
         Hypothesis(
             "collective_mismatch",
-            "what one rank sent is not what another expected: they are in different collectives",
+            "what one rank sent is not what the other expected: they are in different collectives",
             first_of_each(sizes),
             confidence=0.75,
             missing=_next_time(),

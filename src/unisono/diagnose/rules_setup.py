@@ -338,7 +338,7 @@ def find_ray_resources(view: View) -> list[Hypothesis]:
     return [
         Hypothesis(
             "ray_resources_unsatisfiable",
-            "the cluster does not have the resources that were asked for",
+            "the cluster does not have the requested resources",
             (*first_of_each(said), *asked[:1]),
             confidence=0.9,
         )

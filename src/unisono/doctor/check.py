@@ -183,7 +183,7 @@ class Finding:
     where: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON object of DESIGN A1; lines are lists."""
+        """The JSON object of `--json`; lines are lists."""
         body = {"id": self.id, "status": self.status, "evidence": list(self.evidence), "fix": list(self.fix)}
         return body | ({"where": self.where} if self.where else {})
 

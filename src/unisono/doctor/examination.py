@@ -89,7 +89,7 @@ class Examination:
         return sum(finding.status == status for finding in self.findings)
 
     def exit_code(self, *, strict: bool) -> int:
-        """0; 6 if a check failed, with `strict` also if one warns or is unknown; 3 if the nodes do not agree (DESIGN A2)."""
+        """0; 6 if a check failed, with `strict` also if one warns or is unknown; 3 if the nodes do not agree."""
         if self.verdict is not None or not self.agreed:
             return 3
         bad: tuple[Status, ...] = ("fail", "warn", "unknown") if strict else ("fail",)

@@ -37,7 +37,7 @@ class JumpingClock:
 
 
 def main(path: Path) -> int:
-    """Trains as the request file says; returns the exit code of DESIGN A2."""
+    """Trains as the request file says; returns the exit code."""
     fields = json.loads(path.read_text(encoding="utf-8"))
     end_with_front(fields.pop("parent"))
     try:

@@ -80,7 +80,7 @@ class History:
 
 @dataclass(frozen=True)
 class DrillResult:
-    """Result of a drill: a row of the table and of `unisono drill --json` (DESIGN A1).
+    """Result of a drill: a row of the table and of `unisono drill --json`.
 
     Attributes:
         fault: the drill's name.

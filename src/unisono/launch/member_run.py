@@ -156,7 +156,7 @@ class _Member:
             raise UnfitError.of(
                 f"this node's copy of the plan cannot be written: {error.strerror or error}",
                 where=str(error.filename or plan_file),
-                fix="make room there or give it back to its owner, or set another output_dir",
+                fix="free disk space there, or restore its owner, or set a different output_dir",
             ) from error
         self.show({"kind": "plan", "time": time.time(), **plan.to_json()})
         own = ", ".join(str(place.rank) for place in plan.on_node(node_rank))
@@ -248,5 +248,5 @@ def _refuse_another_run(run: RunDir, *, fresh: bool, show: Show) -> None:
         f"{run.root} holds a run of this node's own",
         where="output_dir",
         why="the head's output_dir is not seen from here, and this node's would be mixed with that run",
-        fix="set another output_dir, or pass --fresh on every node",
+        fix="set a different output_dir, or pass --fresh on every node",
     )

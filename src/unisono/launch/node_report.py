@@ -1,4 +1,4 @@
-"""Makes this node's report: all that its front knows before anything imports torch (DESIGN B3.1). Secrets never enter it."""
+"""Makes this node's report: all that its front knows before anything imports torch. Secrets never enter it."""
 
 import os
 import time

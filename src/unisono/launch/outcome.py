@@ -47,7 +47,7 @@ class Ending:
     """How one attempt ended.
 
     Attributes:
-        exit_code: of DESIGN A2.
+        exit_code: of the run.
         fields: for result.json: step, tokens, loss, eval, tokens_per_second, checkpoint, weights.
         verdict: what was wrong, if anything was.
         error: the refusal of a rank, in its own words.

@@ -163,7 +163,7 @@ class OutputWatch:
             self._restore(root.now_at)
         elif root.identity != self._root and not self._is_still_ours():
             where = f"; the run's own is now {root.now_at}" if root.now_at else ""
-            self._lose(f"another directory was put in the place of {self._run.root}{where}")
+            self._lose(f"a different directory replaced {self._run.root}{where}")
         elif lock.identity != self._own_lock:
             self._lock_again(root.identity, lock.identity)
         if self.verdict is None and root.identity is not None:
@@ -177,7 +177,7 @@ class OutputWatch:
 
     def _restore(self, now_at: str | None) -> None:
         """Makes the directory again, with everything but what only disks knew."""
-        what = f"{self._run.root} was {f'renamed to {now_at}' if now_at else 'removed'} after step {self._step}, while its run lives"
+        what = f"{self._run.root} was {f'renamed to {now_at}' if now_at else 'removed'} after step {self._step}, while its run is active"
         if self._disk.write("run.lock", lambda: _device_of(self._run.root.parent)) != self._device:
             self._lose(f"{self._run.root} is gone, and the file system that it was on")
             return
@@ -189,10 +189,10 @@ class OutputWatch:
         try:
             done = self._disk.write("the run's directory", self._make_again)
         except LockTaken as taken:
-            self._lose(f"{what}, and another start has made it again: {taken.holder}")
+            self._lose(f"{what}, and a different start has created it again: {taken.holder}")
             return
         if not done:
-            self._lose(f"{what}, and it cannot be made again")
+            self._lose(f"{what}, and it cannot be created again")
             return
         self._warn(
             f"{what}: it is created again, and training continues; {lost}; logs and events of these ranks are not kept from here on, and the next"
@@ -212,11 +212,11 @@ class OutputWatch:
 
     def _lock_again(self, root: Identity, there: Identity | None) -> None:
         """A second start must not get in."""
-        what = f"{self._run.lock} was {'removed' if there is None else 'replaced'} after step {self._step}, while its run lives"
+        what = f"{self._run.lock} was {'removed' if there is None else 'replaced'} after step {self._step}, while its run is active"
         try:
             done = self._disk.write("run.lock", self._take_again)
         except LockTaken as taken:
-            self._lose(f"{what}, and another start has taken the directory: {taken.holder}")
+            self._lose(f"{what}, and a different start has taken the directory: {taken.holder}")
             return
         if not done:
             self._lose(f"{what}, and the directory cannot be locked again")
@@ -272,7 +272,7 @@ class OutputWatch:
         )
         self._saved = []
         self._warn(
-            f"{self._run.checkpoints} was {f'renamed to {seen.now_at}' if seen.now_at else 'removed'} after step {self._step}, while its run lives:"
+            f"{self._run.checkpoints} was {f'renamed to {seen.now_at}' if seen.now_at else 'removed'} after step {self._step}, while its run is active:"
             f" {lost}; training continues, and the next checkpoint is saved when it is due",
             "end a run first (Ctrl-C), then remove its checkpoints: unisono checkpoint prune RUN",
         )

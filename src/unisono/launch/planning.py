@@ -273,7 +273,7 @@ def _problems(
     if theirs != ours:
         odd = [key for key in sorted({*theirs, *ours}) if theirs.get(key) != ours.get(key)]
         found.append(
-            ("the head's plan has another config than this node", f"they differ in {', '.join(odd)}")
+            ("the head's plan has a different config than this node", f"they differ in {', '.join(odd)}")
         )
     if plan.config.model.trust_remote_code and not own.model.trust_remote_code:
         found.append(
@@ -292,9 +292,7 @@ def _problems(
     for part in ("data", "model"):
         theirs_, ours_ = getattr(plan, part).digest, prepared[part]["digest"]
         if theirs_ != ours_:
-            found.append(
-                (f"the head's plan is about another {part}", f"digest {theirs_} there, {ours_} here")
-            )
+            found.append((f"the head's plan has a different {part}", f"digest {theirs_} there, {ours_} here"))
     return found
 
 

@@ -380,7 +380,7 @@ def _refuse_other_ranks(plan: RunPlan, found: IntactCheckpoint) -> None:
     if found.step >= begun or (manifest.world_size, manifest.threads) == (plan.world_size, plan.threads):
         return
     raise UsageError.of(
-        f"the steps after checkpoint {found.step} were made by an earlier start with another layout",
+        f"the steps after checkpoint {found.step} were made by an earlier start with a different layout",
         where=str(found.path),
         why=f"it was written by {manifest.world_size} ranks with {manifest.threads} threads, and the plan that is kept has"
         f" {plan.world_size} with {plan.threads}",
@@ -428,7 +428,7 @@ def _excuses_of_the_machine(plan: RunPlan, again: RunPlan) -> list[str]:
     if before != {again.device.name}:
         lines.append(f"it was trained on {', '.join(sorted(before))}, and this is {again.device.name}")
     if again.device.kind == "cuda" and len(plan.nodes) > 1:
-        lines.append("its ranks were on several machines, between which sums may be taken in another order")
+        lines.append("its ranks were on several machines, between which sums may have a different order")
     return lines
 
 

@@ -77,7 +77,7 @@ def with_changes(plan: RunPlan, run: RunDir, decision: StartDecision, request: T
     if request.trust and (plan.resume is None or not plan.resume.trust):
         lines = [
             *lines,
-            "--trust was not needed: there is no checkpoint signed by another key to resume from",
+            "--trust was not needed: there is no checkpoint signed by a different key to resume from",
         ]
     return plan.model_copy(update={"warnings": [*plan.warnings, *lines], "allowed": allowed})
 
@@ -300,7 +300,7 @@ def resume_point(
             "the finished run has no checkpoint to extend it from",
             where=str(store.root),
             why="they were deleted",
-            fix="set another output_dir, or start again with --fresh, which renames this run",
+            fix="set a different output_dir, or start again with --fresh, which renames this run",
         )
     return None, f"{decision.reason}; it ended before its first checkpoint, so it starts at step 1"
 

@@ -64,7 +64,7 @@ def choose_devices(
             "there is no CUDA device for this run",
             where="--devices" if named else "device",
             why=why_not,
-            fix="set `device: cpu`, or mend what the line above says",
+            fix="set `device: cpu`, or fix what the line above reports",
         )
     if named:
         chosen = [_named(gpus, machine.gpus, word, visible) for word in named]

@@ -1,4 +1,4 @@
-"""How many nodes a job has, which one this is, where the head is, and how many ranks run here (DESIGN A1). Pure."""
+"""How many nodes a job has, which one this is, where the head is, and how many ranks run here. Pure."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -9,7 +9,7 @@ from unisono.text import one_line
 
 DEFAULT_PORT = 29577
 HOST_PATTERN = re.compile(r"[A-Za-z0-9_.@:][A-Za-z0-9_.@:-]*")
-"""What a host name from a person or a peer may look like (DESIGN B8); it never begins with `-`."""
+"""What a host name from a person or a peer may look like; it never begins with `-`."""
 
 
 def parse_head(text: str, source: str) -> tuple[str, int]:
@@ -81,7 +81,7 @@ def port(text: str, source: str) -> int:
     number = whole(text, source)
     if not 1 <= number <= 65_535:
         raise UsageError.of(
-            f"{source}: {number} is no port",
+            f"{source}: {number} is not a port",
             where=source,
             fix=f"a port from 1024 to 65535; {DEFAULT_PORT} where none is given",
         )
@@ -98,7 +98,7 @@ def whole(text: str, source: str) -> int:
     if stripped.isascii() and stripped.isdigit() and len(stripped) <= 9:
         return int(stripped)
     raise UsageError.of(
-        f"{source}: {one_line(text, limit=80)!r} is no whole number",
+        f"{source}: {one_line(text, limit=80)!r} is not a whole number",
         where=source,
         fix=f"set {source} to a whole number, or leave it out",
     )

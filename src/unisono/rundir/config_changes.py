@@ -209,7 +209,7 @@ def refusal(found: Sequence[ChangeFinding], *, root: str, aside: str) -> UsageEr
         f"the run in {root} would become a different one: {len(found)} change{'s' if len(found) > 1 else ''}",
         "output_dir",
         "a resumed run must mean the same from its first step to its last",
-        f"{way}, or set another output_dir, or pass --fresh: it renames the run there to {aside}",
+        f"{way}, or set a different output_dir, or pass --fresh: it renames the run there to {aside}",
     )
     return UsageError(headline, *(Problem(finding.text) for finding in found))
 

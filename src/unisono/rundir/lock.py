@@ -203,7 +203,7 @@ class RunLock:
             f"the lock {self.path} cannot be used: {why}",
             where="output_dir",
             why="without a lock two runs could write into one directory",
-            fix=f"if no run is using the directory, remove what is in the lock's place (rm -r {shlex.quote(str(self.path))}), or set another output_dir",
+            fix=f"if no run is using the directory, remove what is in the lock's place (rm -r {shlex.quote(str(self.path))}), or set a different output_dir",
         )
 
     def _wait_for_beats(self, fd: int, earlier: Holder, on_wait: Callable[[str], None] | None) -> None:
@@ -358,12 +358,12 @@ def _is_at(fd: int, path: Path) -> bool:
 
 def _taken(path: Path, holder: Holder | None) -> LockTaken:
     error = LockTaken.of(
-        f"a run in {path.parent} is going on: {holder or '(owner unknown)'}",
+        f"a run in {path.parent} is active: {holder or '(owner unknown)'}",
         where=str(path),
         why="two runs in one directory would destroy each other's work",
-        fix=f"wait for it, or end it (kill {holder.pid} on {one_line(holder.host)}), or set another output_dir"
+        fix=f"wait for it, or end it (kill {holder.pid} on {one_line(holder.host)}), or set a different output_dir"
         if holder
-        else "wait for it, or set another output_dir",
+        else "wait for it, or set a different output_dir",
     )
     error.holder = holder
     return error

@@ -164,7 +164,7 @@ def _row_findings(
         return _same_row_findings(keys, of_tokenizer, files=_differ(files), tokenizer=_differ(tokenizer))
     found = []
     if _differ(tokenizer):
-        text = "the tokenizer's files hold something else: the same text becomes other tokens than those that were learnt"
+        text = "the tokenizer's files hold something else: the same text becomes other tokens than those in training"
         names = "".join(f" ({change.values})" for change in of_tokenizer)
         found.append(ChangeFinding("tokenizer", text + names, *tokenizer, verdict="refused"))
     explained = bool(found) or any(change.key in _SHAPES_ROWS for change in changed)
@@ -202,7 +202,7 @@ def _effect_of_rows(before: dict[str, Any], after: dict[str, Any]) -> str:
     if isinstance(old, int) and isinstance(new, int) and new:
         epoch, place = divmod(done, new)
         how = (
-            f"drawn anew for {new} sequences (they were {old})"
+            f"drawn again for {new} sequences (they were {old})"
             if old != new
             else f"the same for {new} sequences"
         )

@@ -176,7 +176,7 @@ def truncate_after(path: Path, step: int, *, evaluated: bool = True) -> Truncati
     Args:
         path: of the file.
         step: the last to keep.
-        evaluated: whether to keep that step's evaluation; False if it is made again.
+        evaluated: whether to keep that step's evaluation; False if it is created again.
 
     Raises:
         OSError: if there is no space for the shorter file beside the old one; the old one stays.

@@ -94,7 +94,7 @@ def set_aside(run: RunDir) -> Path:
         raise UsageError.of(
             f"{run.root} cannot be renamed to {target.name}: {error.strerror}",
             where="output_dir",
-            fix="set another output_dir",
+            fix="set a different output_dir",
         ) from error
     return target
 
@@ -124,7 +124,7 @@ def refuse_if_shrunk(decision: StartDecision, *, done_steps: int, total_steps: i
             f"the duration comes to {total_steps} steps, and {done} are done",
             where="duration",
             why="a run can be resumed or extended, but not lose steps",
-            fix="give a longer duration, or another output_dir, or pass --fresh",
+            fix="give a longer duration, or a different output_dir, or pass --fresh",
         )
 
 
@@ -139,7 +139,7 @@ def _check_place(root: Path) -> None:
             f"output_dir cannot be used: {getattr(error, 'strerror', None) or error}",
             where=f"output_dir: {root}",
             why="everything that a run makes is below it",
-            fix="set output_dir to another path",
+            fix="set output_dir to a different path",
         ) from None
     there = root
     while not os.path.lexists(there) and there != there.parent:
@@ -182,7 +182,7 @@ def _refuse_special_files(run: RunDir) -> None:
                 f"{path} is {kind_of(mode)}, not a regular file",
                 where="output_dir",
                 why="a run writes its own file there",
-                fix=f"restore the file or remove what is in its place (rm -r {shlex.quote(str(path))}), or set another output_dir, or pass --fresh",
+                fix=f"restore the file or remove what is in its place (rm -r {shlex.quote(str(path))}), or set a different output_dir, or pass --fresh",
             )
 
 
@@ -197,7 +197,7 @@ def _refuse_foreign_files(run: RunDir) -> None:
             f"{run.root} holds checkpoints, but no plan that can be read",
             where=str(run.plan),
             why="without it the run of the checkpoints is unknown",
-            fix=f"restore {run.plan.name}, or set another output_dir",
+            fix=f"restore {run.plan.name}, or set a different output_dir",
         )
     found = [
         name
@@ -209,7 +209,7 @@ def _refuse_foreign_files(run: RunDir) -> None:
             f"{run.root} is not empty, and is not a run of unisono: it holds {_list_some(found)}",
             where="output_dir",
             why="nothing there is overwritten or renamed",
-            fix="set output_dir to another directory",
+            fix="set output_dir to a different directory",
         )
 
 
@@ -263,7 +263,7 @@ def _decide_resume(
     if config_digest(before) != config_digest(config):
         if not _has_trained(run):  # so a fix, e.g. a smaller micro batch, can be tried in place
             return StartDecision(
-                "fresh", _new_run_id(), "fresh: a start with another config ended before its first step"
+                "fresh", _new_run_id(), "fresh: a start with a different config ended before its first step"
             )
         _refuse_another_run(run, before, config, allow)
     result = read_object(run.result)
@@ -304,10 +304,10 @@ def _decide_finished(
     raise UsageError.of(
         f"the run in {run.root} is finished: {done} steps, {before.duration}",
         where="output_dir",
-        why=f"the duration asked for is {config.duration}"
+        why=f"the requested duration is {config.duration}"
         if resume
         else "a finished run is not written over",
-        fix=f"{longer}, or set another output_dir, or pass --fresh: it renames this one to {next_old(run.root).name}",
+        fix=f"{longer}, or set a different output_dir, or pass --fresh: it renames this one to {next_old(run.root).name}",
     )
 
 
@@ -337,7 +337,7 @@ def _config_of(run: RunDir, plan: dict[str, Any]) -> RunConfig:
             f"the run in {run.root} has a config that this version of unisono cannot read",
             where=str(run.plan),
             why=validation_words(error),
-            fix="resume with the version that started it (environment.json), or set another output_dir, or pass --fresh",
+            fix="resume with the version that started it (environment.json), or set a different output_dir, or pass --fresh",
         ) from error
 
 

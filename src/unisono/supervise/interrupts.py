@@ -108,7 +108,7 @@ class Interrupts:
 
     @property
     def exit_code(self) -> int:
-        """130 after Ctrl-C, else 75 (DESIGN A2)."""
+        """130 after Ctrl-C, else 75."""
         return exit_code_of(self.first) if self.first else 0
 
     def _note(self, number: int, _frame: FrameType | None) -> None:

@@ -267,7 +267,9 @@ def _at_checkpoint(
     name: str, plan: RunPlan, base: Path, found: IntactCheckpoint, notes: tuple[str, ...]
 ) -> Target:
     foreign = (
-        ("the checkpoint is signed by another key; only its weights are read",) if found.is_foreign else ()
+        ("the checkpoint is signed by a different key; only its weights are read",)
+        if found.is_foreign
+        else ()
     )
     what = "adapter" if plan.config.adapter is not None else "all weights"
     text = f"the run {name} at step {found.step}: {what} of {plan.config.model.path}"

@@ -187,7 +187,7 @@ def mismatch(picture: Picture, views: Sequence[RankView]) -> Verdict | None:
         behind = [v.rank for v in views if v.beat is not None and v.beat.step < most]
         ahead = [v.rank for v in views if v.beat is not None and v.beat.step == most]
         at = ", ".join(f"{step}" for step in sorted(steps)[:-1])
-        summary = f"{labels(picture, behind)} made fewer steps: step {at} was the last, and {labels(picture, ahead)} went on to step {most}"
+        summary = f"{labels(picture, behind)} made fewer steps: step {at} was the last, and {labels(picture, ahead)} continued to step {most}"
         return verdict("unequal_steps", summary, picture, ranks=behind, since_s=since_s)
     beats = {view.rank: view.beat for view in views if view.beat is not None and view.beat.is_foreign}
     if left_the_loop(list(beats.values())):
@@ -228,7 +228,7 @@ def _left_the_loop(picture: Picture, beats: Mapping[int, Beat], since_s: float) 
     behind = [rank for rank, beat in beats.items() if not beat.micro]
     ahead = [rank for rank, beat in beats.items() if beat.micro]
     step = beats[ahead[0]].step
-    summary = f"{labels(picture, behind)} made fewer steps: step {step - 1} was the last, and {labels(picture, ahead)} went on to step {step}"
+    summary = f"{labels(picture, behind)} made fewer steps: step {step - 1} was the last, and {labels(picture, ahead)} continued to step {step}"
     return verdict("unequal_steps", summary, picture, ranks=behind, since_s=since_s)
 
 

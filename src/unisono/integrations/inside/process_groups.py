@@ -252,9 +252,7 @@ def _closing(original: Callable[..., None], module: ModuleType, at: GuardedProce
     @functools.wraps(original)
     def destroy_process_group(group: Any = None) -> None:
         if _is_gone(group, module):
-            at.note(
-                "destroy_process_group was called again; nothing was done: there is no such group any more"
-            )
+            at.note("destroy_process_group was called again; nothing was done: the group no longer exists")
             return
         at.phase("close")
         let_gloo_finish()
