@@ -242,7 +242,7 @@ def variables_page() -> list[str]:
     for group, meaning in GROUP_MEANING.items():
         rows = [variable_row(variable) for variable in VARIABLES if variable.group == group]
         head = ["variable", "what it does", "suspicious", "related causes"]
-        lines += ["", f"## It {meaning}", "", *table(head, rows)]
+        lines += ["", f"## {meaning[0].upper()}{meaning[1:]}", "", *table(head, rows)]
     return lines
 
 

@@ -223,7 +223,7 @@ DISAGREEMENT_CAUSES: tuple[Cause, ...] = (
             ),
         ),
         remedy=(
-            "Set it to the same value on all nodes, or unset it on all. `unisono explain VARIABLE` shows whether it may differ.",
+            "Set the variable to the same value on all nodes, or unset it on all. `unisono explain VARIABLE` shows whether it may differ.",
             "Start all nodes from one script that sets the environment, not from interactive shells.",
         ),
         exit_code=3,
@@ -479,7 +479,7 @@ RENDEZVOUS_CAUSES: tuple[Cause, ...] = (
             ("node_duplicate", "both were started on purpose, with a duplicate node rank"),
         ),
         remedy=(
-            "Find it: `ps -ef | grep -E 'torchrun|unisono.worker'`, `nvidia-smi`, `ss -ltnp`; end it by its pid.",
+            "Find the process: `ps -ef | grep -E 'torchrun|unisono.worker'`, `nvidia-smi`, `ss -ltnp`; end it by its pid.",
             "Then start again.",
         ),
         exit_code=3,
@@ -565,7 +565,7 @@ RENDEZVOUS_CAUSES: tuple[Cause, ...] = (
     ),
     Cause(
         id="hostname_loopback",
-        title="a node's name resolves to itself",
+        title="a node's name resolves to a loopback address",
         meaning=(
             "The name that peers use for a node resolves to 127.0.0.1 or 127.0.1.1, usually through a line of /etc/hosts that the"
             " installer wrote. Every node then connects to itself."

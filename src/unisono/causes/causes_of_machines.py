@@ -66,7 +66,7 @@ MACHINE_CAUSES: tuple[Cause, ...] = (
         telltales=(
             "`[Errno 28] No space left on device`",
             "`PytorchStreamWriter failed writing file`",
-            "torch.save on a full disk may say only `basic_ios::clear: iostream error`",
+            "torch.save on a full disk may report only `basic_ios::clear: iostream error`",
             "`StorageFull`, `Disk quota exceeded`",
         ),
         neighbours=(

@@ -7,8 +7,8 @@ Group = Literal["equal", "unique", "per-node", "free"]
 
 GROUP_MEANING: dict[Group, str] = {
     "equal": "must be equal on all ranks",
-    "unique": "is set by the launcher and differs by design",
-    "per-node": "may differ between nodes, and must be right on each",
+    "unique": "differs by design; the launcher sets it",
+    "per-node": "may differ between nodes, and must be valid on each node",
     "free": "may differ freely",
 }
 
@@ -68,7 +68,7 @@ _MISMATCH = ("env_mismatch",)
 _WIRE = (
     Variable("NCCL_ALGO", "equal", "which algorithms may be used: Ring, Tree, …", "without Ring since NCCL 2.24: there is no fallback", _MISMATCH),
     Variable("NCCL_PROTO", "equal", "which protocols may be used: LL, LL128, Simple", "LL128 forced on hardware that does not support it safely", _MISMATCH),
-    Variable("NCCL_NTHREADS", "equal", "threads of one of NCCL's blocks", "superseded: leave it out", _MISMATCH),
+    Variable("NCCL_NTHREADS", "equal", "threads of one of NCCL's blocks", "deprecated: do not set it", _MISMATCH),
     Variable("NCCL_BUFFSIZE", "equal", "size of the buffer between two devices, in bytes", "", _MISMATCH),
     Variable("NCCL_MIN_NCHANNELS", "equal", "minimum number of channels", "superseded by NCCL_MIN_CTAS", _MISMATCH),
     Variable("NCCL_MAX_NCHANNELS", "equal", "maximum number of channels", "superseded by NCCL_MAX_CTAS", _MISMATCH),
@@ -80,9 +80,9 @@ _WIRE = (
     Variable("NCCL_NVLS_ENABLE", "equal", "reductions inside NVLink switches", "0 left over from debugging: slower", _MISMATCH),
     Variable("NCCL_COLLNET_ENABLE", "equal", "reductions inside the network (SHARP)", "", _MISMATCH),
     Variable("NCCL_COLLNET_NODE_THRESHOLD", "equal", "from how many nodes on CollNet is used", "", _MISMATCH),
-    Variable("NCCL_LL_THRESHOLD", "equal", "up to which size protocol LL is used", "superseded: leave it out", _MISMATCH),
-    Variable("NCCL_TREE_THRESHOLD", "equal", "up to which size trees are used", "superseded: leave it out", _MISMATCH),
-    Variable("NCCL_SINGLE_RING_THRESHOLD", "equal", "up to which size one ring alone is used", "superseded: leave it out", _MISMATCH),
+    Variable("NCCL_LL_THRESHOLD", "equal", "up to which size protocol LL is used", "deprecated: do not set it", _MISMATCH),
+    Variable("NCCL_TREE_THRESHOLD", "equal", "up to which size trees are used", "deprecated: do not set it", _MISMATCH),
+    Variable("NCCL_SINGLE_RING_THRESHOLD", "equal", "up to which size one ring alone is used", "deprecated: do not set it", _MISMATCH),
     Variable("NCCL_P2P_LL_THRESHOLD", "equal", "up to which size sends use protocol LL", "", _MISMATCH),
     Variable("NCCL_ALLOC_P2P_NET_LL_BUFFERS", "equal", "buffers of protocol LL for sends between nodes", "", _MISMATCH),
     Variable("NCCL_MULTI_RANK_GPU_ENABLE", "equal", "lets several ranks share one device", "1 without intent: duplicate devices go unnoticed", ("duplicate_gpu",)),
@@ -91,7 +91,7 @@ _WIRE = (
     Variable("NCCL_P2P_PXN_LEVEL", "equal", "when sends use a different device's network card", "", _MISMATCH),
     Variable("NCCL_RUNTIME_CONNECT", "equal", "connections are made when first used", "", _MISMATCH),
     Variable("NCCL_TUNER_PLUGIN", "equal", "a library that chooses algorithms", "present on some nodes only", _MISMATCH),
-    Variable("NCCL_LAUNCH_MODE", "equal", "how kernels of several devices in one process are started", "superseded: leave it out", _MISMATCH),
+    Variable("NCCL_LAUNCH_MODE", "equal", "how kernels of several devices in one process are started", "deprecated: do not set it", _MISMATCH),
 )
 
 _TRANSPORT = (
@@ -109,7 +109,7 @@ _TRANSPORT = (
     Variable("NCCL_IB_ADDR_FAMILY", "equal", "the address family of the GID", "", _MISMATCH),
     Variable("NCCL_IB_SL", "equal", "InfiniBand service level", "", _MISMATCH),
     Variable("NCCL_IB_TC", "equal", "InfiniBand traffic class", "", _MISMATCH),
-    Variable("NCCL_IB_CUDA_SUPPORT", "equal", "the older name of NCCL_NET_GDR_LEVEL", "superseded: leave it out", ("ib_unreachable",)),
+    Variable("NCCL_IB_CUDA_SUPPORT", "equal", "the older name of NCCL_NET_GDR_LEVEL", "deprecated: do not set it", ("ib_unreachable",)),
     Variable("NCCL_NET_SHARED_BUFFERS", "equal", "connections share their network buffers", "", _MISMATCH),
     Variable("NCCL_NET_SHARED_COMMS", "equal", "connections are shared where that is possible", "", _MISMATCH),
     Variable("NCCL_OOB_NET_ENABLE", "equal", "NCCL's own setup uses its network plugin", "", _MISMATCH),
@@ -174,9 +174,9 @@ LIBRARY_VARIABLES: tuple[Variable, ...] = (
     Variable("CUDA_MPS_LOG_DIRECTORY", "per-node", "where that service logs"),
     Variable("CUDA_COREDUMP_FILE", "free", "where a device's core dump goes"),
     Variable("CUDA_ENABLE_COREDUMP_ON_EXCEPTION", "free", "1: a fault of a kernel is written down"),
-    Variable("NVIDIA_VISIBLE_DEVICES", "per-node", "which devices the container was given; CUDA_VISIBLE_DEVICES chooses among these",
+    Variable("NVIDIA_VISIBLE_DEVICES", "per-node", "devices of the container; CUDA_VISIBLE_DEVICES selects among them",
              "set inside a container: it has no effect there"),
-    Variable("NVIDIA_DRIVER_CAPABILITIES", "per-node", "which parts of the driver the container was given", "without compute or utility: no CUDA, or no nvidia-smi"),
+    Variable("NVIDIA_DRIVER_CAPABILITIES", "per-node", "parts of the driver in the container", "without compute or utility: no CUDA, or no nvidia-smi"),
     Variable("TORCH_HOME", "per-node", "where torch.hub keeps what it downloaded"),
     Variable("TORCH_LOGS", "free", "what torch.compile logs", "a flood of lines in a long run"),
     Variable("TORCH_CUDA_ARCH_LIST", "free", "for which devices extensions are compiled"),
@@ -203,8 +203,8 @@ LIBRARY_VARIABLES: tuple[Variable, ...] = (
     Variable("HF_DATASETS_CACHE", "per-node", "where prepared data sets are kept"),
     Variable("HF_ASSETS_CACHE", "per-node", "where other files of the hub's library are kept"),
     Variable("HF_XET_CACHE", "per-node", "where parts of downloads from the hub are kept"),
-    Variable("HF_HUB_DOWNLOAD_TIMEOUT", "per-node", "seconds after which a silent download is given up"),
-    Variable("HF_HUB_ETAG_TIMEOUT", "per-node", "seconds after which a silent question to the hub is given up"),
+    Variable("HF_HUB_DOWNLOAD_TIMEOUT", "per-node", "seconds after which a download without progress is abandoned"),
+    Variable("HF_HUB_ETAG_TIMEOUT", "per-node", "seconds after which a request to the hub without an answer is abandoned"),
     Variable("HF_HUB_DISABLE_TELEMETRY", "free", "1: the hub's library reports nothing"),
     Variable("HF_HUB_DISABLE_PROGRESS_BARS", "free", "1: no progress bars"),
     Variable("NCCL_VERSION", "free", "set by container images as information; no library reads it"),

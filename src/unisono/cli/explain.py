@@ -80,7 +80,7 @@ def variable_lines(variable: "Variable") -> list[str]:
     """The entry of an environment variable as lines."""
     from unisono.causes.variables import ADVICE, GROUP_MEANING, VALUES
 
-    lines = [f"{variable.name}: {variable.meaning}", "", f"It {GROUP_MEANING[variable.group]}."]
+    lines = [f"{variable.name}: {variable.meaning}", "", f"{variable.name} {GROUP_MEANING[variable.group]}."]
     takes, advice = VALUES.get(variable.name), ADVICE.get(variable.name)
     if takes:
         lines += ["", f"Values: {takes.text}. With any other value {takes.otherwise}."]
