@@ -16,7 +16,7 @@ from unisono.errors import UsageError
 from unisono.events import Show
 from unisono.facts.path_monitor import Identity, PathMonitor, identity_of
 from unisono.files import make_private_dir, read_object
-from unisono.guard.program_ranks import ProgramDir
+from unisono.rundir import RunDir
 from unisono.rundir.lock import LockTaken, RunLock
 from unisono.rundir.records import Outcome
 
@@ -33,6 +33,15 @@ _OUTCOMES: dict[int, Outcome] = {
     75: "preempted",
     130: "interrupted",
 }
+
+
+class ProgramDir(RunDir):
+    """A run's directory with one log per node for the program's whole output."""
+
+    def log(self, host: str, rank: int) -> Path:
+        """The log of the program's output on that node."""
+        del rank
+        return self.root / "logs" / f"{host}-program.log"
 
 
 def border_folder() -> tuple[Path, int]:

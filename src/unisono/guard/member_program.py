@@ -1,15 +1,22 @@
-"""A guarded program on a node other than the head: sends news to the head, and carries out its requests."""
+"""A guarded program on a node other than the head: starts as the head says, sends news to the head, and carries out its requests."""
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from unisono.causes import Verdict, find_cause
 from unisono.control.events import Left, NodeMessage
-from unisono.events import Message, Show, say
+from unisono.events import Message, Show
+from unisono.guard.border_directory import is_head_directory
 from unisono.guard.local_program import LocalProgram
 from unisono.guard.program_end import exit_code_of_program
-from unisono.rendezvous.member_side import Attendance
+from unisono.guard.program_start import ProgramStart
+from unisono.launch.run_records import writing_for_head
+from unisono.rendezvous.member_side import Attendance, attend_meeting
+from unisono.rendezvous.party import Party
+from unisono.rundir.lock import recorded_holder
 from unisono.supervise.decision import NodeLoss
 from unisono.supervise.postmortem import name_loss, verdicts_in
 from unisono.supervise.rank_monitor import MonitorReports
@@ -24,6 +31,37 @@ class NewStart:
     """The head's message for one more start of the program."""
 
     message: Message
+
+
+def run_as_member(start: ProgramStart, party: Party) -> dict[str, Any]:
+    """Runs the program together with the head and the other nodes; gives the object of result.json."""
+    with attend_meeting(party, start.report, tries_collective=False) as attendance:
+        found, number = _one_start(start, attendance, attendance.wait_for("start")), 1
+        while isinstance(found, NewStart):
+            start.set_log_aside(number)
+            found, number = _one_start(start, attendance, found.message), number + 1
+        return found
+
+
+def _one_start(start: ProgramStart, attendance: Attendance, message: Message) -> dict[str, Any] | NewStart:
+    """Runs the program as the head says: its result, or the head's next start."""
+    start.run_id = str(message["run_id"])
+    shared = is_head_directory(start.run, start.run_id)
+    heads = recorded_holder(start.run.lock) if shared else None
+    store = (str(message["store"][0]), int(message["store"][1]))
+    with start.local_program(store) as local:
+        node_rank = start.shape.topology.node_rank
+        member = MemberProgram(attendance, local, node_rank, start.show, start.diagnose_output)
+        member.run()
+        if member.new_start is not None:
+            return member.new_start
+        own = local.program.returncode if local.program is not None else None
+        code = member.exit_code(own)
+        with contextlib.ExitStack() as stack:
+            writes = not shared
+            if shared and member.loss is not None:
+                writes = stack.enter_context(writing_for_head(start.run.lock, heads, member.loss))
+            return start.finish(code, member.verdict, stopped=member.stopped, writes=writes)
 
 
 @dataclass
@@ -108,7 +146,6 @@ class MemberProgram:
             case "look":
                 reports.look(message)
             case "diagnose":
-                say(self.show, "reading what the program printed")
                 found = self.diagnose()
                 self.attendance.send({"kind": "diagnosed", "verdict": found.to_json() if found else None})
             case "start":

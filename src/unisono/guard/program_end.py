@@ -168,6 +168,16 @@ def for_program(verdict: Verdict, framework: str) -> Verdict:
     return found.model_copy(update={"fix": remedy_for_foreign_program(found.fix, way)})
 
 
+def may_be_port_taken(verdict: Verdict | None, framework: str) -> bool:
+    """Whether a program may have ended for its port before it has done anything.
+
+    Args:
+        verdict: on the program.
+        framework: that the program trains with; known after its first step.
+    """
+    return verdict is not None and verdict.cause == "port_in_use" and not framework
+
+
 def _by_its_words(verdict: Verdict) -> Verdict:
     """The verdict with the cause that the exception states explicitly, instead of an error in code or data."""
     if verdict.cause != "user_code_error" or not verdict.evidence:

@@ -17,48 +17,72 @@ from unisono.facts.limits import read_limits
 from unisono.facts.network import NetworkProbe
 from unisono.facts.probes import SystemClock
 from unisono.facts.redaction import redact
-from unisono.guard.command import Command, comparable
+from unisono.guard.command import Command, comparable, read_command
 from unisono.guard.program_request import RunRequest, RunShape, read_shape
 from unisono.launch.node_report import reported_device
-from unisono.plan.placement import visible_gpus
+from unisono.plan.placement import usable_accelerators, visible_gpus
 from unisono.plan.topology import Accelerators, Topology, refuse_lone_node
 from unisono.rendezvous.head_address import is_this_machine
 from unisono.rendezvous.job_token import Token, make_token, read_token, watch_lifeline
 from unisono.rendezvous.party import ChannelFacts
 from unisono.rendezvous.remote_fronts import RemoteCommand, find_head, placed_by_slurm, token_of_step
 
+_MOST_BYTES = 64 << 20
+_ALL_DEVICES = ("llamafactory", "accelerate", "deepspeed")
+
 
 def find_shape(
     request: RunRequest,
-    command: Command,
+    machine: Machine,
     environment: Environment,
     variables: Mapping[str, str],
-    accelerators: Accelerators,
     network: NetworkProbe,
 ) -> RunShape:
     """The job of a command line, with `--hosts` and the place given by a Slurm step.
 
     Args:
-        request: our options.
-        command: the program's.
+        request: our options and the program's command.
+        machine: this one.
         environment: of this process.
         variables: all environment variables.
-        accelerators: that the program would see here.
         network: of this machine.
 
     Raises:
         UsageError: as in `read_shape`, or if a host has no route.
     """
+    command = read_command(request.words)
+    visible = request.devices if request.devices is not None else environment.visible_devices
     shape = read_shape(
         request,
         command,
         variables,
-        accelerators,
+        usable_accelerators(machine, wish="auto", visible=visible)
+        if _starts_rank_per_device(command)
+        else Accelerators(0),
         is_here=lambda host: is_this_machine(host, network),
         placed=placed_by_slurm(environment.slurm_step, network),
     )
     refuse_lone_node(request.launcher, request.nodes, shape.topology)
     return replace(shape, topology=find_head(shape.topology, network))
+
+
+def _starts_rank_per_device(command: Command) -> bool:
+    """Whether the program starts one rank per device unless it is given a number."""
+    nproc = command.option("nproc_per_node")
+    return command.kind in _ALL_DEVICES or (nproc is not None and nproc.text in ("gpu", "auto"))
+
+
+def describe_shape(shape: RunShape) -> list[str]:
+    """How the command line was read; empty for one node."""
+    topology = shape.topology
+    if topology.nodes == 1:
+        return []
+    origins = topology.origins
+    return [
+        f"{topology.nodes} nodes ({origins.get('nodes', '?')}), this is node {topology.node_rank} ({origins.get('node_rank', '--hosts' if topology.hosts else '?')}), "
+        f"head {topology.head_host}{f':{topology.head_port}' if topology.head_port else ''} ({origins.get('head', '?')}), "
+        f"{topology.nproc} rank{'' if topology.nproc == 1 else 's'} here ({topology.nproc_origin})"
+    ]
 
 
 def find_token(
@@ -100,9 +124,6 @@ def remote_run(request: RunRequest, output_dir: Path) -> RemoteCommand:
         ("--", *request.words),
         request.ssh,
     )
-
-
-_MOST_BYTES = 64 << 20
 
 
 def make_report(

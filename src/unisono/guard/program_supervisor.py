@@ -13,8 +13,7 @@ from unisono.control.server import HeadServer
 from unisono.events import Message, Show, say
 from unisono.guard.launcher_facts import LauncherFacts
 from unisono.guard.local_program import JOB_STOP_SIGNALS, LocalProgram
-from unisono.guard.program_end import ProgramEnd, for_program, is_gone_wrong
-from unisono.guard.program_port import may_be_taken
+from unisono.guard.program_end import ProgramEnd, for_program, is_gone_wrong, may_be_port_taken
 from unisono.guard.program_ranks import UNKNOWN_END
 from unisono.guard.program_signals import StopDeadline
 from unisono.integrations.border import LAUNCHER
@@ -399,7 +398,7 @@ class ProgramSupervisor:
 
     def _name(self, verdict: Verdict, *, end_in_s: float) -> None:
         self.verdict = verdict = for_program(verdict, self.framework)
-        if self.may_try_again and may_be_taken(verdict, self.framework):
+        if self.may_try_again and may_be_port_taken(verdict, self.framework):
             end_in_s = 0.0
         else:
             self._shown = verdict

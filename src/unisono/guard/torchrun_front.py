@@ -19,12 +19,12 @@ from unisono.agree.reports import NodeReport
 from unisono.errors import Disagreed, UnisonoError
 from unisono.events import Message, say
 from unisono.facts import Probes, read_environment, read_machine, take_token
-from unisono.guard.border_directory import border
+from unisono.guard.border_directory import ProgramDir, border
 from unisono.guard.command import Job, read_command
 from unisono.guard.local_program import LocalProgram
 from unisono.guard.member_program import MemberProgram
 from unisono.guard.program_meeting import make_report
-from unisono.guard.program_ranks import ProgramDir, ProgramRanks
+from unisono.guard.program_ranks import ProgramRanks
 from unisono.guard.program_request import RunRequest, RunShape
 from unisono.guard.program_signals import SignalQueue
 from unisono.guard.program_supervisor import ProgramSupervisor
