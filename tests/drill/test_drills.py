@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from unisono.drill.drills import DEAD_S, DRILLS, Drill, choose
-from unisono.drill.execution import processes_in, run_drills
+from unisono.drill.execution import run_drills
+from unisono.drill.leftovers import processes_in
 from unisono.drill.results import DrillResult
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]

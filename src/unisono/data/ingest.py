@@ -10,8 +10,8 @@ from typing import Literal
 from unisono.config.schema import DataSection
 from unisono.data.encode import Encoder
 from unisono.data.formats import COLUMNS, FormatName, detect, shown, to_example
-from unisono.data.readers import Row, RowFile, read_rows
-from unisono.data.rows import BadRow, Example, Ledger, Place, RawRow, RowError, SourceCounts
+from unisono.data.readers import read_rows
+from unisono.data.rows import BadRow, Example, Ledger, Place, RawRow, Row, RowError, RowFile, SourceCounts
 from unisono.data.sources import Source
 from unisono.data.token_table import Encoded, TokenWriter
 from unisono.errors import DataError, Problem

@@ -8,45 +8,21 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from unisono.data.rows import BadRow, Place, RawRow
-from unisono.data.strict_json import Decoder
+from unisono.data.arrow_files import read_arrow, read_parquet
+from unisono.data.rows import BadRow, Place, RawRow, Row, RowFile
 from unisono.errors import DataError
 from unisono.inputs import HEAD_BYTES, SAMPLE_BYTES, decode_text, foreign_contents, guess_encoding, not_utf8
 from unisono.text import one_line
 
-Row = RawRow | BadRow
-
 _FIELD_LIMIT = 1 << 30  # characters of one csv field; the csv module's own limit is less than a long answer
 _LINE_LIMIT = 1 << 28  # bytes; a file without line ends would fill the memory
-_ARROW_ROWS = 128  # at a time: few bytes on disk may unfold into long texts
 _BINARY = ("parquet", "arrow")
 _BIG_INTEGER = "a number with too many digits"
-
-
-@dataclass(frozen=True, slots=True)
-class RowFile:
-    """A file of rows.
-
-    Attributes:
-        path: on this machine.
-        name: as spelled in the config, for messages and the ledger.
-        kind: the suffix that selects the reader, without the dot.
-    """
-
-    path: Path
-    name: str
-    kind: str
-
-    @property
-    def by_line(self) -> bool:
-        """Whether its rows are located by lines."""
-        return self.kind in ("jsonl", "ndjson", "csv", "tsv", "txt")
 
 
 def kind_of(name: str) -> str:
@@ -117,7 +93,7 @@ def _read_lines(file: RowFile) -> Iterator[tuple[Place, bytes]]:
 
 
 def _read_jsonl(file: RowFile) -> Iterator[Row]:
-    decoder, text = Decoder(), _Utf8(file)
+    decoder, text = _Decoder(), _Utf8(file)
     for place, line in _read_lines(file):
         try:
             value = decoder.decode(line.decode("utf-8"))
@@ -154,7 +130,65 @@ class _Utf8:
         return BadRow(place, f"not UTF-8: byte {line[position]:#04x}", "save the file as UTF-8", column)
 
 
-def _refuse_spread(file: RowFile, place: Place, line: bytes, decoder: Decoder) -> None:
+class _Decoder:
+    """Decodes JSON, and detects objects with a duplicate key whose values differ.
+
+    Python silently keeps the last value. Equal values are harmless.
+    """
+
+    def __init__(self) -> None:
+        self._doubled = False
+        self._json = json.JSONDecoder(object_pairs_hook=self._object)
+        self.read_any = False  # whether any line was JSON
+
+    def decode(self, text: str) -> Any:
+        """The value of a JSON text.
+
+        Raises:
+            ValueError: if it is not valid JSON.
+            RecursionError: if it is nested too deep.
+        """
+        value = self._json.decode(text)
+        self.read_any = True
+        return value
+
+    def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        value = dict(pairs)
+        if len(value) != len(pairs):
+            seen: dict[str, Any] = {}
+            for key, inner in pairs:
+                if seen.setdefault(key, inner) != inner:
+                    self._doubled = True
+                    return _Doubled(value, key)
+        return value
+
+    def take_doubled(self, place: Place, value: Any) -> BadRow | None:
+        """The bad row of a value with a duplicate key; None if it has none."""
+        key = _doubled_key(value) if self._doubled else None
+        if key is None:
+            return None
+        shown = one_line(repr(key), limit=60)
+        return BadRow(
+            place, f"duplicate key {shown} in an object, with different values", "remove one of them"
+        )
+
+
+class _Doubled(dict[str, Any]):
+    """An object that had a duplicate key."""
+
+    def __init__(self, value: dict[str, Any], key: str) -> None:
+        super().__init__(value)
+        self.key = key
+
+
+def _doubled_key(value: Any) -> str | None:
+    if isinstance(value, _Doubled):
+        return value.key
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return next((key for key in map(_doubled_key, inner) if key is not None), None)
+
+
+def _refuse_spread(file: RowFile, place: Place, line: bytes, decoder: _Decoder) -> None:
     """Refuses a JSON document that spans several lines, once instead of for every line."""
     if decoder.read_any or line.strip()[:1] not in (b"[", b"{") or file.path.stat().st_size > _LINE_LIMIT:
         return
@@ -214,7 +248,7 @@ def _read_json(file: RowFile) -> Iterator[Row]:
     if not isinstance(text, str):
         fault, where = text
         raise DataError.of(fault.what, where=where, why=fault.why, fix=fault.fix)
-    decoder = Decoder()
+    decoder = _Decoder()
     try:
         value = decoder.decode(text)
     except json.JSONDecodeError as error:
@@ -368,93 +402,6 @@ def _read_txt(file: RowFile) -> Iterator[Row]:
         yield RawRow(place, {"text": text})
 
 
-def _read_parquet(file: RowFile) -> Iterator[Row]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        opened = pq.ParquetFile(file.path)
-        yield from _arrow_rows(file, opened.schema_arrow.names, opened.iter_batches(_ARROW_ROWS))
-    except (pa.ArrowException, ValueError, MemoryError) as error:
-        raise _wrong_file_type(file, error) from error
-    except OSError as error:
-        if error.errno is not None:  # an error of the disk
-            raise
-        raise _wrong_file_type(file, error) from error
-
-
-def _read_arrow(file: RowFile) -> Iterator[Row]:
-    """An Arrow IPC file, or the stream form that `datasets` writes."""
-    import pyarrow as pa
-
-    try:
-        source = pa.memory_map(str(file.path))
-        try:
-            opened = pa.ipc.open_file(source)
-            batches = (opened.get_batch(i) for i in range(opened.num_record_batches))
-        except pa.ArrowInvalid:
-            source.seek(0)
-            opened = pa.ipc.open_stream(source)
-            batches = iter(opened)
-        yield from _arrow_rows(file, opened.schema.names, batches)
-    except (pa.ArrowException, ValueError) as error:
-        raise _wrong_file_type(file, error) from error
-
-
-def _wrong_file_type(file: RowFile, error: Exception) -> DataError:
-    is_json = _head(file, 1) in (b"{", b"[")
-    fix = "it looks like JSON: rename it to .jsonl or .json" if is_json else "copy or write the file again"
-    return DataError.of(
-        f"{file.name} cannot be read as {file.kind}",
-        where=file.name,
-        why=one_line(str(error)) or type(error).__name__,
-        fix=fix,
-    )
-
-
-def _arrow_rows(file: RowFile, names: list[str], batches: Iterator[Any]) -> Iterator[Row]:
-    twice = [name for name, count in Counter(names).items() if count > 1]
-    if twice:
-        raise DataError.of(
-            f"{file.name} has a duplicate column",
-            where=file.name,
-            why=f"the column is {one_line(repr(twice[0]), limit=60)}",
-            fix="rename one of them",
-        )
-    values = chain.from_iterable(_values(file, batch) for batch in batches)
-    for number, value in enumerate(values, 1):
-        yield RawRow(
-            Place(file.name, number, by_line=False),
-            {name: _without_nulls(cell) for name, cell in value.items()},
-        )
-
-
-def _values(file: RowFile, batch: Any) -> list[dict[str, Any]]:
-    try:
-        return batch.to_pylist()
-    except (OverflowError, ValueError, KeyError, TypeError) as error:  # from Python's dates, time zones, text
-        for name, column in zip(batch.schema.names, batch.columns, strict=True):
-            try:
-                column.to_pylist()
-            except (OverflowError, ValueError, KeyError, TypeError) as cause:
-                raise DataError.of(
-                    f"the column {one_line(name, limit=60)} of {file.name} has values that cannot be read",
-                    where=file.name,
-                    why=f"{one_line(str(column.type), limit=60)}: {one_line(str(cause), limit=200)}",
-                    fix="remove the column, or convert it",
-                ) from error
-        raise
-
-
-def _without_nulls(value: Any) -> Any:
-    """The value without null keys: Arrow gives every object in a column the keys of all objects."""
-    if isinstance(value, dict):
-        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
-    if isinstance(value, list):
-        return [_without_nulls(inner) for inner in value]
-    return value
-
-
 READERS: dict[str, Callable[[RowFile], Iterator[Row]]] = {
     "json": _read_json,
     "jsonl": _read_jsonl,
@@ -462,6 +409,6 @@ READERS: dict[str, Callable[[RowFile], Iterator[Row]]] = {
     "csv": _read_csv,
     "tsv": _read_csv,
     "txt": _read_txt,
-    "parquet": _read_parquet,
-    "arrow": _read_arrow,
+    "parquet": read_parquet,
+    "arrow": read_arrow,
 }

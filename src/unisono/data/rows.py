@@ -66,6 +66,29 @@ class BadRow:
         return f"{self.place}:{self.column}" if self.column else str(self.place)
 
 
+Row = RawRow | BadRow
+
+
+@dataclass(frozen=True, slots=True)
+class RowFile:
+    """A file of rows.
+
+    Attributes:
+        path: on this machine.
+        name: as spelled in the config, for messages and the ledger.
+        kind: the suffix that selects the reader, without the dot.
+    """
+
+    path: Path
+    name: str
+    kind: str
+
+    @property
+    def by_line(self) -> bool:
+        """Whether its rows are located by lines."""
+        return self.kind in ("jsonl", "ndjson", "csv", "tsv", "txt")
+
+
 class RowError(Exception):
     """The error of one row, raised where its place is not known."""
 

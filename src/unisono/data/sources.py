@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from unisono.config.schema import DataSection, SourceSection
-from unisono.data.readers import READERS, RowFile, kind_of
+from unisono.data.readers import READERS, kind_of
+from unisono.data.rows import RowFile
 from unisono.errors import DataError, Problem
 from unisono.facts.redaction import redact
 from unisono.files import read_json, whole_file, write_json
