@@ -166,7 +166,7 @@ def test_another_jobs_unisono_is_a_stranger() -> None:
     with EchoListener("127.0.0.1", reach_key(b"another token", "run-1")) as other:
         [found, *_] = dial(*other.ports)
     assert found.outcome == "stranger"
-    assert "another job" in found.note
+    assert "a different job" in found.note
 
 
 def test_large_messages_that_do_not_pass_are_told_from_small_ones_that_do(listener: EchoListener) -> None:

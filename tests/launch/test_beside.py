@@ -120,7 +120,7 @@ def test_a_start_that_is_refused_takes_nothing_of_a_quicker_one_away(
     monkeypatch.setattr(claiming, "decide_start", lambda *_, **__: None)
     config: Any = SimpleNamespace(output_dir=str(run.root))
     refused = claiming.claim(config, host="here", resume=False, fresh=False, say=print)
-    with pytest.raises(UsageError, match="going on"), refused:
+    with pytest.raises(UsageError, match="is active"), refused:
         pass
     assert run.lock.exists()
     other.release()

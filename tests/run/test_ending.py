@@ -112,7 +112,7 @@ def test_an_exception_whose_words_leave_no_doubt_is_no_fault_of_a_row(
 def test_a_remedy_for_a_program_of_others_promises_nothing_of_ours(cause: str) -> None:
     verdict = Verdict(cause=cause, when=CATALOGUE[cause].when[0], summary="x", fix=CATALOGUE[cause].remedy)
     text = " ".join(for_program(verdict, "").fix)
-    assert not any(word in text for word in ("the run goes on", "same command", "batch.micro", "checkpoint.keep")) or cause in (
+    assert not any(word in text for word in ("the run resumes", "same command", "batch.micro", "checkpoint.keep")) or cause in (
         "storage_unfit",
     )  # fmt: skip
 

@@ -173,7 +173,7 @@ def test_a_program_that_a_signal_ends_gets_a_verdict_that_names_the_signal(
     assert f"was killed by {name}" in verdict["summary"]
     assert verdict["summary"] in err.decode()
     assert verdict["evidence"]
-    assert not any("the run goes on" in line for line in verdict["fix"]), "of this program that is not known"
+    assert not any("the run resumes" in line for line in verdict["fix"]), "of this program that is not known"
     assert (result(tmp_path)["outcome"], result(tmp_path)["exit_code"]) == ("died", 5)
 
 

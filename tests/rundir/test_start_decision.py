@@ -125,7 +125,7 @@ def test_settings_that_make_another_run_are_refused_a_line_each_with_what_to_typ
     assert caught.value.exit_code == 2
     assert "would become a different one: 2 changes" in first.what
     assert "--allow optim.lr --allow seed" in first.fix
-    assert all(way in first.fix for way in ("revert them", "another output_dir", "out.old-1"))
+    assert all(way in first.fix for way in ("revert them", "a different output_dir", "out.old-1"))
     assert [problem.what.partition(":")[0] for problem in rest] == [
         "optim.lr is 0.001, and was 0.0002",
         "seed is 5, and was 0",
@@ -187,7 +187,7 @@ def test_a_finished_run_is_not_written_over(flags: dict[str, Any], tmp_path: Pat
     with pytest.raises(UsageError, match="is finished: 100 steps, 3 epochs") as caught:
         _decide(root, **flags)
     fix = caught.value.problems[0].fix
-    assert all(remedy in fix for remedy in ("--resume", "--fresh", "another output_dir"))
+    assert all(remedy in fix for remedy in ("--resume", "--fresh", "a different output_dir"))
 
 
 def test_a_finished_run_grows_only_with_resume(tmp_path: Path) -> None:

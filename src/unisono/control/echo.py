@@ -110,7 +110,7 @@ async def prove_as_dialer(reader: Reader, writer: Writer, key: bytes) -> EchoSes
     await writer.drain()
     said = await reader.readexactly(len(ANSWERS))
     if said != ANSWERS:
-        raise ForeignPeer(f"another program: it begins with `{repr(said)[2:-1]}`")
+        raise ForeignPeer(f"a different program: it begins with `{repr(said)[2:-1]}`")
     theirs = await reader.readexactly(NONCE_BYTES)
     if not hmac.compare_digest(await reader.readexactly(MAC_BYTES), _proof(key, b"<", mine, theirs)):
         raise ForeignPeer("unisono with a different job or token")
@@ -127,7 +127,7 @@ async def prove_as_listener(reader: Reader, writer: Writer, key: bytes) -> EchoS
         asyncio.IncompleteReadError: if it closes.
     """
     if await reader.readexactly(len(CALLS)) != CALLS:
-        raise ForeignPeer("another program")
+        raise ForeignPeer("a different program")
     theirs = await reader.readexactly(NONCE_BYTES)
     mine = secrets.token_bytes(NONCE_BYTES)
     writer.write(ANSWERS + mine + _proof(key, b"<", theirs, mine))
