@@ -20,8 +20,8 @@ from unisono.causes.catalogue import ALL_CAUSES
 from unisono.causes.variables import GROUP_MEANING, VARIABLES, Variable
 from unisono.causes.verdict import EXIT_CODES, Cause
 from unisono.cli.app import build_app
-from unisono.config.describe import describe_field, section_in
 from unisono.config.schema import RunConfig, Section
+from unisono.config.yaml_file import describe_field, section_in
 from unisono.doctor.check import AREAS, Check
 from unisono.doctor.examination import CATALOGUE as CHECKS
 from unisono.rundir import RunDir

@@ -34,8 +34,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TextIO
 
-from unisono.background import BackgroundThread
-from unisono.files import parse_json
+from unisono.files import BackgroundThread, parse_json
 from unisono.text import one_line
 
 Message = dict[str, Any]

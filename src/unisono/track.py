@@ -4,9 +4,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from unisono.background import BackgroundThread
 from unisono.errors import ConfigError
 from unisono.events import Reporter
+from unisono.files import BackgroundThread
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

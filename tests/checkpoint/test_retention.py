@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.checkpoint.retention import Candidate, Decision, Rules, decide
+from unisono.checkpoint.retention import Candidate, Decision, Rules, decide, record_verified, recorded_state
 from unisono.checkpoint.store import CheckpointStore
-from unisono.checkpoint.verified import record_verified, recorded_state
 from unisono.checkpoint.verify import inspect, read_through
 
 Save = Callable[..., Path]

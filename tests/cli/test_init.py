@@ -14,7 +14,7 @@ import yaml
 from unisono.cli.app import main
 from unisono.cli.init import job_names, template_names, template_text
 from unisono.config import RunConfig, load_config
-from unisono.config.describe import all_keys, describe_field, section_in
+from unisono.config.yaml_file import all_keys, describe_field, section_in
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:

@@ -10,10 +10,9 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unisono.config.describe import all_keys
 from unisono.config.load import build_config
 from unisono.config.schema import RunConfig
-from unisono.config.yaml_file import parse_yaml
+from unisono.config.yaml_file import all_keys, parse_yaml
 from unisono.errors import ConfigError
 
 GOOD: dict[str, Any] = {"model": "m", "data": {"train": "d"}, "output_dir": "o"}

@@ -11,7 +11,7 @@ import yaml
 
 from unisono.cli.init import template_names, template_text
 from unisono.config import RunConfig, config_digest
-from unisono.config.describe import all_keys, describe_field, section_in
+from unisono.config.yaml_file import all_keys, describe_field, section_in
 
 GOOD: dict[str, Any] = {"model": "m", "data": {"train": "d"}, "output_dir": "o"}
 

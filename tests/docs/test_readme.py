@@ -16,10 +16,9 @@ import yaml
 from unisono.causes.verdict import EXIT_CODES
 from unisono.cli.first_screen import first_screen
 from unisono.config import load_config
-from unisono.config.describe import all_keys
 from unisono.config.load import build_config
 from unisono.config.schema import RunConfig
-from unisono.config.yaml_file import parse_yaml
+from unisono.config.yaml_file import all_keys, parse_yaml
 from unisono.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

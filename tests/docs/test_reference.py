@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from unisono.config.describe import all_keys
 from unisono.config.schema import RunConfig
+from unisono.config.yaml_file import all_keys
 
 ROOT = Path(__file__).parents[2]
 

@@ -9,7 +9,7 @@ from tests.nodes.fronts import Front, together
 from tests.nodes.harness import Job
 from unisono.agree.display import Member
 from unisono.config.load import build_config
-from unisono.doctor.local_report import LocalRun
+from unisono.doctor.check import LocalRun
 from unisono.doctor.node_comparison import _storage_mark, merge_findings
 from unisono.doctor.system_checks import judge_clock
 from unisono.rundir.lock import RunLock

@@ -2,7 +2,7 @@
 
 import pytest
 
-from unisono.facts.redaction import redact
+from unisono.text import redact
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,12 @@ from unisono.diagnose.gather import BY_PRIORITY
 from unisono.guard.command import read_command
 from unisono.guard.program_end import (
     ProgramEnd,
+    StopDeadline,
     exit_code_of_verdict,
     for_program,
     name_program_death,
     signal_of,
 )
-from unisono.guard.program_signals import StopDeadline
 from unisono.integrations.inside.loaders import framework_in
 
 PYTHON = read_command(["python", "train.py"])

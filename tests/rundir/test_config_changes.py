@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.config import RunConfig
-from unisono.config.describe import all_keys
+from unisono.config.yaml_file import all_keys
 from unisono.errors import UsageError
 from unisono.rundir.config_changes import (
     NAMES,

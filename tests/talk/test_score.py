@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unisono.score import bleu, exact_match, rouge_l
+from unisono.train.evaluation import bleu, exact_match, rouge_l
 
 TEXTS = st.text(max_size=40)
 PAIRS = st.lists(st.tuples(TEXTS, TEXTS), min_size=1, max_size=6)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.train.optim import Schedule, lr_factor
-from unisono.train.step_inputs import GeneratorWatch, seed_torch, stream_seed
+from unisono.train.run import GeneratorWatch, seed_torch, stream_seed
 
 _SCHEDULES = st.sampled_from(["cosine", "linear", "constant", "wsd"])
 

@@ -19,8 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from unisono.checkpoint.manifest import MANIFEST, FileEntry, Manifest, is_file_name
-from unisono.checkpoint.retention import Candidate, Rules, decide
-from unisono.checkpoint.verified import KnownStates
+from unisono.checkpoint.retention import Candidate, KnownStates, Rules, decide
 from unisono.checkpoint.verify import Damage, digest_file, inspect
 from unisono.checkpoint.writer import StorageFailed, write_failure
 from unisono.errors import IntegrityError, Problem

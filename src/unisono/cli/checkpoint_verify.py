@@ -70,7 +70,7 @@ def _check_final(run: Path) -> "ModelCheck | None":
 
 def _read(run: Path, step: int | None, *, may_be_none: bool) -> "list[Reading]":
     """Reads the checkpoint of a step, or all, and records the result."""
-    from unisono.checkpoint.verified import record_verified
+    from unisono.checkpoint.retention import record_verified
     from unisono.checkpoint.verify import read_through
     from unisono.errors import UsageError
 
@@ -209,7 +209,7 @@ def open_run(run: Path) -> "tuple[CheckpointStore, bytes]":
 def row_of(path: Path, *, key: bytes) -> dict[str, Any]:
     """A checkpoint as a JSON row, with writers (hosts whose ranks wrote files), foreign, and read_again (since it was written)."""
     from unisono.checkpoint.manifest import MANIFEST
-    from unisono.checkpoint.verified import last_verified
+    from unisono.checkpoint.retention import last_verified
     from unisono.checkpoint.verify import inspect
 
     manifest, findings = inspect(path, key=key, contents=False)

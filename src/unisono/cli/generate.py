@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from unisono.cli.options import refuse_unwritable
+from unisono.cli.app import refuse_unwritable
 from unisono.cli.output import output, silence, terminal_width
 
 if TYPE_CHECKING:

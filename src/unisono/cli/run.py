@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from unisono.cli.options import DebugComm, Head, Hosts, JoinTimeout, NodeRank, TokenFile
+from unisono.cli.app import DebugComm, Head, Hosts, JoinTimeout, NodeRank, TokenFile
 from unisono.cli.output import output, until_unread
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from unisono.cli.options import (
+from unisono.cli.app import (
     DebugComm,
     Devices,
     Head,

@@ -11,12 +11,21 @@ from typing import Any, get_args, get_origin
 
 from pydantic import ValidationError
 
-from unisono.config.describe import Takes, all_keys, describe, keys_of, section_in
 from unisono.config.schema import RunConfig
-from unisono.config.yaml_file import COMMAND_LINE, KeyPath, KeyPlaces, parse_value, read_yaml
+from unisono.config.yaml_file import (
+    COMMAND_LINE,
+    KeyPath,
+    KeyPlaces,
+    Takes,
+    all_keys,
+    describe,
+    keys_of,
+    parse_value,
+    read_yaml,
+    section_in,
+)
 from unisono.errors import ConfigError, Problem
-from unisono.facts.redaction import is_secret
-from unisono.text import nearest, one_line
+from unisono.text import is_secret, nearest, one_line
 
 _SECRET_KEY = re.compile(r"(^|_)(token|secret|password|passwd|api_?key|access_?key)s?$", re.IGNORECASE)
 _WHY_NO_SECRETS = "configs are stored with the results and shared"

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from unisono.config.describe import Takes
+from unisono.config.yaml_file import Takes
 from unisono.text import Duration, Warmup, parse_bytes, parse_seconds
 
 

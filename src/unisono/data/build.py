@@ -17,7 +17,7 @@ from unisono.data.sources import Source
 from unisono.data.token_table import Split, TokenWriter, write_meta, write_split
 from unisono.errors import DataError
 from unisono.events import Reporter
-from unisono.plan.sequences import permutation
+from unisono.plan.run_plan import permutation
 
 Ints = npt.NDArray[np.int64]
 

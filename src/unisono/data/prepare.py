@@ -35,8 +35,7 @@ from unisono.errors import DataError, ModelError, UnfitError, storage_reason, st
 from unisono.events import Reporter
 from unisono.files import fsync_dir, read_json, whole_file, write_json
 from unisono.inputs import expand, fault_of
-from unisono.plan.run_plan import DataSummary, SplitSummary
-from unisono.plan.sequences import steps_for_tokens
+from unisono.plan.run_plan import DataSummary, SplitSummary, steps_for_tokens
 from unisono.text import Duration, library_words
 
 _TOKENIZER_FILES = (

@@ -11,10 +11,9 @@ from unisono.config.schema import DataSection, SourceSection
 from unisono.data.readers import READERS, kind_of
 from unisono.data.rows import RowFile
 from unisono.errors import DataError, Problem
-from unisono.facts.redaction import redact
 from unisono.files import read_json, whole_file, write_json
 from unisono.inputs import expand, fault_of
-from unisono.text import nearest, one_line
+from unisono.text import nearest, one_line, redact
 
 _URL = re.compile(r"^([a-z][a-z0-9+.-]*)://", re.IGNORECASE)
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")

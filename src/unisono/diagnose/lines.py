@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, BinaryIO
 
-from unisono.facts.redaction import redact
-from unisono.text import plain
+from unisono.text import plain, redact
 
 CHUNK_BYTES = 1 << 22
 LONGEST_LINE_BYTES = 1 << 20

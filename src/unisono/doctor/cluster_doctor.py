@@ -19,9 +19,8 @@ from unisono.cluster.slurm.controller import has_gpus, partitions, refuse_imposs
 from unisono.cluster.slurm.job_request import checked_partitions, gpus_of, nodes_of
 from unisono.config import LoadedConfig
 from unisono.control.protocol import new_token
-from unisono.doctor.check import DoctorRequest, findings_of
+from unisono.doctor.check import DoctorRequest, findings_of, read_config
 from unisono.doctor.examination import Examination, examine, redacted
-from unisono.doctor.local_report import read_config
 from unisono.errors import UnfitError, UsageError
 from unisono.facts import read_environment, take_token
 from unisono.files import parse_json

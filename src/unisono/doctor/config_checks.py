@@ -8,7 +8,7 @@ from unisono.config import LoadedConfig, RunConfig
 from unisono.config.schema import SourceSection
 from unisono.doctor.check import Check, CheckFunction, Finding, Surroundings, found
 from unisono.errors import Problem, UnisonoError
-from unisono.facts.hub import Hub, is_cached, probe_url, read_hub
+from unisono.facts.environment import Hub, is_cached, probe_url, read_hub
 from unisono.launch.head_preparation import plan_start
 from unisono.launch.node_report import checkpoints_bytes
 from unisono.launch.planning import prepare

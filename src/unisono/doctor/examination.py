@@ -17,6 +17,8 @@ from unisono.doctor.check import (
     Finding,
     Status,
     Surroundings,
+    read_local_run,
+    read_surroundings,
 )
 from unisono.doctor.config_checks import CATALOGUE as NEEDS
 from unisono.doctor.config_checks import CHECKS as NEEDS_CHECKS
@@ -24,7 +26,6 @@ from unisono.doctor.device_checks import CATALOGUE as DEVICES
 from unisono.doctor.device_checks import CHECKS as DEVICES_CHECKS
 from unisono.doctor.ladder_attempts import CATALOGUE as LADDER
 from unisono.doctor.ladder_attempts import CHECKS as LADDER_CHECKS
-from unisono.doctor.local_report import read_local_run, read_surroundings
 from unisono.doctor.network_checks import CHECKS as NETWORK_CHECKS
 from unisono.doctor.network_rules import CATALOGUE as NETWORK
 from unisono.doctor.node_comparison import CATALOGUE as PEERS
@@ -36,11 +37,10 @@ from unisono.doctor.system_checks import CATALOGUE as SYSTEM
 from unisono.doctor.system_checks import CHECKS as SYSTEM_CHECKS
 from unisono.errors import Disagreed, UnisonoError
 from unisono.facts import read_environment, take_token
-from unisono.facts.redaction import redact
 from unisono.launch.meeting_entry import party_of, tell_early_refusal
 from unisono.rendezvous.party import BackgroundWork
 from unisono.rendezvous.remote_fronts import token_of_step
-from unisono.text import plain
+from unisono.text import plain, redact
 
 REGISTRY: tuple[tuple[Area, tuple[CheckFunction, ...]], ...] = (
     ("system", SYSTEM_CHECKS),

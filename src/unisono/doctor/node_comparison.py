@@ -9,8 +9,7 @@ from typing import Any
 from unisono.agree.agreement import Agreement
 from unisono.agree.display import Member, name_all
 from unisono.agree.reports import NodeReport
-from unisono.doctor.check import Check, DoctorRequest, Finding, findings_of
-from unisono.doctor.local_report import NO_FILES, LocalRun
+from unisono.doctor.check import NO_FILES, Check, DoctorRequest, Finding, LocalRun, findings_of
 from unisono.errors import Disagreed
 from unisono.events import Show
 from unisono.facts.storage import leave_nonce, remove_nonce

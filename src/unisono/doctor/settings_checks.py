@@ -10,8 +10,7 @@ from unisono.agree.environment_rules import LAUNCH, judge_settings, need_of
 from unisono.agree.reports import settings_of
 from unisono.agree.rules import NEED_MEANING
 from unisono.causes.variables import KNOWN_TO_LIBRARIES, VALUES, VARIABLES, find_variable
-from unisono.doctor.check import Check, CheckFunction, Finding, Surroundings, found
-from unisono.doctor.local_report import agreement_findings
+from unisono.doctor.check import Check, CheckFunction, Finding, Surroundings, agreement_findings, found
 
 VALUES_CHECK = Check(
     "settings.values",

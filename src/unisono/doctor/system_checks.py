@@ -6,13 +6,20 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import unisono
+from unisono.agree.compare import judge_storage
 from unisono.agree.display import Member, show_bytes
 from unisono.agree.machines import judge_limits
-from unisono.agree.node_files import judge_storage
 from unisono.agree.reports import OutputFacts
 from unisono.agree.version_rules import judge_known_bad
-from unisono.doctor.check import Check, CheckFunction, Finding, Surroundings, found
-from unisono.doctor.local_report import STORAGE_S, agreement_findings
+from unisono.doctor.check import (
+    STORAGE_S,
+    Check,
+    CheckFunction,
+    Finding,
+    Surroundings,
+    agreement_findings,
+    found,
+)
 from unisono.facts.limits import CoreDumps, read_core_dumps
 from unisono.facts.orphans import Orphan, end_orphan, find_orphans
 from unisono.facts.probes import is_synchronised

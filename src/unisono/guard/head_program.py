@@ -18,6 +18,7 @@ from unisono.guard.border_directory import FolderWatch
 from unisono.guard.local_program import LocalProgram
 from unisono.guard.program_end import (
     ProgramEnd,
+    StopDeadline,
     exit_code_of_program,
     exit_code_of_verdict,
     for_program,
@@ -25,7 +26,6 @@ from unisono.guard.program_end import (
     name_program_death,
 )
 from unisono.guard.program_meeting import remote_run
-from unisono.guard.program_signals import StopDeadline
 from unisono.guard.program_start import ProgramStart
 from unisono.guard.program_supervisor import ProgramSupervisor
 from unisono.plan import NodePlace

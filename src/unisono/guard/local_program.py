@@ -21,8 +21,8 @@ from typing import IO, Self
 from unisono.errors import UsageError
 from unisono.events import Message
 from unisono.facts.processes import processes_below, variables_of
+from unisono.guard.program_end import SignalQueue
 from unisono.guard.program_ranks import ProgramRanks
-from unisono.guard.program_signals import SignalQueue
 from unisono.integrations import border
 from unisono.integrations.border import VARIABLE
 from unisono.rundir import RunDir

@@ -16,16 +16,15 @@ from unisono.facts.environment import code_digests, decisive_versions, read_nccl
 from unisono.facts.limits import read_limits
 from unisono.facts.network import NetworkProbe
 from unisono.facts.probes import SystemClock
-from unisono.facts.redaction import redact
 from unisono.guard.command import Command, comparable, read_command
 from unisono.guard.program_request import RunRequest, RunShape, read_shape
 from unisono.launch.node_report import reported_device
 from unisono.plan.placement import usable_accelerators, visible_gpus
 from unisono.plan.topology import Accelerators, Topology, refuse_lone_node
 from unisono.rendezvous.head_address import is_this_machine
-from unisono.rendezvous.job_token import Token, make_token, read_token, watch_lifeline
-from unisono.rendezvous.party import ChannelFacts
+from unisono.rendezvous.party import ChannelFacts, Token, make_token, read_token, watch_lifeline
 from unisono.rendezvous.remote_fronts import RemoteCommand, find_head, placed_by_slurm, token_of_step
+from unisono.text import redact
 
 _MOST_BYTES = 64 << 20
 _ALL_DEVICES = ("llamafactory", "accelerate", "deepspeed")

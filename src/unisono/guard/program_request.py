@@ -7,7 +7,7 @@ from pathlib import Path
 
 from unisono.errors import Problem, UsageError
 from unisono.guard.command import Command, Job, Setting, read_job
-from unisono.guard.program_signals import GRACE_S
+from unisono.guard.program_end import GRACE_S
 from unisono.integrations.inside import injected, why_deaf
 from unisono.plan.topology import (
     DEFAULT_PORT,

@@ -16,10 +16,10 @@ from unisono.facts import Environment, Machine, Probes
 from unisono.files import write_json
 from unisono.guard.border_directory import ProgramDir, border, outcome_of
 from unisono.guard.local_program import LocalProgram, Program
+from unisono.guard.program_end import SignalQueue
 from unisono.guard.program_meeting import make_report
 from unisono.guard.program_ranks import ProgramRanks
 from unisono.guard.program_request import RunRequest, RunShape, build_environment
-from unisono.guard.program_signals import SignalQueue
 from unisono.integrations.border import Guard
 from unisono.plan import NodePlace
 from unisono.rendezvous.party import ChannelFacts

@@ -13,9 +13,8 @@ from unisono.control.server import HeadServer
 from unisono.events import Message, Show, say
 from unisono.guard.launcher_facts import LauncherFacts
 from unisono.guard.local_program import JOB_STOP_SIGNALS, LocalProgram
-from unisono.guard.program_end import ProgramEnd, for_program, is_gone_wrong, may_be_port_taken
+from unisono.guard.program_end import ProgramEnd, StopDeadline, for_program, is_gone_wrong, may_be_port_taken
 from unisono.guard.program_ranks import UNKNOWN_END
-from unisono.guard.program_signals import StopDeadline
 from unisono.integrations.border import LAUNCHER
 from unisono.plan import DeviceChoice, NodePlace, RankPlace
 from unisono.supervise.decision import Failures, NodeLoss, ended_well

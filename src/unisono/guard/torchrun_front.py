@@ -23,19 +23,18 @@ from unisono.guard.border_directory import ProgramDir, border
 from unisono.guard.command import Job, read_command
 from unisono.guard.local_program import LocalProgram
 from unisono.guard.member_program import MemberProgram
+from unisono.guard.program_end import SignalQueue
 from unisono.guard.program_meeting import make_report
 from unisono.guard.program_ranks import ProgramRanks
 from unisono.guard.program_request import RunRequest, RunShape
-from unisono.guard.program_signals import SignalQueue
 from unisono.guard.program_supervisor import ProgramSupervisor
 from unisono.integrations.border import Guard
 from unisono.plan import NodePlace
 from unisono.plan.topology import Topology
 from unisono.rendezvous.head_side import hold_meeting
-from unisono.rendezvous.job_token import read_token
 from unisono.rendezvous.meeting_rules import end_message
 from unisono.rendezvous.member_side import attend_meeting
-from unisono.rendezvous.party import ChannelFacts, MakeReport, Party
+from unisono.rendezvous.party import ChannelFacts, MakeReport, Party, read_token
 from unisono.text import one_line
 
 _ANSWER_READ_S = 60.0  # it polls 50 times a second, on a possibly loaded machine

@@ -19,8 +19,7 @@ from unisono.launch.train_request import TrainRequest
 from unisono.plan import DataSummary, ModelFacts
 from unisono.plan.topology import Accelerators, Topology, read_topology
 from unisono.rendezvous.head_address import report_refusal
-from unisono.rendezvous.job_token import make_token, read_token, watch_lifeline
-from unisono.rendezvous.party import ChannelFacts, MakeReport, Party
+from unisono.rendezvous.party import ChannelFacts, MakeReport, Party, make_token, read_token, watch_lifeline
 from unisono.rendezvous.remote_fronts import placed_by_slurm
 
 _LOOPBACK = "127.0.0.1"

@@ -23,7 +23,6 @@ from unisono.facts.machine import Gpu, read_machine
 from unisono.facts.orphans import wait_until_gone
 from unisono.facts.probes import Probes
 from unisono.facts.processes import stuck_threads
-from unisono.facts.redaction import is_secret
 from unisono.facts.storage import StorageFacts, is_nonce, probe_storage
 from unisono.launch.planning import LocalNode
 from unisono.launch.train_request import TrainRequest
@@ -32,6 +31,7 @@ from unisono.rendezvous.party import NONCE_FILE, ChannelFacts
 from unisono.rundir import RunDir
 from unisono.supervise.child_process import Programs
 from unisono.supervise.task_process import run_task
+from unisono.text import is_secret
 
 _GIB = 1 << 30
 _MIB = 1 << 20

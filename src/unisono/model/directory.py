@@ -12,7 +12,7 @@ import xxhash
 from unisono.config.schema import RunConfig
 from unisono.errors import ModelError
 from unisono.facts import read_environment
-from unisono.facts.hub import Hub, probe_url, read_hub
+from unisono.facts.environment import Hub, probe_url, read_hub
 from unisono.files import read_bytes
 from unisono.model.files import (
     check_tokenizer_files,

@@ -12,8 +12,11 @@ from unisono.plan.run_plan import (
     RunPlan,
     SplitSummary,
     Strategy,
+    Stream,
+    deal,
+    permutation,
+    steps_for_tokens,
 )
-from unisono.plan.sequences import Stream, deal, permutation, steps_for_tokens
 
 __all__ = [
     "DataSummary",

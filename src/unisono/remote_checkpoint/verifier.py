@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
+from unisono.checkpoint.retention import last_verified, record_verified
 from unisono.checkpoint.store import CheckpointStore
-from unisono.checkpoint.verified import last_verified, record_verified
 from unisono.checkpoint.verify import Reading, read_manifest, read_through
 from unisono.errors import UnisonoError
 from unisono.events import Message

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from unisono.config import RunConfig
-from unisono.config.describe import all_keys
+from unisono.config.yaml_file import all_keys
 from unisono.errors import Problem, UsageError
 from unisono.text import nearest, one_line
 

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, NoReturn, TypeVar
 
-from unisono.background import BackgroundThread
 from unisono.errors import UnfitError, storage_reason, storage_remedy, storage_words
 from unisono.events import Message
 from unisono.facts.processes import read_thread
 from unisono.facts.storage import responds
+from unisono.files import BackgroundThread
 
 Result = TypeVar("Result")
 

@@ -13,12 +13,11 @@ from typing import IO, Any, Self
 from unisono.causes import Evidence, Verdict
 from unisono.errors import UnisonoError
 from unisono.facts.processes import frozen_cgroup, has_handler, read_stat
-from unisono.facts.redaction import redact
 from unisono.files import make_private_dir, open_plain, write_json, write_text
 from unisono.rundir import RunDir
 from unisono.supervise.child_process import ChildProcess, Programs
 from unisono.supervise.task_process import how_it_ended, run_task
-from unisono.text import one_line, plain
+from unisono.text import one_line, plain, redact
 from unisono.watch import PHASES, BeatMemory, Look, phase_named
 from unisono.watch.rank_dumps import (
     main_thread_of_faulthandler,

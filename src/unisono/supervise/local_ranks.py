@@ -9,19 +9,80 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Any, Protocol, Self
 
 from unisono.checkpoint.snapshot import StepSnapshot, read_slots
 from unisono.events import Message
 from unisono.facts.limits import oom_kills
 from unisono.facts.processes import stuck_threads
-from unisono.plan import RankPlace, RunPlan
+from unisono.plan import NodePlace, RankPlace, RunPlan
 from unisono.rundir import RunDir
 from unisono.supervise.bounded_io import Hung, unless_stuck
 from unisono.supervise.child_process import ChildProcess, Programs, worker_command
 from unisono.supervise.rank_logs import FollowedLog, LogTimes, RateLimit
 from unisono.supervise.task_process import tail_of
 from unisono.watch import BeatMemory
+
+
+class Job(Protocol):
+    """The ranks and nodes of a job, e.g. a RunPlan."""
+
+    @property
+    def ranks(self) -> Sequence[RankPlace]:
+        """All ranks, by rank."""
+        ...
+
+    @property
+    def nodes(self) -> Sequence[NodePlace]:
+        """All nodes that take part."""
+        ...
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        ...
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the whole job; 0 if unknown."""
+        ...
+
+    def on_node(self, node_rank: int) -> Sequence[RankPlace]:
+        """The ranks of one node."""
+        ...
+
+
+class NodeRanks(Protocol):
+    """The ranks of this node, as a monitor sees them, e.g. LocalRanks."""
+
+    @property
+    def places(self) -> Sequence[RankPlace]:
+        """Their places."""
+        ...
+
+    @property
+    def run(self) -> RunDir:
+        """The directory of their logs."""
+        ...
+
+    @property
+    def beats(self) -> Mapping[int, BeatMemory]:
+        """Their heartbeats, by rank; without ranks that have none."""
+        ...
+
+    @property
+    def all_ended(self) -> bool:
+        """Whether every rank has ended."""
+        ...
+
+    def pid(self, rank: int) -> int | None:
+        """The pid of a rank's process while it lives."""
+        ...
+
+    def final_message(self, rank: int) -> Message | None:
+        """The message `result`, `refused` or `crashed` of a rank, once it has arrived."""
+        ...
+
 
 _REPLICAS = 2  # a copy of rank 0 in case its memory is damaged; more would only cost memory
 

@@ -9,8 +9,7 @@ from unisono.causes import Evidence, Verdict, find_cause
 from unisono.events import Message
 from unisono.plan import RankPlace
 from unisono.supervise.decision import Decision, NodeLoss, is_victim
-from unisono.supervise.job import Job
-from unisono.supervise.local_ranks import RankEnd
+from unisono.supervise.local_ranks import Job, RankEnd
 from unisono.supervise.task_process import how_it_ended
 from unisono.text import one_line
 from unisono.watch import Picture, RankView

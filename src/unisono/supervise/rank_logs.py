@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from unisono.background import BackgroundThread
 from unisono.causes import Evidence, Verdict
 from unisono.causes.signatures import LINE_LIMIT, Signature, find_signature, match_line
 from unisono.errors import UnisonoError
 from unisono.events import Message
-from unisono.facts.redaction import redact
+from unisono.files import BackgroundThread
 from unisono.plan import RankPlace
-from unisono.text import one_line
+from unisono.text import one_line, redact
 
 _CLOSE_S = 1.0
 # A thousandth of Python's memory. The process also opens the file: even that can hang. A file that a kill or a full disk has torn gets the

@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
-from unisono.background import BackgroundThread
 from unisono.events import Message
 from unisono.facts.accelerators import GpuUtilization, gpu_utilization
 from unisono.facts.processes import (
@@ -16,9 +15,10 @@ from unisono.facts.processes import (
     wait_channel,
 )
 from unisono.facts.tcp import retransmitting_connections
+from unisono.files import BackgroundThread
 from unisono.plan import RankPlace
 from unisono.supervise.evidence import RawEvidence, StackCollection, end_of_log
-from unisono.supervise.job import NodeRanks
+from unisono.supervise.local_ranks import NodeRanks
 from unisono.watch import PHASES, Beat, Look, ProcessView, RankView, phase_named
 
 _GAP_S = 2.0  # a front that did not look for this long was itself stopped, suspended or starved

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from unisono.causes import Verdict
 from unisono.events import Message
 from unisono.supervise.evidence import RawEvidence
-from unisono.supervise.job import Job
+from unisono.supervise.local_ranks import Job
 from unisono.watch import Look, NodeView, Picture, RankView, Suspicion
 from unisono.watch.judge import judge
 from unisono.watch.pace import Pace, Patience

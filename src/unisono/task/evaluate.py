@@ -18,12 +18,11 @@ from unisono.errors import DataError
 from unisono.events import Reporter
 from unisono.inputs import expand, fault_of
 from unisono.model.generate import generate
-from unisono.score import bleu, exact_match, rouge_l
 from unisono.task import data_tasks
 from unisono.task.inference import InferenceModel, decode, open_for_inference
 from unisono.text import plain
-from unisono.train.evaluation import Question, question_of
-from unisono.train.step_inputs import load_rows
+from unisono.train.evaluation import Question, bleu, exact_match, question_of, rouge_l
+from unisono.train.run import load_rows
 
 _TOKENS = 8_192  # per forward
 

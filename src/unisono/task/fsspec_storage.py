@@ -26,11 +26,10 @@ from unisono.checkpoint.retention import Rules
 from unisono.data.sources import open_storage
 from unisono.errors import DataError, IntegrityError, UnfitError, UnisonoError
 from unisono.events import Reporter
-from unisono.facts.redaction import redact
 from unisono.files import open_plain, read_bytes
 from unisono.rundir.records import best_evaluated
 from unisono.task.read_back import forget_cached
-from unisono.text import one_line
+from unisono.text import one_line, redact
 
 BESIDE = ("environment.json", "config.yaml", "data.json", "metrics.jsonl", "plan.json")
 """Files of a run that are copied with its checkpoints; the plan last, as a directory with it counts as a run."""

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unisono.checkpoint.manifest import user_key
-from unisono.checkpoint.retention import measure_disk_space
-from unisono.checkpoint.verified import record_verified
+from unisono.checkpoint.retention import measure_disk_space, record_verified
 from unisono.checkpoint.verify import read_through
 from unisono.errors import IntegrityError, Problem
 from unisono.events import Reporter

@@ -21,7 +21,7 @@ from unisono.plan import RankPlace, RunPlan
 from unisono.train import faults
 from unisono.train.front_io import front_messages
 from unisono.train.process_group import Group, Listener, Ranks, backend_of
-from unisono.train.step_inputs import TrainingData
+from unisono.train.run import TrainingData
 from unisono.watch import Beats
 
 

@@ -25,10 +25,9 @@ from unisono.train.gradient_sync import GradientSync, NoSync, ReplicaSync, Shard
 from unisono.train.join import check_device, join_ranks
 from unisono.train.optim import build_optimizers
 from unisono.train.process_group import Alone, Group, world_mesh
-from unisono.train.run import Run, TrainState
+from unisono.train.run import GeneratorWatch, Run, TrainingData, TrainState, seed_torch
 from unisono.train.saver import Saver, Staging
 from unisono.train.saving import restore
-from unisono.train.step_inputs import GeneratorWatch, TrainingData, seed_torch
 from unisono.watch import Beats
 
 

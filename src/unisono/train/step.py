@@ -18,9 +18,8 @@ from unisono.train import faults
 from unisono.train.front_io import flags_of, outcome_of
 from unisono.train.gradient_sync import FIXED_SCALARS, scalars_of_a_step
 from unisono.train.optim import lr_factor
-from unisono.train.run import Run
+from unisono.train.run import Run, StepBatches, load_rows, seed_torch
 from unisono.train.saving import wait_for_copies
-from unisono.train.step_inputs import StepBatches, load_rows, seed_torch
 
 
 @dataclass(frozen=True)

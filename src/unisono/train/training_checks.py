@@ -16,9 +16,8 @@ from unisono.model.load import odd_parameters
 from unisono.plan import estimate_memory
 from unisono.text import show_bytes
 from unisono.train.evaluation import evaluating, evaluation_part
-from unisono.train.run import Run
+from unisono.train.run import Run, StepBatches, load_rows
 from unisono.train.step import StepOutcome
-from unisono.train.step_inputs import StepBatches, load_rows
 
 MAX_SKIPPED = 3
 SKIP_WINDOW = 20

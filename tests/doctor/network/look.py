@@ -3,8 +3,7 @@
 import json
 import sys
 
-from unisono.doctor.check import DoctorRequest
-from unisono.doctor.local_report import read_surroundings
+from unisono.doctor.check import DoctorRequest, read_surroundings
 from unisono.doctor.network_checks import CHECKS
 
 facts = read_surroundings(DoctorRequest(**json.loads(sys.argv[1])))

@@ -13,7 +13,7 @@ from unisono.errors import UnisonoError
 from unisono.events import Message, Reporter
 from unisono.launch.session import train
 from unisono.launch.train_request import TrainRequest
-from unisono.rendezvous.job_token import watch_lifeline
+from unisono.rendezvous.party import watch_lifeline
 
 LIFELINE = "-"
 
