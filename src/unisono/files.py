@@ -1,4 +1,4 @@
-"""Writes files atomically, and reads them within limits: regular files only, of bounded size and depth.
+"""Writes files atomically, and reads them within limits: regular files only, of bounded size and depth. For callers that must not wait: a thread.
 
 Anyone with write access to a run's directory can replace a small file by a named pipe, a gigabyte or a thousand brackets.
 So unisono opens all files there with this module: no call waits for a writer, and a rejected file raises OSError or ValueError.
@@ -248,6 +248,9 @@ def make_private_dir(path: Path) -> None:
 Work = Callable[[], object]
 
 _REPORTED_AFTER_S = 5.0
+
+
+# ---- file operations for callers that must not wait
 
 
 class BackgroundThread:

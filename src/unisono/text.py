@@ -1,4 +1,4 @@
-"""Text for people: foreign text made safe to show, and quantities with units, parsed and shown."""
+"""Text for people: foreign text made safe to show, secrets removed, and quantities with units, parsed and shown."""
 
 import json
 import math
@@ -356,10 +356,10 @@ _SECRET_IN_TEXT = re.compile(
     rf"|(?<![A-Za-z0-9])(?:{_SHAPES})(?![A-Za-z0-9])",
     re.IGNORECASE,
 )
-_SECRET_SHAPES = r"(?:token|secret|password|passwd|passphrase|credentials?|(?:api|access|secret|private|account|signing|encryption|auth)[_-]?key|(?<=_)(?:pass|pwd))"
+_SHAPES = r"(?:token|secret|password|passwd|passphrase|credentials?|(?:api|access|secret|private|account|signing|encryption|auth)[_-]?key|(?<=_)(?:pass|pwd))"
 _VALUE = r"(?P<value>\"[^\"\n]{1,2000}|'[^'\n]{1,2000}|[^\s\"',;&)\]}]{4,4000})"
 _NAMED_SECRET = re.compile(  # HF_TOKEN=…, "api_key": "…", --token …, password: …
-    rf"(?P<before>(?:(?<![A-Za-z0-9_-])--?|(?<![A-Za-z0-9]))(?P<lead>[A-Za-z0-9_.-]{{0,30}}?){_SECRET_SHAPES}(?![A-Za-z0-9_])(?:[\"']?\]?\s{{0,3}}(?:=>|[=:])\s{{0,3}}|[\"']?,?\s{{1,3}}(?=\S)))"
+    rf"(?P<before>(?:(?<![A-Za-z0-9_-])--?|(?<![A-Za-z0-9]))(?P<lead>[A-Za-z0-9_.-]{{0,30}}?){_SHAPES}(?![A-Za-z0-9_])(?:[\"']?\]?\s{{0,3}}(?:=>|[=:])\s{{0,3}}|[\"']?,?\s{{1,3}}(?=\S)))"
     rf"{_VALUE}",
     re.IGNORECASE,
 )
@@ -386,6 +386,9 @@ _HINTS_OF_TOKENS = (
 # fmt: on
 _HINTS_OF_HEADERS = ("authorization", "token", "x-api-key", "bearer", "cookie", "wandb login", "sshpass")
 _HINTS_OF_NAMES = ("token", "secret", "passw", "passphrase", "credential", "key", "_pass", "_pwd")
+
+
+# ---- secrets
 
 
 def redact(text: str) -> str:

@@ -1,4 +1,7 @@
-"""Compares the nodes of one run: those that train a config, and those that start a foreign program. Pure, and the same for any order of reports."""
+"""Compares the nodes of one run and their files: nodes that train a config, and those that start a foreign program.
+
+Pure, and the same for any order of reports.
+"""
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Which checkpoints stay and which are deleted (pure), and how much disk space they need.
+"""Which checkpoints stay and which are deleted (pure), how much disk space they need, and what is known of them without reading them again.
 
 The run's store, `checkpoint prune` and remote storage share the rules. The newest intact ones stay, the best stays, and those at the
 multiples of a period stay forever. One that is damaged, or not yet verified, never counts as kept: nothing is deleted before as many as

@@ -1,4 +1,4 @@
-"""The program `unisono`: its commands, global flags, and the presentation of errors."""
+"""The program `unisono`: its commands, global flags, options that several commands share, and the presentation of errors."""
 
 import importlib
 import os

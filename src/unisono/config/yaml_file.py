@@ -1,4 +1,7 @@
-"""Reads YAML and records the line of each key. Input beyond any sensible config is rejected early."""
+"""Config files as people write them: YAML with the line of each key, and in plain words what a key takes.
+
+Input beyond any sensible config is rejected early.
+"""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -298,8 +301,8 @@ def section_in(annotation: Any) -> type[BaseModel] | None:
 def all_keys(section: type[BaseModel], prefix: str = "") -> list[str]:
     """Every key below a section, dotted: `optim`, `optim.lr`, …."""
     keys = []
-    for name, field in section.model_fields.items():
-        key = f"{prefix}{field.alias or name}"
-        inner = section_in(field.annotation)
+    for name, known in section.model_fields.items():
+        key = f"{prefix}{known.alias or name}"
+        inner = section_in(known.annotation)
         keys += [key, *(all_keys(inner, f"{key}.") if inner else [])]
     return keys

@@ -1,4 +1,4 @@
-"""Data of doctor: its request, a check, a finding, and the surroundings that a check judges."""
+"""What a check of doctor is and judges: its request, a finding, the surroundings, and this node's report to which agreement's rules apply."""
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""The environment of this process: its variables, NCCL's own settings files, installed packages, and digests of unisono's own code."""
+"""The environment of this process: its variables, NCCL's own settings files, installed packages, digests of unisono's own code, the Hugging Face Hub as configured here."""
 
 import hashlib
 import http.client

@@ -1,4 +1,4 @@
-"""The end of a guarded program: its exit code, a verdict if a signal ended it, and fixes that apply to it."""
+"""The end of a guarded program: signals passed on and their deadline, its exit code, a verdict if a signal ended it, and fixes that apply to it."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""The plan and its parts: plain values, written to plan.json and read by the worker."""
+"""The plan and its parts: plain values, written to plan.json and read by the worker; and which sequences make which step of it."""
 
 import hashlib
 import heapq
@@ -250,6 +250,9 @@ class RunPlan(Part):
     def to_json(self) -> dict[str, Any]:
         """The JSON object of plan.json."""
         return self.model_dump(mode="json", by_alias=True)
+
+
+# ---- which sequences make which step, and which rank takes which of them
 
 
 def permutation(n: int, *, seed: int, epoch: int) -> list[int]:

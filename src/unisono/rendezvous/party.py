@@ -1,4 +1,4 @@
-"""Types that both sides of a meeting share: the node, the facts of its channel, and background work while the front listens."""
+"""What both sides of a meeting share: the node, the job's token, the facts of its channel, and background work while the front listens."""
 
 import os
 import queue

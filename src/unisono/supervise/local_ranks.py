@@ -1,4 +1,4 @@
-"""The ranks of one node: their processes, messages, logs, and their guaranteed end. The front is their only owner."""
+"""The ranks of one node: what monitors need of them, their processes, messages, logs, and guaranteed end. The front is their only owner."""
 
 import contextlib
 import mmap

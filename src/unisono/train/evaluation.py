@@ -1,4 +1,4 @@
-"""Evaluation: the loss on the held-out rows, answers as samples, and the share of answers that are exactly right."""
+"""Evaluation: the loss on the held-out rows, answers as samples, the share of answers that are exactly right, and other scores."""
 
 import re
 import time
@@ -227,6 +227,9 @@ Pair = tuple[str, str]
 # Runs of letters and digits; in scripts without spaces between words every character is a word.
 _UNSPACED = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\u0e00-\u0e7f"
 _WORD = re.compile(f"[{_UNSPACED}]|[^\\W_{_UNSPACED}]+")
+
+
+# ---- scores of answers against references
 
 
 def exact_match(pairs: Sequence[Pair]) -> float:

@@ -1,4 +1,4 @@
-"""A run that is ready to train: its parts, its state, and what a checkpoint of it holds."""
+"""A run that is ready to train: the inputs of its steps, its parts, its state, and what a checkpoint of it holds."""
 
 import hashlib
 import random
