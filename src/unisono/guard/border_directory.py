@@ -18,21 +18,11 @@ from unisono.facts.path_monitor import Identity, PathMonitor, identity_of
 from unisono.files import make_private_dir, read_object
 from unisono.rundir import RunDir
 from unisono.rundir.lock import LockTaken, RunLock
-from unisono.rundir.records import Outcome
+from unisono.rundir.records import Outcome, outcome_of
 
 _MEMORY = Path("/dev/shm")  # noqa: S108 - holds a folder with mode 0700 and an unguessable name
 HELD = "held"
 """A file in the border, locked by its users. A pid would mean nothing in a different container."""
-_OUTCOMES: dict[int, Outcome] = {
-    2: "refused",
-    3: "disagreed",
-    4: "stalled",
-    5: "died",
-    6: "unfit",
-    7: "corrupt",
-    75: "preempted",
-    130: "interrupted",
-}
 
 
 class ProgramDir(RunDir):
@@ -219,10 +209,10 @@ def is_head_directory(run: ProgramDir, run_id: str) -> bool:
     return read_object(run.plan).get("run_id") == run_id
 
 
-def outcome_of(exit_code: int, verdict: Verdict | None, *, stopped: str = "") -> Outcome:
+def program_outcome(exit_code: int, verdict: Verdict | None, *, stopped: str = "") -> Outcome:
     """The outcome in result.json. A program's own exit codes have no fixed meaning."""
     if verdict is not None:
-        return _OUTCOMES.get(exit_code, "failed")
+        return outcome_of(exit_code)
     if stopped:
         return "interrupted" if stopped == "SIGINT" else "preempted"
     return "completed" if exit_code == 0 else "failed"

@@ -14,7 +14,7 @@ from unisono.causes import Verdict
 from unisono.events import Show, say
 from unisono.facts import Environment, Machine, Probes
 from unisono.files import write_json
-from unisono.guard.border_directory import ProgramDir, border, outcome_of
+from unisono.guard.border_directory import ProgramDir, border, program_outcome
 from unisono.guard.local_program import LocalProgram, Program
 from unisono.guard.program_end import SignalQueue
 from unisono.guard.program_meeting import make_report
@@ -173,7 +173,7 @@ class ProgramStart:
         """Writes and shows the result."""
         result = RunResult(
             run_id=self.run_id,
-            outcome=outcome_of(exit_code, verdict, stopped=stopped),
+            outcome=program_outcome(exit_code, verdict, stopped=stopped),
             exit_code=exit_code,
             output_dir=str(self.run.root),
             verdict=verdict.to_json() if verdict else None,

@@ -8,7 +8,7 @@ from typing import Any
 from unisono.causes import Verdict, find_cause
 from unisono.errors import UnisonoError
 from unisono.plan import RankPlace, RunPlan
-from unisono.rundir.records import RunResult
+from unisono.rundir.records import Outcome, RunResult, outcome_of
 from unisono.supervise.decision import Decision
 from unisono.supervise.interrupts import exit_code_of
 from unisono.supervise.local_ranks import RankEnd
@@ -16,20 +16,8 @@ from unisono.supervise.postmortem import name_death, name_failure, name_victims
 from unisono.supervise.rank_supervisor import Attempt
 from unisono.supervise.task_process import refusal
 
-_OUTCOMES = {
-    0: "completed",
-    1: "failed",
-    2: "refused",
-    3: "disagreed",
-    4: "stalled",
-    5: "died",
-    6: "unfit",
-    7: "corrupt",
-    75: "preempted",
-    130: "interrupted",
-}
-
 _WISHES = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
+
 
 NOTHING_DONE: dict[str, Any] = {
     "step": 0,
@@ -40,6 +28,7 @@ NOTHING_DONE: dict[str, Any] = {
     "checkpoint": None,
     "weights": None,
 }
+"""The progress of a run that has none, by keys of result.json."""
 
 
 @dataclass(frozen=True)
@@ -59,14 +48,9 @@ class Ending:
     error: UnisonoError | None = None
 
     @property
-    def outcome(self) -> str:
+    def outcome(self) -> Outcome:
         """The word for it."""
         return outcome_of(self.exit_code)
-
-
-def outcome_of(exit_code: int) -> str:
-    """The word of result.json for an exit code."""
-    return _OUTCOMES.get(exit_code, "failed")
 
 
 def ending_of(attempt: Attempt, plan: RunPlan) -> Ending:

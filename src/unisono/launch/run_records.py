@@ -17,12 +17,19 @@ from unisono.facts import package_versions
 from unisono.facts.environment import versions_digest
 from unisono.files import make_private_dir, read_object, write_json, write_text
 from unisono.launch.curve_drawing import Drawing
-from unisono.launch.outcome import outcome_of
+from unisono.launch.outcome import NOTHING_DONE
 from unisono.launch.train_request import config_yaml
 from unisono.plan import RunPlan
 from unisono.rundir import RunDir
 from unisono.rundir.lock import BEAT_S, Holder, RunLock, locked_if_ended
-from unisono.rundir.records import RunResult, iterate_metrics, read_result, set_verdict, write_result
+from unisono.rundir.records import (
+    RunResult,
+    iterate_metrics,
+    outcome_of,
+    read_result,
+    set_verdict,
+    write_result,
+)
 from unisono.supervise.bounded_io import RunsDisk
 from unisono.supervise.decision import NodeLoss
 
@@ -48,15 +55,7 @@ def read_progress(run: RunDir) -> dict[str, Any]:
 
     Its keys are those of result.json. A checkpoint is not read through: whoever resumes from it does that.
     """
-    known: dict[str, Any] = {
-        "step": 0,
-        "tokens": 0,
-        "loss": None,
-        "eval": {},
-        "tokens_per_second": None,
-        "checkpoint": None,
-        "weights": None,
-    }
+    known = dict(NOTHING_DONE)
     for line in iterate_metrics(run.metrics):
         known["step"] = line["step"]
         if "eval_loss" in line:

@@ -315,6 +315,25 @@ Outcome = Literal[
 ]
 
 
+_OUTCOMES: dict[int, Outcome] = {
+    0: "completed",
+    1: "failed",
+    2: "refused",
+    3: "disagreed",
+    4: "stalled",
+    5: "died",
+    6: "unfit",
+    7: "corrupt",
+    75: "preempted",
+    130: "interrupted",
+}
+
+
+def outcome_of(exit_code: int) -> Outcome:
+    """The word of result.json for an exit code."""
+    return _OUTCOMES.get(exit_code, "failed")
+
+
 class Restart(BaseModel):
     """One automatic restart.
 
