@@ -18,6 +18,7 @@ from xdist.remote import Producer
 
 from tests.needs import pytest_addoption, pytest_sessionfinish
 from tests.nodes.ground import Ground, Loopback, Namespaces, why_no_namespaces
+from tests.session_server import pytest_collection_finish, pytest_configure, pytest_unconfigure
 from tests.sharing import Sharing
 from unisono.config import RunConfig
 from unisono.events import Reporter
@@ -26,7 +27,13 @@ from unisono.task import data_tasks
 from unisono.train.front_io import StopRequest
 from unisono.train.rank_run import run_plan
 
-__all__ = ["pytest_addoption", "pytest_sessionfinish"]  # hooks of tests/needs.py
+__all__ = [  # hooks of tests/needs.py and tests/session_server.py
+    "pytest_addoption",
+    "pytest_collection_finish",
+    "pytest_configure",
+    "pytest_sessionfinish",
+    "pytest_unconfigure",
+]
 
 # How long an example takes says how busy the machine is. What is checked before a change lands is the same each time; `make test-long` draws anew.
 _TIMELESS = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

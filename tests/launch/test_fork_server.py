@@ -30,7 +30,8 @@ ENDS = [
 
 @pytest.fixture(autouse=True)
 def light(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Servers of this file import little, and fork the program of these tests, too."""
+    """Servers of this file import little, fork the program of these tests, too, and are not that of the session."""
+    monkeypatch.delenv(fork_server.SHARED, raising=False)
     monkeypatch.setattr(fork_server, "_SERVER", LIGHT)
     monkeypatch.setattr(fork_server, "_SERVED", (*fork_server._SERVED, TOLD))
 
@@ -305,6 +306,13 @@ main(sys.argv[1:])
 """
 
 
+@pytest.fixture
+def alone(finished: Place, monkeypatch: pytest.MonkeyPatch) -> Place:
+    """A run whose fronts start fork servers of their own."""
+    monkeypatch.delitem(finished.environment, fork_server.SHARED, raising=False)
+    return finished
+
+
 def ways(place: Place) -> set[str]:
     """How the ranks of the last start were started, as their events say."""
     lines = [
@@ -314,32 +322,32 @@ def ways(place: Place) -> set[str]:
 
 
 @pytest.mark.slow
-def test_forked_ranks_train_to_the_same_bits(finished: Place) -> None:
+def test_forked_ranks_train_to_the_same_bits(alone: Place) -> None:
     found = {}
     for way, front in (("fork", ["-m", "unisono"]), ("exec", ["-c", _WITHOUT])):
         done = subprocess.run(
-            [sys.executable, *front, "train", "c.yaml", "--fresh", "--nproc", "2"], cwd=finished.folder, env=finished.environment,
+            [sys.executable, *front, "train", "c.yaml", "--fresh", "--nproc", "2"], cwd=alone.folder, env=alone.environment,
             capture_output=True, text=True, timeout=240, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
-        assert ways(finished) == {way}
-        (weights,) = finished.out.glob("adapter/*.safetensors")
-        found[way] = (finished.losses(), weights.read_bytes())
+        assert ways(alone) == {way}
+        (weights,) = alone.out.glob("adapter/*.safetensors")
+        found[way] = (alone.losses(), weights.read_bytes())
     assert found["fork"] == found["exec"]
 
 
 @pytest.mark.slow
-def test_ranks_whose_libraries_are_to_tell_more_are_fresh_interpreters(finished: Place) -> None:
-    done = finished.train("--fresh", "--nproc", "2", "--debug-comm")
+def test_ranks_whose_libraries_are_to_tell_more_are_fresh_interpreters(alone: Place) -> None:
+    done = alone.train("--fresh", "--nproc", "2", "--debug-comm")
     assert done.returncode == 0, done.stderr
-    assert ways(finished) == {"exec"}
+    assert ways(alone) == {"exec"}
 
 
 @pytest.mark.slow
-def test_with_a_killed_front_end_its_ranks_and_their_server(finished: Place) -> None:
+def test_with_a_killed_front_end_its_ranks_and_their_server(alone: Place) -> None:
     with subprocess.Popen(
         [sys.executable, "-m", "unisono", "train", "c.yaml", "--fresh", "--nproc", "2", "duration=5000 steps"],
-        cwd=finished.folder, env=finished.environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        cwd=alone.folder, env=alone.environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     ) as front:  # fmt: skip
         try:
             wait_until(lambda: len(living_ranks(front.pid)) == 2)

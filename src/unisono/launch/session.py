@@ -109,8 +109,10 @@ def _start(
         raise
     party = None
     if here.topology.nodes > 1:
-        # Ranks would wait for the fork server's imports, and meanwhile this front would not answer the other nodes.
-        request = replace(request, programs=replace(request.programs, fork_server=None))
+        if request.programs.fork_server is not None:
+            request.programs.fork_server.waits = (
+                False  # meanwhile this front would not answer the other nodes
+            )
         party = party_of(request, here.topology, host=here.machine.host, token=token, show=show)
     if party is not None and not here.topology.is_head:
         from unisono.launch.member_run import take_part

@@ -1,6 +1,7 @@
 """The fork server of a front, which starts ranks and tasks without their imports; and what it has started, as the front sees it."""
 
 import contextlib
+import functools
 import json
 import os
 import select
@@ -11,15 +12,20 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
+import unisono
 from unisono.facts.processes import exit_status
 from unisono.text import one_line
 
 _SERVER = "unisono.worker.fork_server"
 _SERVED = ("unisono.worker", "unisono.task")
+SHARED = "UNISONO_FORK_SERVER"
+"""The environment variable with the socket of a server that many fronts share; set by a suite of tests, as its starts are many and short."""
 _LIMIT_S = 120.0  # of imports, on a machine with much to do
+_GREETING_S = 10.0  # of a shared server, which has imported everything
 _MESSAGE_BYTES = 4096
 _PRINTED_BYTES = 4000
 
@@ -65,20 +71,50 @@ class Forked:
         return told if told is not None else -signal.SIGKILL
 
 
+class _SharedServer:
+    """A server that a shared one has forked for this front. It offers what ForkServer uses of a subprocess.Popen."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._pidfd = os.pidfd_open(pid)
+
+    def kill(self) -> None:
+        """Ends it, and with it what it has forked."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Returns once it has ended; its exit status is its parent's.
+
+        Raises:
+            subprocess.TimeoutExpired: if it lives on.
+        """
+        if self._pidfd >= 0:
+            if not select.select([self._pidfd], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired("a shared fork server", timeout or 0.0)
+            os.close(self._pidfd)
+            self._pidfd = -1
+        return -signal.SIGKILL
+
+
 class ForkServer:
     """One for a front; it begins with the first process that is started through it. Use it as a context, which ends it and all it has forked.
 
     Where nothing can be forked, that is said once, and `start` gives None: the caller starts a fresh interpreter.
     """
 
-    def __init__(self, say: Callable[[str], None]) -> None:
+    def __init__(self, say: Callable[[str], None], *, only_shared: bool = False, waits: bool = True) -> None:
         """Starts nothing yet.
 
         Args:
             say: for people.
+            only_shared: whether processes are forked by a shared server, or not at all.
+            waits: whether ranks wait for the server's imports. A front that has to answer other nodes must not.
         """
+        self._only_shared = only_shared
+        self.waits = waits
         self._say = say
-        self._server: subprocess.Popen[bytes] | None = None
+        self._server: subprocess.Popen[bytes] | _SharedServer | None = None
         self._control: socket.socket | None = None
         self._printed: IO[bytes] | None = None
         self._is_out_of_order = not sys.platform.startswith("linux") or not hasattr(os, "pidfd_open")
@@ -122,7 +158,7 @@ class ForkServer:
         with self._starting:
             if self._server is None and not self._begin(environment):
                 return None
-            if not waits and not self._has_imported():
+            if not (waits and self.waits) and not self._has_imported():
                 return None
             body = {"command": [*command], "environment": {**environment}, "fds": [0, 1, 2, *inherits]}
             with contextlib.ExitStack() as stack:
@@ -161,10 +197,7 @@ class ForkServer:
             here.callback(os.close, read_end)
             folder = os.open(".", os.O_PATH)
             here.callback(os.close, folder)
-            words = here.enter_context(
-                os.fdopen(os.memfd_create("unisono-request", os.MFD_CLOEXEC), "wb", buffering=0)
-            )
-            words.write(json.dumps(body).encode())
+            words = here.enter_context(_written(body))
             with contextlib.suppress(OSError):  # it has ended, as the answer says
                 socket.send_fds(
                     self._control, [b"start"], [theirs.fileno(), words.fileno(), folder, read_end, *handed]
@@ -185,6 +218,11 @@ class ForkServer:
 
     def _begin(self, environment: Mapping[str, str]) -> bool:
         """Starts the server: the kernel ends it with the thread that does so, hence only of the thread that ends with the front."""
+        if self._join(environment):
+            return True
+        if self._only_shared:
+            self._is_out_of_order = True
+            return False
         if threading.current_thread() is not threading.main_thread():
             return False
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -201,6 +239,27 @@ class ForkServer:
                 return False
         return True
 
+    def _join(self, environment: Mapping[str, str]) -> bool:
+        """Gets a server from the shared one, if there is one and it can be this front's."""
+        path = environment.get(SHARED)
+        if not path:
+            return False
+        control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        greeting = {"python": sys.executable, "package": str(Path(unisono.__file__).parent), "environment": {**environment}}  # fmt: skip
+        try:
+            control.connect(path)
+            with _written(greeting) as words:
+                socket.send_fds(control, [b"front"], [words.fileno()])
+            pid = _receive(control, limit_s=_GREETING_S).get("pid")
+            if isinstance(pid, int) and _received(control, limit_s=_GREETING_S):
+                self._is_ready = True
+                self._server, self._control = _SharedServer(pid), control
+        except OSError:  # it is not there, or has just ended
+            self._is_ready = False
+        if not self._is_ready:
+            control.close()
+        return self._is_ready
+
     def _out_of_order(self, why: str) -> None:
         """Says so once; from here on each process is started anew, with imports of its own."""
         self._is_out_of_order = True
@@ -213,11 +272,12 @@ class ForkServer:
     def _last_words(self) -> str:
         """Why there is no answer."""
         assert self._server is not None
-        assert self._printed is not None
         try:
             code = self._server.wait(1.0)
         except subprocess.TimeoutExpired:
             return f"it has not answered for {_LIMIT_S:g} s"
+        if self._printed is None:
+            return "it has ended"
         size = os.fstat(self._printed.fileno()).st_size
         text = os.pread(self._printed.fileno(), _PRINTED_BYTES, max(0, size - _PRINTED_BYTES)).decode(
             "utf-8", "replace"
@@ -225,13 +285,34 @@ class ForkServer:
         return f"it ended with {code}: {text.strip().rpartition(chr(10))[2]}"
 
 
+def shared_fork_server(environment: Mapping[str, str]) -> ForkServer | None:
+    """This process's part of the shared server, if the environment names one; it ends with this process."""
+    return _part_of(path) if (path := environment.get(SHARED)) else None
+
+
+@functools.cache
+def _part_of(_path: str) -> ForkServer:
+    return ForkServer(lambda _: None, only_shared=True)
+
+
+def _written(body: Mapping[str, Any]) -> IO[bytes]:
+    """A file in memory, which may be larger than a message of a socket."""
+    file = os.fdopen(os.memfd_create("unisono-request", os.MFD_CLOEXEC), "wb", buffering=0)
+    file.write(json.dumps(body).encode())
+    return file
+
+
 def _receive(channel: socket.socket, *, limit_s: float) -> dict[str, Any]:
     """One message; empty if none came, or the other end is gone."""
-    if not select.select([channel], [], [], limit_s)[0]:
-        return {}
-    try:
-        data = channel.recv(_MESSAGE_BYTES)
-    except OSError:
-        return {}
+    data = _received(channel, limit_s=limit_s)
     value = json.loads(data) if data else {}
     return value if isinstance(value, dict) else {}
+
+
+def _received(channel: socket.socket, *, limit_s: float) -> bytes:
+    if not select.select([channel], [], [], limit_s)[0]:
+        return b""
+    try:
+        return channel.recv(_MESSAGE_BYTES)
+    except OSError:
+        return b""

@@ -27,6 +27,7 @@ from unisono.events import Message
 from unisono.facts import read_environment, read_machine
 from unisono.facts.machine import Gpu
 from unisono.supervise.child_process import ChildProcess, Programs, child_environment, task_command
+from unisono.supervise.fork_server import shared_fork_server
 from unisono.text import one_line, show_seconds
 
 _BY_EXIT_CODE: dict[int, type[UnisonoError]] = {
@@ -100,12 +101,13 @@ class TaskProcess:
         path.write_text(json.dumps(request, ensure_ascii=False), encoding="utf-8")
         self._printed: IO[bytes] = (printed or Path(self._folder.name) / "printed").open("w+b")
         started = programs or Programs()
+        variables = environment or _environment()
         self._child = ChildProcess(
             lambda fd: task_command(started, name, request=path, report_fd=fd),
-            environment=environment or _environment(),
+            environment=variables,
             output=self._printed,
             has_input=has_input,
-            fork_server=started.fork_server,
+            fork_server=started.fork_server or shared_fork_server(variables),
         )
 
     def __enter__(self) -> Self:

@@ -42,9 +42,22 @@ _ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_
 _READ_WHEN_USED = frozenset({
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER",
     "TOKENIZERS_PARALLELISM", "TORCH_FR_BUFFER_SIZE", "OMP_NUM_THREADS", "MKL_NUM_THREADS",
+    "TMPDIR", "XDG_CONFIG_HOME", "PWD", "OLDPWD", "SHLVL", "_", "TERM", "COLUMNS", "LINES", "NO_COLOR",
 })  # fmt: skip
 """Variables in which a rank may differ from the server: no library reads them at its import, or torch is given them after the fork."""
-_READ_WHEN_USED_PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TP_")
+_READ_WHEN_USED_PREFIXES = (
+    "NCCL_",
+    "GLOO_",
+    "TORCH_NCCL_",
+    "TP_",
+    "UNISONO_",
+    "SLURM_",
+    "RAY_",
+    "PYTEST_",
+    "TEST_",
+)
+_BEHIND_HF_HOME = frozenset({"HOME", "XDG_CACHE_HOME"})
+"""Where HF_HOME is set, no library derives a path from these at its import."""
 
 _PR_SET_MM, _PR_SET_MM_MAP = 35, 14
 _MM_MAP = struct.Struct("=11QQIi")  # struct prctl_mm_map of linux/prctl.h
@@ -128,7 +141,7 @@ class Server:
                     request = Request.received(fds)
                     why_not = unfit or different(request.environment, self._begun_with)
                     if why_not:
-                        _tell(request.channel, refused=why_not, always=bool(unfit))
+                        tell(request.channel, refused=why_not, always=bool(unfit))
                         request.close()
                         request.channel.close()
                     elif self._fork(request):
@@ -146,7 +159,7 @@ class Server:
             try:
                 pid = os.fork()
             except OSError as error:
-                _tell(request.channel, refused=f"no process could be forked: {error.strerror}", always=False)
+                tell(request.channel, refused=f"no process could be forked: {error.strerror}", always=False)
                 request.close()
                 request.channel.close()
                 return False
@@ -171,7 +184,7 @@ class Server:
         end = os.waitid(os.P_PID, forked.pid, os.WEXITED | os.WNOWAIT)
         assert end is not None  # no WNOHANG
         forked.has_ended = True
-        _tell(forked.channel, returncode=end.si_status if end.si_code == os.CLD_EXITED else -end.si_status)
+        tell(forked.channel, returncode=end.si_status if end.si_code == os.CLD_EXITED else -end.si_status)
         if forked.is_given_up:
             self._forget(pidfd)
 
@@ -196,9 +209,10 @@ class Server:
 
 def different(wanted: Mapping[str, str], ours: Mapping[str, str]) -> str:
     """The first variable that a library has read at its import and that is different in the wanted environment; empty if there is none."""
+    later = _READ_WHEN_USED | (_BEHIND_HF_HOME if "HF_HOME" in wanted else frozenset())
     for name in sorted({*wanted, *ours}):
         if wanted.get(name) != ours.get(name) and not (
-            name in _READ_WHEN_USED or name.startswith(_READ_WHEN_USED_PREFIXES)
+            name in later or name.startswith(_READ_WHEN_USED_PREFIXES)
         ):
             return f"{name} is different in its environment"
     return ""
@@ -247,7 +261,7 @@ def become(request: Request, *, printed: int, begun_with: Mapping[str, str]) -> 
     wanted = request.environment.get("OMP_NUM_THREADS")
     if wanted is not None and wanted != begun_with.get("OMP_NUM_THREADS") and "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(int(wanted))
-    _tell(channel, pid=os.getpid())
+    tell(channel, pid=os.getpid())
     channel.close()
 
 
@@ -310,7 +324,8 @@ def _name_of(fd: int) -> str | None:
         return None
 
 
-def _tell(channel: socket.socket, **words: Any) -> None:
+def tell(channel: socket.socket, **words: Any) -> None:
+    """Sends a message to a front, which may be gone."""
     with contextlib.suppress(OSError):  # the front is gone
         channel.send(json.dumps(words).encode(), socket.MSG_DONTWAIT)
 
@@ -323,25 +338,44 @@ def main(argv: list[str]) -> Request | None:
         "--front-pid", type=int, required=True, help="the front, with which this process ends"
     )
     arguments = parser.parse_args(argv)
-    # A signal to all processes of a job asks the ranks to stop. The server is there until the front ends it.
-    mask = signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals())
-    unisono.child.end_with_front(arguments.front_pid)
-    control = socket.socket(fileno=arguments.control_fd)
-    control.set_inheritable(False)
-    begun_with = _begun_with()
-    unfit = _load({0, 1, 2, arguments.control_fd})
-    with contextlib.suppress(OSError):
-        control.send(b"ready")
-    server = Server(control, begun_with)
-    request = server.serve(unfit=unfit)
-    if request is not None:
-        become(request, printed=2, begun_with=begun_with)
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    return request
+    return Imported(arguments.front_pid).serve(socket.socket(fileno=arguments.control_fd))
 
 
-def _load(known_fds: Iterable[int]) -> str:
+class Imported:
+    """This process, once it has imported what ranks and tasks need.
+
+    Attributes:
+        environment: that the imports have read.
+        unfit: why nothing can be forked; empty where it can.
+    """
+
+    def __init__(self, front_pid: int) -> None:
+        """Imports.
+
+        Args:
+            front_pid: of the process with which this one ends.
+        """
+        # A signal to all processes of a job asks the ranks to stop. The server is there until the front ends it.
+        self._mask = signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals())
+        unisono.child.end_with_front(front_pid)
+        self.environment = _begun_with()
+        self.unfit = _load()
+
+    def serve(self, control: socket.socket) -> Request | None:
+        """Serves one front until it is gone; gives the request in each forked process."""
+        control.set_inheritable(False)
+        with contextlib.suppress(OSError):
+            control.send(b"ready")
+        request = Server(control, self.environment).serve(unfit=self.unfit)
+        if request is not None:
+            become(request, printed=2, begun_with=self.environment)
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+        return request
+
+
+def _load() -> str:
     """Imports; gives why nothing can be forked."""
+    known_fds = [fd for fd in _open_fds() if _name_of(fd) is not None]
     os.environ.update(_ONE_THREAD)
     try:
         with unisono.child.loading_modules():

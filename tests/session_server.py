@@ -1,0 +1,76 @@
+"""One fork server for all tests of a session: what imports torch, transformers and peft does so once. See docs/decisions/0018-fork-server.md."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+from unisono.supervise.child_process import child_environment
+from unisono.supervise.fork_server import SHARED
+
+_THREADS = 1
+
+
+class SessionServer:
+    """Starts it for a session that has tests with ranks or tasks, and names it to all that these tests start."""
+
+    def __init__(self) -> None:
+        # Libraries derive their caches from HOME and XDG_CACHE_HOME, which tests change, at their import; with HF_HOME they do not.
+        self._folder = tempfile.TemporaryDirectory(prefix="unisono-tests-")
+        os.environ.setdefault("HF_HOME", str(Path(self._folder.name) / "huggingface"))
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        self._process: subprocess.Popen[bytes] | None = None
+        self._printed: IO[bytes] | None = None
+
+    def start(self) -> None:
+        """Starts it; fronts that come before its imports are done start fork servers of their own."""
+        if self._process is not None or SHARED in os.environ or not sys.platform.startswith("linux"):
+            return
+        socket = Path(self._folder.name) / "socket"
+        self._printed = (Path(self._folder.name) / "printed").open("w+b")
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "unisono.worker.shared_fork_server", str(socket), "--front-pid", str(os.getpid())],
+            env=child_environment(threads=_THREADS), stdin=subprocess.DEVNULL, stdout=self._printed, stderr=self._printed,
+            start_new_session=True,
+        )  # fmt: skip
+        os.environ[SHARED] = str(socket)
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            del os.environ[SHARED]
+        if self._printed is not None:
+            self._printed.close()
+        self._folder.cleanup()
+
+
+_KEY = pytest.StashKey[SessionServer]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Side by side (`-n`), all processes of the session share it; they have its name from the environment."""
+    if hasattr(config, "workerinput"):
+        return
+    config.stash[_KEY] = SessionServer()
+    if config.getoption("numprocesses", default=None):
+        config.stash[_KEY].start()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """One test at a time: only if there is one that starts ranks."""
+    server = session.config.stash.get(_KEY, None)
+    if server is not None and any(
+        item.get_closest_marker("slow") or item.get_closest_marker("ranks") for item in session.items
+    ):
+        server.start()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    server = config.stash.get(_KEY, None)
+    if server is not None:
+        server.close()
