@@ -37,6 +37,7 @@ def facts() -> dict[str, Any]:
         "variables": dict(os.environ),
         "cwd": str(Path.cwd()),
         "fds": sorted(fd for fd in (int(entry.name) for entry in Path("/proc/self/fd").iterdir()) if exists(fd)),
+        "namespaces": [str(Path(f"/proc/self/ns/{name}").readlink()) for name in ("net", "uts", "ipc", "mnt", "user", "pid", "cgroup")],
         "leads": [os.getsid(0) == me, os.getpgrp() == me],
         "status": {name: status[name].strip() for name in _FIELDS},
         "limits": [

@@ -1,0 +1,35 @@
+"""A front that has one process forked and one executed, and prints the facts of both: python -m tests.launch.standins.shared_front"""
+
+import json
+import os
+import signal
+import sys
+import tempfile
+
+from tests.launch.standins import told
+from unisono.supervise import fork_server
+from unisono.supervise.child_process import ChildProcess
+
+_LIGHT = "tests.launch.standins.light_server"
+
+
+def main() -> None:
+    fork_server._SERVER, fork_server._SERVED = _LIGHT, (told.__name__,)
+    with tempfile.TemporaryFile() as log, fork_server.ForkServer(lambda _: None) as server:
+        for forks in (True, False):
+            child = ChildProcess(
+                lambda fd: [sys.executable, "-m", told.__name__, "--report-fd", str(fd), "--front-pid", str(os.getpid())],
+                environment=dict(os.environ), output=log, has_input=True,
+                fork_server=server if forks else None, waits=True,
+            )  # fmt: skip
+            found = child.read(0.05)
+            while not found:
+                found = child.read(0.05)
+            sys.stdout.write(json.dumps({"server": server.pid, "front": os.getpid(), **found[0]}) + "\n")
+            sys.stdout.flush()
+        if "--stays" in sys.argv:
+            signal.pause()
+
+
+if __name__ == "__main__":
+    main()
