@@ -21,7 +21,7 @@ from unisono.facts.processes import exit_status
 from unisono.text import one_line
 
 _SERVER = "unisono.worker.fork_server"
-_SERVED = ("unisono.worker", "unisono.task")
+_SERVED: tuple[str, ...] = ("unisono.worker", "unisono.task")
 SHARED = "UNISONO_FORK_SERVER"
 """The environment variable with the socket of a server that many fronts share; set by a suite of tests, as its starts are many and short."""
 _LIMIT_S = 120.0  # of imports, on a machine with much to do
