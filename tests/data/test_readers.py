@@ -5,6 +5,7 @@ Run: .venv/bin/python -m pytest tests/data/test_readers.py
 
 import gzip
 import json
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,17 @@ def test_a_malformed_json_file_is_refused_with_line_and_column(tmp_path: Path) -
     with pytest.raises(DataError) as caught:
         read(path)
     assert caught.value.problems[0].where == "rows.json:3:10"
+
+
+def test_a_json_file_that_does_not_fit_into_memory_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    path = write(tmp_path, "json")
+    path.write_text(path.read_text()[:-1] + " " * 8192)
+    os.truncate(path, 1 << 40)
+    with pytest.raises(DataError) as refused:
+        read(path)
+    assert "rows.json is too large for a .json file" in str(refused.value)
+    assert "1.1 TB need about 4.4 TB" in refused.value.problems[0].why
+    assert "jq -c '.[]' rows.json > NEW.jsonl" in refused.value.problems[0].fix
 
 
 def test_json_lines_under_the_name_json_are_read_as_lines(tmp_path: Path) -> None:

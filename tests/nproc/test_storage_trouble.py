@@ -1,6 +1,7 @@
 """Disks that are full, read-only or silent while ranks train. Run: pytest tests/nproc/test_storage_trouble.py"""
 
 import json
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -236,3 +237,20 @@ def test_where_no_step_can_be_kept_the_run_ends_and_says_why_and_goes_on_later(
     solo.waits_for_step(reached + 10)
     stopped(solo, again)
     assert [line["step"] for line in solo.metrics()] == list(range(1, solo.metrics()[-1]["step"] + 1))
+
+
+@pytest.mark.parametrize("which", ["weights", "tokens"])
+def test_a_mapped_file_that_is_cut_is_named_and_the_storage_blamed(solo: Job, which: str) -> None:
+    front = start(solo, (1, "auto"), batch={"global": 8})
+    solo.waits_for_step(3)
+    folder = solo.model if which == "weights" else Path(solo.read("plan.json")["data"]["cache_dir"])
+    path = folder / ("model.safetensors" if which == "weights" else "tokens.arrow")
+    whole = path.read_bytes()
+    os.truncate(path, 64)
+    try:
+        code = front.wait(limit_s=120)
+    finally:
+        path.write_bytes(whole)
+    verdict = solo.read("verdict.json")
+    assert (code, verdict["cause"]) == (6, "storage_unfit"), front.text()
+    assert f"was killed by SIGBUS: {path} was cut while the ranks read it" in verdict["summary"]

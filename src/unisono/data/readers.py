@@ -16,11 +16,14 @@ from typing import Any
 from unisono.data.arrow_files import read_arrow, read_parquet
 from unisono.data.rows import BadRow, Place, RawRow, Row, RowFile
 from unisono.errors import DataError
+from unisono.facts.limits import available_memory
 from unisono.inputs import HEAD_BYTES, SAMPLE_BYTES, decode_text, foreign_contents, guess_encoding, not_utf8
-from unisono.text import one_line
+from unisono.text import one_line, show_bytes
 
 _FIELD_LIMIT = 1 << 30  # characters of one csv field; the csv module's own limit is less than a long answer
 _LINE_LIMIT = 1 << 28  # bytes; a file without line ends would fill the memory
+_TIMES_IN_MEMORY = 4  # the bytes, their text, and its rows: 4.3 measured for chats
+_SMALL_DOCUMENT = 64 << 20  # read in any case
 _BINARY = ("parquet", "arrow")
 _BIG_INTEGER = "a number with too many digits"
 
@@ -243,6 +246,7 @@ def _kind(value: Any) -> str:
 
 def _read_json(file: RowFile) -> Iterator[Row]:
     """A list of objects; or JSON lines in a file named .json."""
+    _refuse_too_large(file)
     raw = file.path.read_bytes()
     text = decode_text(raw, file.name)
     if not isinstance(text, str):
@@ -277,6 +281,19 @@ def _read_json(file: RowFile) -> Iterator[Row]:
     for number, row in enumerate(value if isinstance(value, list) else [value], 1):
         place = Place(file.name, number, by_line=False)
         yield decoder.take_doubled(place, row) or _mapping(place, row)
+
+
+def _refuse_too_large(file: RowFile) -> None:
+    """Refuses a document that does not fit into memory: the machine would be out of memory minutes later, with no word about the file."""
+    size, free = file.path.stat().st_size, available_memory()
+    if size <= _SMALL_DOCUMENT or size * _TIMES_IN_MEMORY <= free:
+        return
+    raise DataError.of(
+        f"{file.name} is too large for a .json file",
+        where=file.name,
+        why=f"a JSON document is read into memory as a whole: {show_bytes(size)} need about {show_bytes(size * _TIMES_IN_MEMORY)}, and {show_bytes(free)} are available",
+        fix=f"write one row per line: jq -c '.[]' {shlex.quote(file.name)} > NEW.jsonl",
+    )
 
 
 def _refuse_wrapped(file: RowFile, value: Any) -> None:

@@ -12,9 +12,11 @@ from unisono.checkpoint.store import CheckpointStore
 from unisono.errors import Disagreed, UnisonoError
 from unisono.events import Show, say
 from unisono.launch.curve_drawing import Drawing
+from unisono.launch.cut_files import with_cut_file
 from unisono.launch.head_nodes import HeadNodes
 from unisono.launch.meeting_entry import is_about_nodes
 from unisono.launch.outcome import Ending, ending_of
+from unisono.launch.output_watch import CAUSE as OUTPUT_REMOVED
 from unisono.launch.output_watch import OutputWatch
 from unisono.launch.planning import LocalNode
 from unisono.launch.run_records import Table, write_agreement
@@ -57,9 +59,12 @@ class AttemptEnd:
         """Names how the attempt ended, and keeps the newest step of a run that died."""
         watch.settle(attempt)
         ending = with_witness(ending_of(attempt, plan), attempt, plan, self.request.witness)
+        ending = with_cut_file(ending, attempt, plan)
         ending = self._with_step(watch.judged(ending, attempt))
         ending = self._announce(plan, attempt, ending, log_events)
-        if self._rescue(plan, attempt, kept):
+        if self.disk.is_lost:
+            self._rescue_elsewhere(plan, attempt, kept, watch.now_at)
+        elif self._rescue(plan, attempt, kept):
             ending = replace(ending, fields=ending_of(attempt, plan).fields)
         return ending
 
@@ -136,6 +141,29 @@ class AttemptEnd:
             return False  # the step in memory may be the one that has drifted
         work = partial(rescue, self.run, plan, attempt, found, store=store, show=self.show)
         return self.disk.write("what the ranks kept in memory", work) is True
+
+    def _rescue_elsewhere(
+        self, plan: RunPlan, attempt: Attempt, kept: SharedMemory, now_at: Path | None
+    ) -> None:
+        """Makes that checkpoint where the run's directory is now; if that is not known, says what is lost. The result promises nothing."""
+        found = RescuedStep.of_node(kept)
+        steps = [snapshot.step for snapshots in found.steps.values() for snapshot in snapshots]
+        if not steps:
+            return
+        if now_at is not None and not (self.others is not None and needs_other_nodes(plan, attempt)):
+            run = RunDir(now_at)
+            work = partial(
+                rescue, run, plan, attempt, found, store=checkpoints_of(run, self.here), show=self.show
+            )
+            if RunsDisk(now_at, self.show).write("what the ranks kept in memory", work) is True:
+                text = f"the newest step of this run, {attempt.saved_step}, is in {now_at}"
+                self._warn(text, f"to continue from it, give the same command with output_dir={now_at}")
+                return
+        text = f"step {max(steps)}, which the ranks kept in memory, is lost with the run's directory"
+        self._warn(text, "")
+
+    def _warn(self, text: str, fix: str) -> None:
+        self.show({"kind": "warning", "time": time.time(), "code": OUTPUT_REMOVED, "text": text, "fix": fix})
 
 
 def checkpoints_of(run: RunDir, here: LocalNode) -> CheckpointStore:

@@ -49,12 +49,12 @@ def take_part(
         with attend_meeting(party, seen.make) as attendance:
             attendance.wait_for("prepare")
             shared = seen.shares_output
-            with _own_directory(request, loaded, here, shared=shared, show=show) as run:
+            with _own_directory(request, loaded, here, shared=shared, show=show) as (run, lock):
                 heads = (
                     disk.write("who holds the run", partial(recorded_holder, run.lock)) if shared else None
                 )
                 member = _Member(
-                    request, loaded, here, attendance, interrupts, show, run, shared, seen.report, disk
+                    request, loaded, here, attendance, interrupts, show, run, lock, seen.report, disk
                 )
                 last = member.run()
                 if isinstance(last, LostHead):
@@ -98,7 +98,7 @@ class _Member:
     interrupts: Interrupts
     show: Show
     run_dir: RunDir
-    shared: bool
+    lock: RunLock | None  # of this node's own output_dir; None where it is the head's
     first: NodeReport
     disk: RunsDisk
 
@@ -106,7 +106,7 @@ class _Member:
         """Prepares, and then serves one plan after the other until the last word."""
         prepared = self.attendance.run_in_background(
             lambda show: prepare(
-                self.request, self.loaded, self.here.environment, ledger=not self.shared, show=show
+                self.request, self.loaded, self.here.environment, ledger=self.lock is not None, show=show
             )
         )
         facts = prepared_facts(prepared).to_json()
@@ -186,7 +186,7 @@ class _Member:
             if parts is not None:  # of a front that was killed
                 self.disk.need("what is left of unfinished checkpoints", partial(clear_parts, parts))
             with kept:
-                return Serving(
+                serving = Serving(
                     self.attendance,
                     local,
                     self.interrupts,
@@ -194,7 +194,9 @@ class _Member:
                     plan=plan,
                     disk=self.disk,
                     checkpoints=parts,
-                ).run()
+                )
+                serving.watch(self.lock, write_plan)
+                return serving.run()
         finally:
             self.disk.write("this node's copy of the plan", partial(_remove_plan, plan_file))
             if parts is not None:
@@ -211,8 +213,8 @@ def _remove_plan(path: Path) -> None:
 @contextlib.contextmanager
 def _own_directory(
     request: TrainRequest, loaded: LoadedConfig, here: LocalNode, *, shared: bool, show: Show
-) -> Iterator[RunDir]:
-    """This node's output_dir: the head's, or one of its own, which is then locked here.
+) -> Iterator[tuple[RunDir, RunLock | None]]:
+    """This node's output_dir: the head's; or one of its own, with its lock, which is held here.
 
     Raises:
         UsageError: if it is a run of its own that has nothing to do with the head's.
@@ -221,7 +223,7 @@ def _own_directory(
     run = RunDir(Path(loaded.config.output_dir))
     refuse_if_silent(run.root)
     if shared:
-        yield run
+        yield run, None
         return
     _refuse_another_run(run, fresh=request.fresh, show=show)
     make_private_dir(run.root)
@@ -230,7 +232,7 @@ def _own_directory(
     if note:
         show({"kind": "note", "time": time.time(), "text": note})
     try:
-        yield run
+        yield run, lock
     finally:
         lock.release()
 

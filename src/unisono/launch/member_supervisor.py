@@ -3,7 +3,7 @@
 import contextlib
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,13 +15,14 @@ from unisono.control.file_sender import FileSender, TransferOutcome
 from unisono.errors import Disagreed
 from unisono.events import Message, Show
 from unisono.files import make_private_dir
+from unisono.launch.member_watch import MemberWatch
 from unisono.launch.outcome import NOTHING_DONE, Ending, result_of
 from unisono.launch.run_records import read_progress, writing_for_head
 from unisono.plan import RunPlan
 from unisono.remote_checkpoint.rescue import MemorySender
 from unisono.remote_checkpoint.shard_transfer import ShardSender
 from unisono.rundir import RunDir
-from unisono.rundir.lock import Holder
+from unisono.rundir.lock import Holder, RunLock
 from unisono.rundir.records import RunResult, set_verdict, write_result
 from unisono.supervise.bounded_io import RunsDisk
 from unisono.supervise.decision import NodeLoss
@@ -96,6 +97,7 @@ class Serving:
     plan: RunPlan
     disk: RunsDisk
     checkpoints: Path | None = None
+    _output: MemberWatch | None = field(default=None, init=False)
     _shards: ShardSender | None = field(default=None, init=False)
     _kept: MemorySender | None = field(default=None, init=False)
     _telling: MonitorReports = field(init=False)
@@ -103,8 +105,34 @@ class Serving:
     _told_again_at: float | None = field(default=None, init=False)
     _told_gone: bool = field(default=False, init=False)
 
+    def watch(self, lock: RunLock | None, write_plan: Callable[[], None]) -> None:
+        """Has this node's output_dir watched from now on.
+
+        Args:
+            lock: of a directory of this node's own, held; None if it is the head's.
+            write_plan: writes this node's copy of the plan, with the folders for its ranks.
+        """
+        places = self.local.places
+        self._output = MemberWatch(
+            self.local.run,
+            lock,
+            self.plan,
+            places,
+            self.disk,
+            self.show,
+            send=lambda message: self._tell(places[0].rank, message),
+            write_plan=write_plan,
+        )
+
     def run(self) -> LastWord | LostHead:
         """Until the end; the ranks are gone then."""
+        try:
+            return self._serve()
+        finally:
+            if self._output is not None:
+                self._output.settle()
+
+    def _serve(self) -> LastWord | LostHead:
         self._telling = MonitorReports(self.local, self._node_rank, self.link.send)
         with self.local, contextlib.closing(self._telling), FileSender(self.link.link) as transfers:
             self._make_senders(transfers)
@@ -124,6 +152,8 @@ class Serving:
                         return last
                 self._telling.send()
                 self._tell_stop()
+                if self._output is not None:
+                    self._output.look()
                 if self._head_is_late():
                     why = f"it did not answer a second signal within {_HEAD_ANSWERS_S:g} s"
                     own = NodeLoss(self._node_rank, self._host, why, _HEAD_ANSWERS_S, lost_head=True)
@@ -168,6 +198,8 @@ class Serving:
             self._shards.written(news.rank, news.message)
         elif news.message["kind"] in _PASSED_ON:
             self._tell(news.rank, news.message)
+            if news.message["kind"] == "ready" and self._output is not None:
+                self._output.ranks_ready()
         self._tell_gone()
 
     def _tell(self, rank: int, message: Message) -> None:

@@ -4,7 +4,6 @@ What was removed is created again from what the front knows, and training contin
 itself is gone from there, the run ends, and nothing is written.
 """
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,6 +14,7 @@ from unisono.causes import Evidence, Verdict, find_cause
 from unisono.events import Message, Show
 from unisono.facts.path_monitor import Identity, PathMonitor, PathState, identity_of
 from unisono.files import whole_file
+from unisono.launch.held_files import HeldFiles
 from unisono.launch.outcome import Ending
 from unisono.plan import RunPlan
 from unisono.rundir import RunDir
@@ -25,7 +25,6 @@ from unisono.text import one_line
 
 CAUSE = "output_removed"
 _MOST_LEDGER_BYTES = 64 << 20
-_CHUNK_BYTES = 1 << 20
 _GOES_ON = (0, 75, 130)  # they promise that a next command finds something in the directory
 
 
@@ -34,6 +33,7 @@ class OutputWatch:
 
     Attributes:
         verdict: why nothing more can be written at the path; None while all is well.
+        now_at: where the run's own directory is then, if that is known.
     """
 
     def __init__(
@@ -62,8 +62,9 @@ class OutputWatch:
         self._saved: list[int] = []
         self._finished = self._keeps_path = self._has_stepped = False
         self.verdict: Verdict | None = None
+        self.now_at: Path | None = None
         self._ledger = b""
-        self._metrics: int | None = None
+        self._held = HeldFiles(run, plan.on_node(0))
         self._watch: PathMonitor | None = None
         disk.need("what is in the run's directory", self._remember)
 
@@ -73,9 +74,16 @@ class OutputWatch:
             self._step = int(message["step"])
             if not self._has_stepped:
                 self._has_stepped = True
-                self._disk.later(self._hold_metrics)
+                self._disk.later(self._held.hold)
         if rank == 0 and message["kind"] == "checkpoint":
             self._saved.append(int(message["step"]))
+            self._disk.later(self._held.hold)  # what came later, as TensorBoard's files
+        if message["kind"] == "warning" and message.get("code") == CAUSE and self.verdict is None:
+            verdict = Verdict.from_json(message["verdict"])
+            if (
+                verdict.severity == "fatal"
+            ):  # of a different node, whose own directory is lost; this one is not
+                self.verdict, self._keeps_path = verdict, True
 
     def look(self) -> Verdict | None:
         """Acts on what has changed; gives the verdict that ends the ranks, once there is one."""
@@ -100,10 +108,8 @@ class OutputWatch:
             self._judge(*seen)
         if attempt.checkpoint is not None and not self._disk.is_lost:
             self._disk.write("which checkpoint is the newest", lambda: self._name_newest(attempt))
-        self._disk.write("metrics.jsonl", self._bring_metrics)
-        if self._metrics is not None:
-            os.close(self._metrics)
-            self._metrics = None
+        self._disk.write("metrics, logs and events", self._held.restore)
+        self._held.close()
 
     def judged(self, ending: Ending, attempt: Attempt) -> Ending:
         """How the run ended, without a promise of what is not there.
@@ -140,7 +146,7 @@ class OutputWatch:
     def _remember(self) -> None:
         paths = (self._run.root, self._run.lock, self._run.checkpoints)
         self._root, self._own_lock, self._checkpoints = map(identity_of, paths)
-        self._device = _device_of(self._run.root.parent)
+        self._device = device_of(self._run.root.parent)
         self._saved = sorted(self._steps())
         if self._run.data.exists() and self._run.data.stat().st_size <= _MOST_LEDGER_BYTES:
             self._ledger = self._run.data.read_bytes()
@@ -163,6 +169,7 @@ class OutputWatch:
             self._restore(root.now_at)
         elif root.identity != self._root and not self._is_still_ours():
             where = f"; the run's own is now {root.now_at}" if root.now_at else ""
+            self.now_at = Path(root.now_at) if root.now_at else None
             self._lose(f"a different directory replaced {self._run.root}{where}")
         elif lock.identity != self._own_lock:
             self._lock_again(root.identity, lock.identity)
@@ -178,7 +185,7 @@ class OutputWatch:
     def _restore(self, now_at: str | None) -> None:
         """Makes the directory again, with everything but what only disks knew."""
         what = f"{self._run.root} was {f'renamed to {now_at}' if now_at else 'removed'} after step {self._step}, while its run is active"
-        if self._disk.write("run.lock", lambda: _device_of(self._run.root.parent)) != self._device:
+        if self._disk.write("run.lock", lambda: device_of(self._run.root.parent)) != self._device:
             self._lose(f"{self._run.root} is gone, and the file system that it was on")
             return
         lost = (
@@ -195,8 +202,8 @@ class OutputWatch:
             self._lose(f"{what}, and it cannot be created again")
             return
         self._warn(
-            f"{what}: it is created again, and training continues; {lost}; logs and events of these ranks are not kept from here on, and the next"
-            " checkpoint comes when it is due",
+            f"{what}: it is created again, and training continues; {lost}; {growing(self._held)}, and the next checkpoint comes when it is"
+            " due",
             "end a run first (Ctrl-C), then remove or rename its directory",
         )
 
@@ -206,7 +213,7 @@ class OutputWatch:
         )  # fails if there is a directory by now, which then belongs to someone else
         self._lock.keep()
         self._write_missing()
-        self._bring_metrics()
+        self._held.restore()
         self._remember()
         return True
 
@@ -233,22 +240,6 @@ class OutputWatch:
         self._write_missing()
         self._watch_anew()
         return True
-
-    def _hold_metrics(self) -> None:
-        """Open, a file that is removed keeps what was written, and gets what rank 0 still writes."""
-        self._metrics = os.open(self._run.metrics, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-
-    def _bring_metrics(self) -> None:
-        """Writes the lines to the path again, where rank 0 has not done so with a checkpoint."""
-        path = self._run.metrics
-        if self._metrics is None or os.fstat(self._metrics).st_size <= (
-            path.stat().st_size if path.exists() else 0
-        ):
-            return
-        with whole_file(path) as temporary, temporary.open("wb") as copy:
-            offset = 0
-            while chunk := os.pread(self._metrics, _CHUNK_BYTES, offset):
-                offset += copy.write(chunk)
 
     def _write_missing(self) -> None:
         """The files that were there before ranks started, where one of them is missing."""
@@ -294,18 +285,7 @@ class OutputWatch:
 
     def _warn(self, what: str, fix: str) -> None:
         verdict = self._verdict(what, severity="warning", fix=fix)
-        self._show(
-            {
-                "kind": "warning",
-                "time": time.time(),
-                "code": CAUSE,
-                "step": self._step,
-                "text": what,
-                "where": str(self._run.root),
-                "fix": fix,
-                "verdict": verdict.to_json(),
-            }
-        )
+        self._show({**warning_of(verdict, self._run.root), "step": self._step})
 
     def _lose(self, what: str, *, keeps_path: bool = False) -> None:
         """Ends the run. Unless the path is still the run's, nothing is written there from here on."""
@@ -334,13 +314,33 @@ class OutputWatch:
         )
 
 
+def warning_of(verdict: Verdict, root: Path) -> Message:
+    """The message about a directory that was removed or replaced."""
+    return {
+        "kind": "warning",
+        "time": time.time(),
+        "code": CAUSE,
+        "text": verdict.summary,
+        "where": str(root),
+        "fix": verdict.fix[0],
+        "verdict": verdict.to_json(),
+    }
+
+
+def growing(held: HeldFiles) -> str:
+    """What becomes of files that ranks write all the time, for messages."""
+    if held:
+        return "logs, events and TensorBoard's files are complete again when these ranks end"
+    return "logs and events of these ranks are not kept from here on"
+
+
 def _lost(steps: list[int]) -> str:
     if not steps:
         return "no checkpoint was in it"
     return f"its checkpoints are gone (steps {', '.join(map(str, steps))})"
 
 
-def _device_of(path: Path) -> int:
+def device_of(path: Path) -> int:
     """The device of a directory, or of the nearest one above it that is there."""
     while True:
         found = identity_of(path)
