@@ -15,8 +15,9 @@ import pytest
 
 from unisono.errors import UsageError
 from unisono.files import read_object
-from unisono.guard.border_directory import HELD, border, run_dir
+from unisono.guard.border_directory import border, run_dir
 from unisono.guard.local_program import Program
+from unisono.integrations.border import HELD
 
 _HOLDS = """
 import sys

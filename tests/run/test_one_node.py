@@ -249,17 +249,32 @@ def test_a_front_that_is_killed_leaves_nothing_behind(tmp_path: Path) -> None:
         until(lambda: not border.exists(), "the border is gone")
 
 
+def test_a_front_and_its_keeper_that_are_killed_together_leave_no_rank(tmp_path: Path) -> None:
+    """One that has loaded torch; nothing guards other processes then."""
+    with run(tmp_path, [sys.executable, "-c", LAUNCHER, f"import torch; {RANK}"]) as front:
+        pids = [until(partial(number_in, tmp_path / f"pid-{r}"), "ranks") for r in (0, 1)]
+        until(lambda: pidfds_of(front.pid) >= 2, "the front has found both ranks")
+        os.kill(front.pid, signal.SIGSTOP)  # it must not see that its keeper ends
+        os.kill(_keeper_of(front.pid), signal.SIGKILL)
+        front.kill()
+        until(lambda: all(map(is_gone, pids)), "the ranks are gone")
+
+
+def _keeper_of(front: int) -> int:
+    (keeper,) = [
+        pid
+        for pid, parent in processes_below(front)
+        if parent == front and b"subreaper.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+    return keeper
+
+
 def test_a_keeper_that_is_killed_leaves_nothing_behind_and_no_rank_is_blamed(tmp_path: Path) -> None:
     with run(tmp_path, [sys.executable, "-c", LAUNCHER, RANK]) as front:
         pids = [until(partial(number_in, tmp_path / f"pid-{r}"), "ranks") for r in (0, 1)]
         until(lambda: pidfds_of(front.pid) >= 2, "the front has found both ranks")
         living = diagnose_run(tmp_path / "out").verdict
-        (keeper,) = [
-            pid
-            for pid, parent in processes_below(front.pid)
-            if parent == front.pid and b"subreaper.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
-        ]
-        os.kill(keeper, signal.SIGKILL)
+        os.kill(_keeper_of(front.pid), signal.SIGKILL)
         front.communicate(timeout=LIMIT_S)
     assert (living.cause, living.when) == ("healthy", "during")
     assert all(map(is_gone, pids))

@@ -16,13 +16,12 @@ from unisono.errors import UsageError
 from unisono.events import Show
 from unisono.facts.path_monitor import Identity, PathMonitor, identity_of
 from unisono.files import make_private_dir, read_object
+from unisono.integrations.border import HELD
 from unisono.rundir import RunDir
 from unisono.rundir.lock import LockTaken, RunLock
 from unisono.rundir.records import Outcome, outcome_of
 
 _MEMORY = Path("/dev/shm")  # noqa: S108 - holds a folder with mode 0700 and an unguessable name
-HELD = "held"
-"""A file in the border, locked by its users. A pid would mean nothing in a different container."""
 
 
 class ProgramDir(RunDir):

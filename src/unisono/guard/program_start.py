@@ -20,7 +20,7 @@ from unisono.guard.program_end import SignalQueue
 from unisono.guard.program_meeting import make_report
 from unisono.guard.program_ranks import ProgramRanks
 from unisono.guard.program_request import RunRequest, RunShape, build_environment
-from unisono.integrations.border import Guard
+from unisono.integrations.border import ENDS_WITH_FRONT, Guard
 from unisono.plan import NodePlace
 from unisono.rendezvous.party import ChannelFacts
 from unisono.rundir.lock import RunLock
@@ -104,6 +104,7 @@ class ProgramStart:
                     "debug_comm": request.debug_comm,
                     "json": request.json,
                     "join_timeout_s": request.join_timeout_s,
+                    ENDS_WITH_FRONT: True,
                 },
             )
             found = build_environment(

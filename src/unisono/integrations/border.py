@@ -24,6 +24,7 @@ Nothing here loads torch, or anything beside the standard library before a recor
 """
 
 import contextlib
+import fcntl
 import json
 import mmap
 import os
@@ -42,6 +43,10 @@ VARIABLE = "UNISONO_GUARD"
 """The only variable of the border: the path of guard.json."""
 
 GUARD_FILE = "guard.json"
+HELD = "held"
+"""A file in the border, locked by its users. A pid would mean nothing in a different container."""
+ENDS_WITH_FRONT = "ends_with_front"
+"""The option of a guard whose front and subreaper outlive the program: without both, a rank ends itself."""
 LAUNCHER = "launcher"
 """The name of what a launcher (torchrun's agent) brings: `nproc`, `node_rank`, `nodes`, and more; the answer has the store's address."""
 
@@ -63,7 +68,7 @@ class Guard:
         host: this node's name in verdicts.
         store: HOST:PORT for torch's store, free on node 0 when the fronts agreed; empty on one node where torch chooses.
         uneven: whether nodes may have unequal numbers of ranks.
-        options: other options of the front: `debug_comm` (bool), `json` (bool).
+        options: other options of the front: `debug_comm`, `json`, `ends_with_front` (bool).
     """
 
     folder: Path
@@ -84,6 +89,27 @@ class Guard:
         except OSError:
             return False
         return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
+
+    def is_left(self) -> bool:
+        """Whether the front and its subreaper are both gone, so that nobody ends this process: neither locks the folder any more."""
+        if not self.options.get(ENDS_WITH_FRONT):
+            return False
+        try:
+            held = os.open(
+                self.folder / HELD, os.O_RDWR | os.O_CLOEXEC
+            )  # each time: a fork would keep the lock
+        except FileNotFoundError:
+            return not self.is_watched  # the next front has removed it
+        except OSError:
+            return False
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        else:
+            return True
+        finally:
+            os.close(held)
 
     def write(self) -> Path:
         """Creates the folder and guard.json, for the front; returns the path for the variable."""

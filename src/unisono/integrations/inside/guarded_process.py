@@ -151,7 +151,7 @@ class GuardedProcess:
 
             # Never chained: the default action of a real-time signal kills the process.
             faulthandler.register(number, file=stacks, all_threads=True, chain=False)
-        sampling = Sampling(self.beats, self._where)
+        sampling = Sampling(self.beats, self._where, is_left=self.presence.guard.is_left)
         Pulse(record, sampling.dump, answers).start()
         sampling.start()
         beat_while_collecting(self.beats)
@@ -252,6 +252,7 @@ def this_process(environment: Mapping[str, str] = os.environ) -> GuardedProcess 
 
 _EVERY_S = 0.25
 _SILENT_S = 1.0
+_ASKED_EVERY_S = 1.0  # whether front and subreaper live; takes 10 µs
 _LITTLE_S = (
     0.004  # of a processor, in a second: less is nothing, and a loop that polls four times a second is still
 )
@@ -271,16 +272,20 @@ def dump_of_interest() -> bytes:
 class Sampling(threading.Thread):
     """The sampling thread, a daemon."""
 
-    def __init__(self, beats: Beats, where: Callable[[], dict[str, Any]]) -> None:
+    def __init__(
+        self, beats: Beats, where: Callable[[], dict[str, Any]], *, is_left: Callable[[], bool] = bool
+    ) -> None:
         """Not started yet.
 
         Args:
             beats: of the thread that trains.
             where: returns facts about that thread, which are added to a dump.
+            is_left: whether nobody is there any more to end this process: it then ends itself.
         """
         super().__init__(name="unisono-sampling", daemon=True)
         self._beats = beats
         self._where = where
+        self._is_left = is_left
         self._begun = 0
         self._use = _Use()
 
@@ -288,9 +293,14 @@ class Sampling(threading.Thread):
         """Samples four times per second; once per second in detail while the main thread is silent and no collective begins."""
         self._beats.note_groups(begun=0, pending=0, still_ns=0)
         seen, since, looked = (-1, -1), time.monotonic(), 0.0
+        asked = since
         while True:
             time.sleep(_EVERY_S)
             now = time.monotonic()
+            if now - asked > _ASKED_EVERY_S:
+                asked = now
+                if self._is_left():
+                    os.kill(os.getpid(), signal.SIGKILL)
             with suppress(
                 ValueError, LookupError, TypeError, RuntimeError
             ):  # an unknown version of the recorder
