@@ -228,7 +228,7 @@ def measure(case: str, nodes: int) -> dict[str, Any]:
         verdicts = compare_nodes(list(known.values())).fatal
         compared_s = time.monotonic() - compared
     crowd.listen()
-    server.settle({"kind": "ended", "verdicts": [verdict.to_json() for verdict in verdicts]})
+    server.send_last({"kind": "ended", "verdicts": [verdict.to_json() for verdict in verdicts]})
     server.close(patience_s=LIMIT_S)
     heard = crowd.answers()
     crowd.end()

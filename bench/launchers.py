@@ -145,7 +145,7 @@ def measure(start: Start) -> Seen:
     front = start()
     code = front.wait(limit_s=_LIMIT_S)
     assert code == 0, front.text()
-    first = front.said('"kind": "step"')
+    first = front.printed_at('"kind": "step"')
     assert first is not None
     assert front.ended is not None
     return Seen(first - front.started, front.ended - front.started, load)

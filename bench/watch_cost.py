@@ -280,7 +280,7 @@ def be_front(mode: Mode, words: list[str]) -> None:
     import unisono.supervise.rank_supervisor
     from unisono.cli import app
     from unisono.supervise.child_process import Programs, worker_command
-    from unisono.watch import Picture
+    from unisono.watch import RunView
 
     class Request(unisono.launch.train_request.TrainRequest):
         def __init__(self, *arguments: object, **named: object) -> None:
@@ -291,7 +291,7 @@ def be_front(mode: Mode, words: list[str]) -> None:
     class LooksAway:
         def __init__(self, plan: object, signs: object, server: object, show: object, **how: object) -> None:
             del plan, signs, server, show, how
-            self.picture = Picture({}, {})
+            self.picture = RunView({}, {})
 
         def look(self) -> None:
             return None

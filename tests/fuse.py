@@ -9,7 +9,7 @@ from pathlib import Path
 DETACH = 2
 
 
-def why_not() -> str:
+def why_unavailable() -> str:
     """Why there can be none here; empty where there can."""
     if os.geteuid() != 0:
         return "needs root"

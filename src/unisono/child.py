@@ -91,7 +91,7 @@ def run_child(body: Callable[[Reporter], dict[str, Any]], arguments: argparse.Na
         reporter.close()
 
 
-def leave(code: int, *, in_peace: bool = True) -> NoReturn:
+def leave(code: int, *, orderly: bool = True) -> NoReturn:
     """Ends this process with its exit code, once all has been told, and does not take the interpreter apart.
 
     While that is done, a thread or a static object of torch's may abort the process ("terminate called without an active exception", torch
@@ -99,9 +99,9 @@ def leave(code: int, *, in_peace: bool = True) -> NoReturn:
 
     Args:
         code: of the exit.
-        in_peace: whether what was registered with atexit is called: not where something that it waits for may stand still.
+        orderly: whether what was registered with atexit is called: not where something that it waits for may stand still.
     """
-    if in_peace:
+    if orderly:
         atexit._run_exitfuncs()  # noqa: SLF001 - there is no public way to call them without the rest
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
@@ -116,18 +116,18 @@ def _ended(body: Callable[[Reporter], dict[str, Any]], reporter: Reporter, *, is
         reporter.send("refused", **error.to_json())
         return error.exit_code
     except Exception as error:  # noqa: BLE001 - the edge of a process: recorded, and told to the front
-        told = describe_crash(error)
+        crash = describe_crash(error)
         # A task has its paths from a person; those of a rank were usable when its run began.
-        failure = unusable_path(error, has_begun=not is_task) or (
+        failure = unusable_path(error, has_started=not is_task) or (
             None if is_peer_loss(error) else storage_failure(error)
         )
         if failure is not None:
             reporter.send("refused", **failure.to_json())
         else:
-            reporter.send("crashed", exit_code=5, **told)
+            reporter.send("crashed", exit_code=5, **crash)
         # The log keeps it also where the front is gone; last, for its disk may hang.
         with contextlib.suppress(OSError):
-            sys.stderr.write(told["traceback"])
+            sys.stderr.write(crash["traceback"])
         return failure.exit_code if failure is not None else 5
     reporter.send("result", **result)
     return int(result.get("exit_code", 0))

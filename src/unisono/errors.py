@@ -14,8 +14,8 @@ from unisono.text import one_line, plain, show_bytes
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 _OPEN_FILES = (errno.EMFILE, errno.ENFILE)
-_NOT_OURS = (errno.EROFS, errno.EACCES, errno.EPERM)
-_GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
+_DENIED = (errno.EROFS, errno.EACCES, errno.EPERM)
+_MISSING = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 _BROKEN = (
     errno.EIO,
     errno.ENXIO,
@@ -112,11 +112,11 @@ class Disagreed(UnisonoError):  # noqa: N818 - named for what happened
     """Ranks or nodes disagree, one is missing, or one refused after the call: nothing was trained.
 
     Attributes:
-        said: whether its verdict has been shown already, by who had to say it before waiting for others to hear it.
+        already_shown: whether its verdict has been shown already, by a front that shows it before it waits for the other nodes.
     """
 
     exit_code = 3
-    said: bool = False
+    already_shown: bool = False
 
 
 class UnfitError(UnisonoError):
@@ -188,9 +188,9 @@ def storage_reason(error: BaseException) -> str:
         return "the disk or the quota is full"
     if number == errno.EROFS:
         return "the file system is read-only, e.g. after a device error"
-    if number in _NOT_OURS:
+    if number in _DENIED:
         return "this user has no write permission there"
-    if number in _GONE:
+    if number in _MISSING:
         return "it was removed, renamed or replaced while the run was using it"
     return "the storage failed"
 
@@ -228,7 +228,7 @@ def storage_verdict(error: BaseException, problem: Problem, *, phase: str | None
     number = error_number(error)
     is_limit = number in _OPEN_FILES or (_is_too_large(error) and file_size_limit() is not None)
     name = "disk_full" if number in FULL else "ulimit" if is_limit else None
-    if number in _NOT_OURS and phase is not None:
+    if number in _DENIED and phase is not None:
         name = "storage_unfit"
     known = find_cause(name) if name is not None else None
     if known is None:
@@ -254,9 +254,12 @@ def storage_failure(error: BaseException) -> UnfitError | None:
     path = str(getattr(error, "filename", None) or "")
     if not path.startswith("/") and number not in (errno.EFBIG, *FULL, *_OPEN_FILES, *_BROKEN):
         return None
-    doing = "cannot be used" if path else "a file cannot be read or written"
+    failed_use = "cannot be used" if path else "a file cannot be read or written"
     problem = Problem(
-        f"{path} {doing}: {storage_words(error)}".strip(), path, storage_reason(error), storage_remedy(error)
+        f"{path} {failed_use}: {storage_words(error)}".strip(),
+        path,
+        storage_reason(error),
+        storage_remedy(error),
     )
     return UnfitError(problem, verdict=storage_verdict(error, problem, phase=None))
 
@@ -271,22 +274,22 @@ def as_usage_error() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        refusal = unusable_path(error, has_begun=False)
+        refusal = unusable_path(error, has_started=False)
         if refusal is None:
             raise
         raise refusal from error
 
 
-def unusable_path(error: BaseException, *, has_begun: bool) -> UsageError | None:
+def unusable_path(error: BaseException, *, has_started: bool) -> UsageError | None:
     """The error for the user (exit code 2) if a given path cannot be used; None for other errors.
 
     Args:
         error: uncaught in a process.
-        has_begun: whether the work already has its own files, which were usable when it began: then only a name that can never be
+        has_started: whether the work already has its own files, which were usable when it began: then only a name that can never be
             used is the user's mistake.
     """
     path = getattr(error, "filename", None) if isinstance(error, OSError) else None
-    if path is None or error_number(error) not in (_OF_A_NAME if has_begun else (*_OF_A_NAME, *_OF_ACCESS)):
+    if path is None or error_number(error) not in (_OF_A_NAME if has_started else (*_OF_A_NAME, *_OF_ACCESS)):
         return None
     return UsageError.of(
         f"a path cannot be used: {storage_words(error)}",

@@ -164,7 +164,7 @@ def read_message(line: str) -> Message | None:
     return value if isinstance(value, dict) and isinstance(value.get("kind"), str) else None
 
 
-def say(show: Show, text: str) -> None:
+def notify(show: Show, text: str) -> None:
     """A line for people."""
     show({"kind": "note", "time": time.time(), "text": text})
 

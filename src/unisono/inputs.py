@@ -107,9 +107,9 @@ def _unseen(name: str, error: OSError | ValueError) -> Fault:
     code = error.errno if isinstance(error, OSError) else None
     if code == errno.ELOOP:
         return Fault(f"{name} is a symbolic link loop", "", "give the file itself")
-    said = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    detail = (error.strerror if isinstance(error, OSError) else None) or str(error)
     fix = "check the permissions of the directories on its path" if code == errno.EACCES else "check the path"
-    return Fault(f"{name} cannot be read", said, fix)
+    return Fault(f"{name} cannot be read", detail, fix)
 
 
 def foreign_contents(head: bytes, name: str) -> Fault | None:

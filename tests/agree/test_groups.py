@@ -46,10 +46,10 @@ def test_on_a_tie_a_suspect_is_odd_unless_all_are_suspects() -> None:
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=9), st.randoms())
 def test_order_changes_nothing_and_a_strict_majority_is_never_odd(values: list[int], random: object) -> None:
-    said = [(node(rank), value) for rank, value in enumerate(values)]
-    shuffled = list(said)
+    printed = [(node(rank), value) for rank, value in enumerate(values)]
+    shuffled = list(printed)
     random.shuffle(shuffled)  # type: ignore[attr-defined]
-    groups = partition(said)
+    groups = partition(printed)
     assert groups == partition(shuffled)
     odd = set(odd_out(groups))
     assert len(odd) < len(values)

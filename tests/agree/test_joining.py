@@ -74,8 +74,8 @@ def test_a_node_that_refuses_gives_its_reason_or_its_verdict() -> None:
     assert verdict.evidence[0] == Evidence(where="bad.yaml:4", text="unknown key `data.max_lenght`")
     assert verdict.fix == ("did you mean `max_length`?",)
     own = Verdict(cause="storage_unfit", when="before", summary="output_dir is read-only", fix=("mount it",))
-    told = membership.refused_node(2, "c", [], verdict=own)
-    assert (told.cause, told.summary, told.fix) == (
+    reported = membership.refused_node(2, "c", [], verdict=own)
+    assert (reported.cause, reported.summary, reported.fix) == (
         "storage_unfit",
         "node 2 (c) refused: output_dir is read-only",
         ("mount it",),

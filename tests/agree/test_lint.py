@@ -188,10 +188,10 @@ def test_known_faults_that_do_not_concern_a_node_are_not_told() -> None:
     on_cpu = nodes(versions={**node(0).versions, "nccl": "2.26.2", "torch": "2.7.0+cpu"})
     assert compare_nodes(on_cpu).verdicts == []
     t4 = [device(index, name="Tesla T4", gib=16) for index in range(2)]
-    told = compare_nodes(
+    reported = compare_nodes(
         [gpu_node(0, nodes=1, chosen=t4, visible=None, physical=t4).model_copy(update={"visible": t4})]
     )
-    assert [verdict.cause for verdict in told.verdicts] == ["version_known_bad"]
+    assert [verdict.cause for verdict in reported.verdicts] == ["version_known_bad"]
 
 
 def test_faults_of_foreign_programs_are_known_but_not_told_to_our_own_runs() -> None:

@@ -35,8 +35,8 @@ def check(agreement: Agreement, check_id: str, status: str) -> Check:
 
 
 def test_unequal_numbers_of_ranks_that_all_declared_run_with_a_line_that_says_so() -> None:
-    said: dict[str, Any] = {"nproc_declared": True, "nproc_origin": "--nproc"}
-    agreement = compare_nodes([node(0, nodes=2, **said), node(1, nodes=2, nproc=1, **said)])
+    printed: dict[str, Any] = {"nproc_declared": True, "nproc_origin": "--nproc"}
+    agreement = compare_nodes([node(0, nodes=2, **printed), node(1, nodes=2, nproc=1, **printed)])
     assert agreement.agreed
     text = check(agreement, "nproc", "pass").text
     assert text == "different, as declared on every node: 2 ranks on node 0 (a), 1 rank on node 1 (b)"

@@ -154,15 +154,15 @@ def test_damage_is_named_and_the_last_intact_one_is_found(
     for step in (1, 2, 3):
         save(step)
     damage(store.path(3) / file)
-    told: list[tuple[Path, Damage]] = []
-    found = store.newest_intact(lambda path, finding: told.append((path, finding)))
+    reported: list[tuple[Path, Damage]] = []
+    found = store.newest_intact(lambda path, finding: reported.append((path, finding)))
     assert found is not None
     assert found.step == 2
-    assert told[0][0] == store.path(3)
-    assert told[0][1].file == file
-    assert told[0][1].kind == kind
-    assert words in str(told[0][1])
-    assert store.verify(store.path(3))[0] == told[0][1]
+    assert reported[0][0] == store.path(3)
+    assert reported[0][1].file == file
+    assert reported[0][1].kind == kind
+    assert words in str(reported[0][1])
+    assert store.verify(store.path(3))[0] == reported[0][1]
     assert store.verify(store.path(2)) == []
 
 
@@ -356,8 +356,8 @@ def test_storage_that_fails_otherwise_is_named(tmp_path: Path) -> None:
 @pytest.fixture
 def gone(tmp_path: Path) -> Iterator[Path]:
     """A mount whose server is gone: whoever asks for anything in it gets an error, as from a stale handle of NFS."""
-    if fuse.why_not():
-        pytest.skip(fuse.why_not())
+    if fuse.why_unavailable():
+        pytest.skip(fuse.why_unavailable())
     folder = tmp_path / "gone"
     folder.mkdir()
     try:

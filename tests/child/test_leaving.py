@@ -36,14 +36,14 @@ def test_what_aborts_while_the_interpreter_is_taken_apart_takes_no_exit_code_wit
 
 
 def test_where_something_stands_still_nothing_is_called_and_all_that_was_said_is_there() -> None:
-    assert ended("leave(5, in_peace=False)") == (5, "said before; ")
+    assert ended("leave(5, orderly=False)") == (5, "said before; ")
 
 
-@pytest.mark.parametrize("in_peace", [True, False])
-def test_a_reader_that_is_gone_changes_nothing(*, in_peace: bool) -> None:
+@pytest.mark.parametrize("orderly", [True, False])
+def test_a_reader_that_is_gone_changes_nothing(*, orderly: bool) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     try:
-        assert ended(f"leave(3, in_peace={in_peace})", out=writing)[0] == 3
+        assert ended(f"leave(3, orderly={orderly})", out=writing)[0] == 3
     finally:
         os.close(writing)

@@ -55,5 +55,5 @@ def test_a_rank_and_a_task_collect_nothing_while_they_load() -> None:
         "    import unisono.task.evaluate\n"
         "print(len(seen))"
     )
-    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert told.stdout.strip() == "0"
+    reported = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert reported.stdout.strip() == "0"

@@ -14,8 +14,8 @@ def test_where_there_is_no_terminal_a_line_now_and_then_says_how_far_it_is(
         now = 100.0 + seconds
         line.show(seconds * 10_000_000)
     line.close()
-    said = capsys.readouterr().err.splitlines()
-    assert said == [
+    printed = capsys.readouterr().err.splitlines()
+    assert printed == [
         "reading 100 of 400 MB · 10 MB/s · 30 s left",
         "reading 200 of 400 MB · 10 MB/s · 20 s left",
     ]

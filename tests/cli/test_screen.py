@@ -123,24 +123,24 @@ def test_what_comes_from_files_cannot_steer_the_terminal() -> None:
 
 
 def test_plain_lines_come_at_each_tenth_and_after_a_silence() -> None:
-    said: list[str] = []
+    printed: list[str] = []
     clock = Clock()
-    line = PlainLine(said.append, clock)
+    line = PlainLine(printed.append, clock)
     for step in range(1, 1_001):
         line.show(f"step {step}", share=step / 1_000)
-    assert said == ["step 1", *(f"step {n}00" for n in range(1, 10)), "step 1000"]
+    assert printed == ["step 1", *(f"step {n}00" for n in range(1, 10)), "step 1000"]
     clock.now += 60
     line.show("evaluating", share=None)
     line.show("evaluating", share=None)
-    assert said[-2:] == ["step 1000", "evaluating"]
+    assert printed[-2:] == ["step 1000", "evaluating"]
 
 
 def test_a_new_phase_begins_its_tenths_again() -> None:
-    said: list[str] = []
-    line = PlainLine(said.append, Clock())
+    printed: list[str] = []
+    line = PlainLine(printed.append, Clock())
     line.show("tokenizing", share=1.0)
     line.show("step 1", share=0.01)
-    assert said == ["tokenizing", "step 1"]
+    assert printed == ["tokenizing", "step 1"]
 
 
 def test_the_rate_is_over_the_last_steps_and_leaves_out_the_first() -> None:

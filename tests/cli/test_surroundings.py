@@ -323,7 +323,7 @@ def forbidden(tmp_path: Path) -> Iterator[Path]:
         yield folder
         folder.chmod(0o700)
         return
-    if reason := fuse.why_not():
+    if reason := fuse.why_unavailable():
         pytest.skip(reason)
     try:
         device = fuse.mount(folder, user=65534)

@@ -73,7 +73,7 @@ def test_every_command_that_reads_a_config_refuses_one(
     with pytest.raises(SystemExit) as ended:
         main([*command, str(file)])
     assert ended.value.code == 2
-    said = capsys.readouterr().err
-    assert said.count("error:") == 1
-    assert "is a LLaMA-Factory file (v0)" in said
+    printed = capsys.readouterr().err
+    assert printed.count("error:") == 1
+    assert "is a LLaMA-Factory file (v0)" in printed
     assert list(tmp_path.iterdir()) == [file]

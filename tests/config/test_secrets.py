@@ -33,8 +33,8 @@ def test_a_secret_is_refused_and_not_repeated(tmp_path: Path, override: str) -> 
     file.write_text(GOOD)
     with pytest.raises(ConfigError) as caught:
         load_config(file, (override,))
-    said = "\n".join(caught.value.lines()) + str(caught.value.to_json())
-    assert "hunter2" not in said
+    printed = "\n".join(caught.value.lines()) + str(caught.value.to_json())
+    assert "hunter2" not in printed
     assert len(caught.value.problems) == 1
     assert "in the environment" in caught.value.problems[0].fix
     assert caught.value.__cause__ is None  # pydantic's text would repeat it under --debug

@@ -48,7 +48,7 @@ def test_a_killed_head_is_seen_by_every_node_at_once(room: "Room", line_of: Line
 def test_a_head_that_is_killed_after_its_last_word_has_left_cleanly(room: "Room") -> None:
     head = room.head()
     node = room.node(head)
-    head.settle({"kind": "ended"})
+    head.send_last({"kind": "ended"})
     assert room.hears(node, NodeMessage)
     head.close(patience_s=0)
     assert room.hears(node, Left)[0].clean
@@ -61,7 +61,7 @@ def test_a_node_that_never_acknowledges_costs_the_head_its_patience_and_no_more(
     node = room.process("node", head.address[1], 1)
     assert line_of(node) == "here"
     os.kill(node.pid, signal.SIGSTOP)
-    head.settle({"kind": "ended"})
+    head.send_last({"kind": "ended"})
     began = time.monotonic()
     head.close(patience_s=1.0)
     assert 0.9 < time.monotonic() - began < 5
@@ -95,10 +95,10 @@ def test_silence_is_suspected_and_then_ends_the_connection_on_both_sides(
     assert not left.is_cut, "its system acknowledges what is sent to it"
     for process, other_why, rank in ((far_head, lost.why, 1), (stopped, left.why, 0)):
         os.kill(process.pid, signal.SIGCONT)
-        said = line_of(process)
-        assert said.startswith(f"Left(node_rank={rank}")
-        assert f"why='{other_why}'" in said, "who was stopped hears why it was given up"
-        assert "gave_up=True" in said
+        printed = line_of(process)
+        assert printed.startswith(f"Left(node_rank={rank}")
+        assert f"why='{other_why}'" in printed, "who was stopped hears why it was given up"
+        assert "gave_up=True" in printed
 
 
 def test_who_was_stopped_itself_does_not_blame_the_others() -> None:
@@ -119,9 +119,9 @@ def test_who_was_stopped_itself_does_not_blame_the_others() -> None:
     async def wake() -> None:
         pulse, other = Heartbeats(), Other(FrameParser())
         pulse._last = time.monotonic() - 60
-        other.heard = pulse._last - 1
+        other.last_received = pulse._last - 1
         pulse._tick(lambda: [other])
         pulse.stop()
-        assert time.monotonic() - other.heard < SUSPECT_S
+        assert time.monotonic() - other.last_received < SUSPECT_S
 
     asyncio.run(wake())

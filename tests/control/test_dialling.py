@@ -75,7 +75,7 @@ def test_a_head_that_is_not_there_is_called_until_the_time_is_over(room: "Room")
     waits: list[tuple[str, float]] = []
     address = ("127.0.0.1", free_port())
     began = time.monotonic()
-    cause, summary = refused(room, address, timeout_s=3.0, on_wait=lambda *told: waits.append(told))
+    cause, summary = refused(room, address, timeout_s=3.0, on_wait=lambda *reported: waits.append(reported))
     assert 2.8 < time.monotonic() - began < 15
     assert cause == "head_unreachable"
     assert summary.startswith(

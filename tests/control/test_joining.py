@@ -54,8 +54,8 @@ def test_a_node_joins_and_both_hear_each_other(room: "Room") -> None:
         NodeMessage(2, {"kind": "report", "report": {"x": [1, "ü", None, 2.5]}})
     ]
     head.send(2, {"kind": "dial"})
-    head.tell_all({"kind": "prepare"})
-    assert [said.message["kind"] for said in room.hears(node, NodeMessage, 2)] == ["dial", "prepare"]
+    head.broadcast({"kind": "prepare"})
+    assert [printed.message["kind"] for printed in room.hears(node, NodeMessage, 2)] == ["dial", "prepare"]
 
 
 def test_clocks_of_one_machine_do_not_differ(room: "Room") -> None:
@@ -69,7 +69,7 @@ def test_a_large_message_arrives_whole_in_both_directions(room: "Room") -> None:
     node = room.node(head)
     text = "x" * (6 << 20)
     node.send({"text": text})
-    head.tell_all({"text": text})
+    head.broadcast({"text": text})
     assert (
         room.hears(head, NodeMessage)[0].message["text"]
         == room.hears(node, NodeMessage)[0].message["text"]
@@ -87,7 +87,7 @@ def test_the_descriptor_is_readable_while_events_wait(room: "Room") -> None:
         room.hears(head, Joined)
         assert not selector.select(0.0)
         selector.register(node, selectors.EVENT_READ)
-        head.tell_all({"kind": "note"})
+        head.broadcast({"kind": "note"})
         assert [key.fileobj for key, _ in selector.select(10)] == [node]
 
 
@@ -206,7 +206,7 @@ def test_a_last_word_reaches_every_node_whenever_it_came(room: "Room") -> None:
         calls = [pool.submit(join, rank) for rank in range(1, 17)]
         gate.wait()
         room.hears(head, Joined, 2)
-        head.settle({"kind": "ended"})
+        head.send_last({"kind": "ended"})
         for joined in calls:
             assert room.hears(joined.result(), NodeMessage)[0].message == {"kind": "ended"}
 
@@ -214,7 +214,7 @@ def test_a_last_word_reaches_every_node_whenever_it_came(room: "Room") -> None:
 def test_who_comes_after_the_last_word_is_told_it(room: "Room") -> None:
     head = room.head()
     here = room.node(head, node_rank=1)
-    head.settle({"kind": "ended", "exit_code": 3})
+    head.send_last({"kind": "ended", "exit_code": 3})
     late = room.node(head, node_rank=2)
     twice = room.node(head, node_rank=1)
     for node in (here, late, twice):
@@ -225,13 +225,13 @@ def test_who_comes_after_the_last_word_is_told_it(room: "Room") -> None:
 def test_the_head_closes_when_everybody_has_the_last_word(room: "Room") -> None:
     head = room.head()
     nodes = [room.node(head, node_rank=rank) for rank in (1, 2)]
-    head.settle({"kind": "ended"})
+    head.send_last({"kind": "ended"})
     began = time.monotonic()
     head.close(patience_s=LIMIT_CLOSE_S)
     assert time.monotonic() - began < LIMIT_CLOSE_S / 2
     for node in nodes:
-        said, left = room.hears(node, NodeMessage)[0], room.hears(node, Left)[0]
-        assert said.message == {"kind": "ended"}
+        printed, left = room.hears(node, NodeMessage)[0], room.hears(node, Left)[0]
+        assert printed.message == {"kind": "ended"}
         assert left == Left(0, "127.0.0.1", "it closed the connection", clean=True)
     assert [left.clean for left in room.hears(head, Left, 2)] == [True, True]
 
@@ -242,7 +242,7 @@ def test_all_that_was_sent_before_a_goodbye_arrives(room: "Room") -> None:
     for number in range(200):
         node.send({"number": number, "text": "x" * 10_000})
     node.close()
-    assert [said.message["number"] for said in room.hears(head, NodeMessage, 200)] == list(range(200))
+    assert [printed.message["number"] for printed in room.hears(head, NodeMessage, 200)] == list(range(200))
     assert room.hears(head, Left) == [Left(1, "host1", "it closed the connection", clean=True)]
 
 
@@ -254,8 +254,8 @@ def test_sending_to_who_is_gone_is_no_error(room: "Room") -> None:
     node.send({"kind": "late"})
     node.close()
     head.close(patience_s=1)
-    head.tell_all({"kind": "late"})
-    head.settle({"kind": "late"})
+    head.broadcast({"kind": "late"})
+    head.send_last({"kind": "late"})
     head.close(patience_s=1)
     assert not [t for t in threading.enumerate() if t.name == "unisono.control"]
 

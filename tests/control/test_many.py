@@ -28,7 +28,7 @@ def test_all_report_and_all_have_the_last_word(room: "Room", line_of: Callable[[
     assert {event.node_rank for event in room.hears(head, Joined, NODES - 1)} == set(range(1, NODES))
     assert {event.node_rank for event in room.hears(head, NodeMessage, NODES - 1)} == set(range(1, NODES))
     began = time.monotonic()
-    head.settle({"kind": "ended", "text": "x" * 10_000})
+    head.send_last({"kind": "ended", "text": "x" * 10_000})
     head.close(patience_s=20)
     assert time.monotonic() - began < 10
     assert all(left.clean for left in room.hears(head, Left, NODES - 1))

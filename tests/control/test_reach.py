@@ -171,7 +171,7 @@ def test_another_jobs_unisono_is_a_stranger() -> None:
 
 def test_large_messages_that_do_not_pass_are_told_from_small_ones_that_do(listener: EchoListener) -> None:
     """A relay that carries 20,000 bytes each way and then no more: as a way with too small an MTU does to large messages."""
-    told = threading.Event()  # until then the connection stays open, so that it is silence and no end
+    reported = threading.Event()  # until then the connection stays open, so that it is silence and no end
 
     def relay(caller: socket.socket) -> None:
         target = socket.create_connection(("127.0.0.1", listener.ports[0]))
@@ -181,7 +181,7 @@ def test_large_messages_that_do_not_pass_are_told_from_small_ones_that_do(listen
                 while left > 0 and (data := source.recv(min(left, 4096))):
                     sink.sendall(data)
                     left -= len(data)
-                told.wait(60)
+                reported.wait(60)
             sink.close()
 
         for pair in ((caller, target), (target, caller)):
@@ -189,7 +189,7 @@ def test_large_messages_that_do_not_pass_are_told_from_small_ones_that_do(listen
 
     with foreign(relay) as port:
         [found] = dial(port, limits=SHORT)
-        told.set()
+        reported.set()
     assert (found.outcome, found.largest_bytes) == ("stalled", 9_000)
     assert found.tried_bytes == [1, 1_400, 9_000, 65_536]
     assert "65,536 bytes did not come back" in found.note

@@ -307,7 +307,7 @@ def test_nodes_join_while_garbage_pours_in(room: "Room") -> None:
         nodes = [room.node(head, node_rank=rank) for rank in range(1, 9)]
         for node in nodes:
             node.send({"here": True})
-        assert {said.node_rank for said in room.hears(head, NodeMessage, 8)} == set(range(1, 9))
+        assert {printed.node_rank for printed in room.hears(head, NodeMessage, 8)} == set(range(1, 9))
     finally:
         ended.set()
         for thread in threads:

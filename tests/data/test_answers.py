@@ -143,8 +143,8 @@ def test_where_earlier_answers_end_otherwise_only_the_last_can_be_trained(
     )
     messages = turns("hello", "there", "and?", "fine")
     directory = tokenizer_dir("turns", eos="</s>")
-    said = refusal(make_encoder(directory, template_file=str(file)), messages)
-    assert "cannot be located reliably" in said
+    printed = refusal(make_encoder(directory, template_file=str(file)), messages)
+    assert "cannot be located reliably" in printed
     last_only = make_encoder(directory, template_file=str(file), loss_on="last-answer")
     assert trained(last_only, encode(last_only, messages)) == ["fine</s>"]
 
@@ -233,11 +233,11 @@ def test_a_conversation_without_an_answer_is_refused(
 
 
 def test_what_the_template_itself_refuses_is_said_in_its_words(tokenizer_dir: TokenizerDir) -> None:
-    said = refusal(
+    printed = refusal(
         make_encoder(tokenizer_dir("turns", eos="<end_of_turn>")),
         [{"role": "system", "content": "x"}, *turns("a", "b")],
     )
-    assert "System role not supported" in said
+    assert "System role not supported" in printed
 
 
 # The user's own template.

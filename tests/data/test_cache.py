@@ -224,8 +224,8 @@ except UnfitError as error:
 
 def test_a_limit_of_the_file_size_is_named_with_its_value_and_what_raises_it(tmp_path: Path) -> None:
     command = [sys.executable, "-c", _LIMITED, str(tmp_path)]
-    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    assert "the cache of token tables cannot be written: File too large" in said
-    assert "the file size limit is 1000 bytes" in said
-    assert "ulimit -f unlimited" in said
-    assert "make room" not in said
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert "the cache of token tables cannot be written: File too large" in printed
+    assert "the file size limit is 1000 bytes" in printed
+    assert "ulimit -f unlimited" in printed
+    assert "make room" not in printed

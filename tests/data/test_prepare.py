@@ -350,14 +350,14 @@ def test_names_of_columns_that_nobody_can_read_do_no_harm(
     tokenizer_dir: TokenizerDir, tmp_path: Path, row: str
 ) -> None:
     config = make_config({"train": write_rows(tmp_path / "rows.jsonl", [row])})
-    pipe, told = os.pipe()
+    pipe, reported = os.pipe()
     try:
         summary, _ = prepare(config, tokenizer_dir(), tmp_path)
         message: dict[str, Any] = {"formats": summary.formats}
     except DataError as error:  # what is no format is refused; the words are short, and can be sent
         message = error.to_json()
-    Reporter(told).send("refused", row=str(json.loads(row))[:100], **message)
-    os.close(told)
+    Reporter(reported).send("refused", row=str(json.loads(row))[:100], **message)
+    os.close(reported)
     with os.fdopen(pipe, "rb") as stream:
         sent = json.loads(stream.read())
     assert len(json.dumps(sent.get("problems", ""))) < 2000

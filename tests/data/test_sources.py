@@ -88,15 +88,15 @@ def test_what_is_no_regular_file_is_called_what_it_is_and_never_opened(tmp_path:
     broken.symlink_to(tmp_path / "gone.jsonl")
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(name))
-        said = {
+        printed = {
             path: refusal(tmp_path, path) for path in (pipe, loop, broken, name, "/dev/zero", "/dev/null")
         }
-    assert "is a named pipe (FIFO)" in said[pipe].what
-    assert "a symbolic link loop" in said[loop].what
-    assert f"symbolic link to {tmp_path / 'gone.jsonl'}, which does not exist" in said[broken].why
-    assert "is a socket" in said[name].what
-    assert "is a character device" in said["/dev/zero"].what
-    assert "is a character device" in said["/dev/null"].what
+    assert "is a named pipe (FIFO)" in printed[pipe].what
+    assert "a symbolic link loop" in printed[loop].what
+    assert f"symbolic link to {tmp_path / 'gone.jsonl'}, which does not exist" in printed[broken].why
+    assert "is a socket" in printed[name].what
+    assert "is a character device" in printed["/dev/zero"].what
+    assert "is a character device" in printed["/dev/null"].what
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ class Mark:
 
     case: str
     cause: str
-    said: str
+    printed: str
     right: bool
     culprit: bool | None
     remedy: bool | None
@@ -46,10 +46,10 @@ def by_command(paths: list[str]) -> dict[str, Any]:
     done = subprocess.run([*COMMAND, *paths], capture_output=True, timeout=LIMIT_S, check=False)
     text = done.stdout.decode(errors="replace")
     try:
-        said = json.JSONDecoder().raw_decode(text[text.index("{") :])[0]
+        printed = json.JSONDecoder().raw_decode(text[text.index("{") :])[0]
     except ValueError:
         return {}
-    return said if isinstance(said, dict) else {}
+    return printed if isinstance(printed, dict) else {}
 
 
 def in_process(paths: list[str]) -> dict[str, Any]:
@@ -67,22 +67,22 @@ def verdict(case: Mapping[str, Any], judge: Judge = in_process) -> dict[str, Any
         return judge([str(path) for path in paths])
 
 
-def mark(case: Mapping[str, Any], said: Mapping[str, Any]) -> Mark:
+def mark(case: Mapping[str, Any], printed: Mapping[str, Any]) -> Mark:
     """What is right in a verdict."""
-    cause, ranks, hosts = str(said.get("cause")), said.get("ranks") or [], said.get("hosts") or []
+    cause, ranks, hosts = str(printed.get("cause")), printed.get("ranks") or [], printed.get("hosts") or []
     rank, host = case["culprit_rank"], case["culprit_host"]
     named = None
     if rank is not None or host:
         named = (rank is None or ranks == [rank]) and (
             not host or (len(hosts) == 1 and (host in hosts[0] or hosts[0] in host))
         )
-    fix = " ".join(map(str, said.get("fix") or [])).lower()
+    fix = " ".join(map(str, printed.get("fix") or [])).lower()
     wanted = [[x.strip().lower() for x in item.split("|")] for item in case["fix_must_mention"]]
     nobody = not ranks if named is None and case["class"] in ("healthy", "undetermined") else None
     return Mark(
         case=case["id"],
         cause=case["class"],
-        said=cause,
+        printed=cause,
         right=cause in (case["class"], *case["also_accept"]),
         culprit=named,
         remedy=all(any(x in fix for x in item) for item in wanted) if wanted else None,
@@ -122,7 +122,7 @@ class Score:
     @property
     def missed(self) -> list[str]:
         """Failed runs that were called healthy."""
-        return [m.case for m in self.marks if m.said == "healthy" and not m.right]
+        return [m.case for m in self.marks if m.printed == "healthy" and not m.right]
 
     def wrong(self) -> list[str]:
         """A line for each case with something wrong in it."""
@@ -139,7 +139,7 @@ class Score:
                 if x is False
             ]
             if off:
-                rows.append(f"{m.case}: want {m.cause}, said {m.said} ({', '.join(off)})")
+                rows.append(f"{m.case}: want {m.cause}, said {m.printed} ({', '.join(off)})")
         return rows
 
     def by_class(self) -> dict[str, tuple[int, int]]:

@@ -57,11 +57,11 @@ def node(host: int) -> str:
         )  # fmt: skip
         return "".join(f"{line}\n" for line in lines)
 
-    said = "".join(f"{line}\n" for rank in (first, *others) for line in of_rank(rank, TRACE))
+    printed = "".join(f"{line}\n" for rank in (first, *others) for line in of_rank(rank, TRACE))
     table = "".join(row(number, rank) for number, rank in enumerate(others, start=1))
     thick, thin = "=" * 60 + "\n", "-" * 60 + "\n"
     end = f"{thin}Root Cause (first observed failure):\n{row(0, first)}{thick}"
-    return f"{BAR}{said}{thick}train.py FAILED\n{thin}Failures:\n{table}{end}"
+    return f"{BAR}{printed}{thick}train.py FAILED\n{thin}Failures:\n{table}{end}"
 
 
 def test_an_error_that_all_ranks_of_two_hosts_raise_is_no_hosts_fault() -> None:

@@ -46,5 +46,5 @@ def test_the_command_prints_the_verdict_that_was_scored() -> None:
 
 
 def by_files(case: dict[str, object]) -> dict[str, object]:
-    said = verdict(case, by_command)
-    return {"cause": said["cause"], "ranks": said["ranks"]}
+    printed = verdict(case, by_command)
+    return {"cause": printed["cause"], "ranks": printed["ranks"]}

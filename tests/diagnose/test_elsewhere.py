@@ -41,8 +41,8 @@ def verdict(**files: str) -> Verdict:
 def test_words_of_others_point_to_the_causes_that_they_mean(
     text: str, cause: str, ranks: tuple[int, ...]
 ) -> None:
-    said = verdict(train=STEPS + text + "\n")
-    assert (said.cause, said.ranks) == (cause, ranks)
+    printed = verdict(train=STEPS + text + "\n")
+    assert (printed.cause, printed.ranks) == (cause, ranks)
 
 
 def test_an_exception_that_a_coordinator_raises_is_no_fault_of_who_reports_it() -> None:
@@ -52,9 +52,9 @@ def test_an_exception_that_a_coordinator_raises_is_no_fault_of_who_reports_it() 
 
 def test_an_unknown_error_out_of_a_collective_is_not_believed_with_confidence() -> None:
     text = "[rank{0}]: Traceback (most recent call last):\n[rank{0}]:   File \"t.py\", line 3, in <module>\n[rank{0}]:     dist.barrier()\n[rank{0}]:   File \"/v/site-packages/torch/distributed/distributed_c10d.py\", line 9, in barrier\n[rank{0}]:     work.wait()\n[rank{0}]: RuntimeError: backend says 42\n"  # fmt: skip
-    said = verdict(train=STEPS + text.format(1))
-    assert said.confidence is not None
-    assert said.confidence < 0.8
+    printed = verdict(train=STEPS + text.format(1))
+    assert printed.confidence is not None
+    assert printed.confidence < 0.8
 
 
 def test_a_job_that_was_cancelled_with_nothing_before_it_was_ended_from_outside() -> None:
@@ -71,8 +71,8 @@ def test_a_part_of_a_checkpoint_that_one_host_alone_misses_is_not_shared() -> No
         for rank in (2, 3)
     )  # fmt: skip
     fine = "[rank0]: step 1 of 9\n[rank1]: step 1 of 9\n"
-    said = verdict(node__0=fine, node__1=missed.format("checkpoint-200/optimizer.pt"))
-    assert said.cause == "checkpoint_not_shared"
+    printed = verdict(node__0=fine, node__1=missed.format("checkpoint-200/optimizer.pt"))
+    assert printed.cause == "checkpoint_not_shared"
     assert verdict(node__0=fine, node__1=missed.format("data.json")).cause == "user_code_error"
     assert verdict(node__1=missed.format("checkpoint-200/optimizer.pt")).cause != "checkpoint_not_shared"
 
@@ -80,14 +80,14 @@ def test_a_part_of_a_checkpoint_that_one_host_alone_misses_is_not_shared() -> No
 def test_who_is_seen_only_by_a_label_is_known_to_have_been_there() -> None:
     """Rank 0 writes and says nothing of waiting; all others waited."""
     waited = "".join(f"[rank{rank}]: RuntimeError: Timed out waiting 8000ms for recv operation to complete\n" for rank in (1, 2, 3))  # fmt: skip
-    said = verdict(train="[rank0] part 17 of the adapter is on its way\n" + waited)
-    assert (said.cause, said.ranks) == ("rank_stalled", (0,))
+    printed = verdict(train="[rank0] part 17 of the adapter is on its way\n" + waited)
+    assert (printed.cause, printed.ranks) == ("rank_stalled", (0,))
 
 
 def test_a_container_that_was_killed_is_named() -> None:
     text = "one-0  | step 8\none-1  | step 8\none-1 exited with code 137\none-0  | RuntimeError: Connection closed by peer [172.18.0.3]:5120\n"  # fmt: skip
-    said = verdict(compose=text)
-    assert (said.cause, said.hosts) == ("rank_died_first", ("one-1",))
+    printed = verdict(compose=text)
+    assert (printed.cause, printed.hosts) == ("rank_died_first", ("one-1",))
 
 
 FAILED = (
@@ -105,15 +105,15 @@ FAILED = (
 )  # fmt: skip
 def test_what_a_collector_puts_before_every_line_does_not_count(before: str) -> None:
     wrapped = "".join(f"{before.format(number + 10)}{line}\n" for number, line in enumerate(FAILED.splitlines()))  # fmt: skip
-    said = verdict(train=wrapped)
-    assert (said.cause, said.ranks) == ("user_code_error", (2,))
-    assert "KeyError" in said.evidence[0].text
+    printed = verdict(train=wrapped)
+    assert (printed.cause, printed.ranks) == ("user_code_error", (2,))
+    assert "KeyError" in printed.evidence[0].text
 
 
 def test_what_only_some_lines_begin_with_belongs_to_them() -> None:
     steps = "".join(f"step {number} of 9 loss 2.{number}\n" for number in range(9))
-    said = verdict(train=steps + "step 9 Traceback (most recent call last):\n" + FAILED)
-    assert (said.cause, said.ranks) == ("user_code_error", (2,))
+    printed = verdict(train=steps + "step 9 Traceback (most recent call last):\n" + FAILED)
+    assert (printed.cause, printed.ranks) == ("user_code_error", (2,))
 
 
 def test_numbers_of_lines_are_no_ranks() -> None:
@@ -124,5 +124,5 @@ def test_numbers_of_lines_are_no_ranks() -> None:
 def test_255_is_an_exit_code_and_no_signal() -> None:
     """What MPI_Abort leaves behind, and programs that leave with -1."""
     ended = "srun: error: n97: task 5: Exited with exit code 255\nslurmstepd: error: *** STEP 41.0 ON n96 CANCELLED AT 2025-12-12T17:52:24 ***\nsrun: error: n97: tasks 1,3: Terminated\n"  # fmt: skip
-    said = verdict(train=STEPS + ended)
-    assert (said.cause, said.ranks) == ("rank_died_first", (5,))
+    printed = verdict(train=STEPS + ended)
+    assert (printed.cause, printed.ranks) == ("rank_died_first", (5,))

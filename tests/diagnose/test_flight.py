@@ -66,14 +66,14 @@ def test_a_rank_without_a_recording_may_have_died() -> None:
     finding = judged("missing", PICKLE, without=1)[0]
     assert finding.cause == "undetermined"  # gloo does not say that there is a rank 1
 
-    def told_by_nccl(rank: int, dump: dict[str, Any]) -> None:
+    def nccl_reports(rank: int, dump: dict[str, Any]) -> None:
         dump["pg_config"] = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1, 2, 3]"}}
         if rank == 1:
             dump.update(json.loads(json.dumps(others[0])))
 
     others = [json.loads((RECORDED / "flight-missing/flight-rank-00000.json").read_text())]
     others[0]["pg_config"] = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1, 2, 3]"}}
-    finding = with_status("missing", told_by_nccl)[0]
+    finding = with_status("missing", nccl_reports)[0]
     assert (finding.cause, finding.ranks) == ("rank_died_first", (3,))
     assert "there is no recording of rank 3" in finding.why
 

@@ -130,17 +130,17 @@ def test_cases_that_were_written_are_told_right() -> None:
 def test_every_cause_that_logs_show_is_reached() -> None:
     from unisono.causes.catalogue import ALL_CAUSES
 
-    told = {known(place)[0] for place in range(len(EVERY))}
+    reported = {known(place)[0] for place in range(len(EVERY))}
     of_logs = {case["class"] for case in EVERY}
     assert of_logs <= {cause.id for cause in ALL_CAUSES}
-    assert of_logs - told == set()
-    assert len(told) >= 48
+    assert of_logs - reported == set()
+    assert len(reported) >= 48
 
 
 def test_evidence_stands_in_the_logs_at_the_line_that_is_named() -> None:
     for case in EVERY[::7]:
-        said = diagnose_logs([scan(name, io.BytesIO(text.encode())) for name, text in case["files"].items()]).verdict  # fmt: skip
-        for item in said.evidence:
+        printed = diagnose_logs([scan(name, io.BytesIO(text.encode())) for name, text in case["files"].items()]).verdict  # fmt: skip
+        for item in printed.evidence:
             name, _, line = item.where.rpartition(":")
             there = lines_of(case["files"][name])[int(line) - 1]
             assert " ".join(item.text.rstrip("…").split())[:40] in " ".join(re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", there).split()), (case["id"], item)  # fmt: skip

@@ -98,8 +98,8 @@ def test_of_a_program_under_run_no_checkpoint_and_no_command_of_ours_is_promised
     result(run, outcome=outcome, exit_code=exit_code)
     found = verdict(run)
     assert says in found.summary
-    told = [line for line in found.fix if "unisono" in line or "resume" in line]
-    assert ["ckpt_path" in line for line in told] == ([] if outcome == "completed" else [True])
+    reported = [line for line in found.fix if "unisono" in line or "resume" in line]
+    assert ["ckpt_path" in line for line in reported] == ([] if outcome == "completed" else [True])
 
 
 def test_a_refusal_gives_its_own_words_without_secrets(run: Path) -> None:

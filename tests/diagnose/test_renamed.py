@@ -52,9 +52,9 @@ def differing(changed: Mapping[int, tuple[Mapping[str, str], Answer]]) -> list[s
     """The cases that are told otherwise than expected once they are changed."""
     rows = []
     for place, (files, expected) in changed.items():
-        said = answer(files)
-        if said != expected:
-            rows.append(f"{BLIND[place]['id']}: {expected} became {said}")
+        printed = answer(files)
+        if printed != expected:
+            rows.append(f"{BLIND[place]['id']}: {expected} became {printed}")
     return rows
 
 

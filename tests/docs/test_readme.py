@@ -141,25 +141,25 @@ def test_yaml_that_is_shown_is_yaml() -> None:
 
 def test_the_version_and_the_help_answer() -> None:
     for words in (["--version"], ["--help"], ["init", "--list"], ["explain", "nan_loss"]):
-        assert say(*words)
+        assert notify(*words)
 
 
 @pytest.mark.slow
 def test_the_first_config_trains_and_its_result_answers(tmp_path: Path) -> None:
     """The README's config and commands, with fewer steps; what the tutorial does with the result comes after."""
     config, run = first_config(tmp_path), str(tmp_path / "run")
-    say("train", str(config), "duration=3 steps")
+    notify("train", str(config), "duration=3 steps")
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert (result["outcome"], result["step"]) == ("completed", 3)
-    assert say("generate", run, "timer fifty minutes", "--max-tokens", "8").strip()
-    assert json.loads(say("checkpoint", "ls", run, "--json"))["checkpoints"]
-    say("export", run, str(tmp_path / "model"), "--merge")
+    assert notify("generate", run, "timer fifty minutes", "--max-tokens", "8").strip()
+    assert json.loads(notify("checkpoint", "ls", run, "--json"))["checkpoints"]
+    notify("export", run, str(tmp_path / "model"), "--merge")
     assert (tmp_path / "model" / "config.json").exists()
-    say("data", "preview", str(config), "--rows", "2")
-    assert say("train", str(config), "--dry-run", "output_dir=" + str(tmp_path / "other"))
+    notify("data", "preview", str(config), "--rows", "2")
+    assert notify("train", str(config), "--dry-run", "output_dir=" + str(tmp_path / "other"))
 
 
-def say(*words: str) -> str:
+def notify(*words: str) -> str:
     """What a command of the documentation writes to stdout; it must end with 0."""
     done = subprocess.run(
         [sys.executable, "-m", "unisono", *words], capture_output=True, text=True, check=False, cwd=ROOT

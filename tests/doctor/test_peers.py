@@ -26,7 +26,7 @@ def checks(front: Front) -> dict[str, list[dict[str, object]]]:
 @pytest.mark.makes("peers.agreement", "pass")
 def test_nodes_that_agree_show_the_same_table_on_each_and_nothing_was_started(pair: Job) -> None:
     fronts = [pair.start(node, command="doctor", config=False, json=True) for node in range(2)]
-    assert together(fronts) == [0, 0], pair.told()
+    assert together(fronts) == [0, 0], pair.transcript()
     one, other = map(checks, fronts)
     assert one == other
     [found] = one["peers.agreement"]
@@ -56,7 +56,7 @@ def test_nodes_that_are_wrong_in_the_same_way_share_a_line_whenever_each_has_loo
 def marking(output_dir: Path) -> LocalRun:
     """What is asked for a run with this output_dir; nothing of the machine is looked at."""
     raw = {"model": {"path": "builtin:tiny"}, "data": {"train": "-"}, "output_dir": str(output_dir)}
-    return LocalRun(build_config(raw, lines={}, name="c.yaml"), given=True, here=None)  # type: ignore[arg-type]
+    return LocalRun(build_config(raw, lines={}, name="c.yaml"), given=True, local_node=None)  # type: ignore[arg-type]
 
 
 def test_the_mark_of_a_look_goes_with_the_folders_that_were_made_for_it(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_a_setting_that_differs_ends_with_3_in_the_same_words_and_the_remedy(pai
         pair.start(node, command="doctor", config=False, json=False, env=odd if node else {})
         for node in range(2)
     ]
-    assert together(fronts) == [3, 3], pair.told()
+    assert together(fronts) == [3, 3], pair.transcript()
     tables = [front.text("out").partition("peers.agreement")[2] for front in fronts]
     assert tables[0].partition("\n\n")[0] == tables[1].partition("\n\n")[0]
     assert "NCCL_ALGO" in tables[0]
@@ -97,7 +97,7 @@ def test_what_one_node_has_found_of_itself_is_told_on_all_with_its_name_and_the_
         pair.start(node, command="doctor", json=True, env={"OMP_NUM_THREAD": "2"} if node else {})
         for node in range(2)
     ]
-    assert together(fronts) == [6, 6], pair.told()
+    assert together(fronts) == [6, 6], pair.transcript()
     one, other = map(checks, fronts)
     assert one == other
     [misspelt] = one["settings.misspelt"]

@@ -52,8 +52,13 @@ def test_obsolete_contradicting_and_unknown_settings_warn_with_what_to_type(tmp_
     seen = doctor(tmp_path, env=env)
     text = seen.text("settings.suspicious")
     assert seen.status("settings.suspicious") == "warn"
-    for said in ("deprecated name", "not an NCCL variable", "hang forever", "did you mean NCCL_IB_DISABLE?"):
-        assert said in text
+    for printed in (
+        "deprecated name",
+        "not an NCCL variable",
+        "hang forever",
+        "did you mean NCCL_IB_DISABLE?",
+    ):
+        assert printed in text
     assert "node 0" not in text
 
 
@@ -97,9 +102,9 @@ def test_no_secret_is_shown_in_the_table_the_json_or_the_page(tmp_path: Path) ->
     }  # fmt: skip
     seen = doctor(tmp_path, "--report", str(tmp_path / "r.html"), env=env, as_json=False)
     json = doctor(tmp_path, env=env)
-    said = seen.out + seen.err + json.out + json.err + (tmp_path / "r.html").read_text()
+    printed = seen.out + seen.err + json.out + json.err + (tmp_path / "r.html").read_text()
     for secret in (_SECRET, "s3cret-of-this-job", "plain-text-secret"):
-        assert secret not in said
+        assert secret not in printed
 
 
 def test_what_is_set_to_get_around_faults_has_its_price_and_its_place() -> None:

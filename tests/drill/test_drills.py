@@ -57,7 +57,7 @@ class Command:
 
     def __init__(self, *words: str, temporary: Path) -> None:
         self.temporary = temporary
-        self.said = ""
+        self.printed = ""
         environment = {**os.environ, "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "unisono", "drill", *words], env=environment, text=True, stdout=subprocess.PIPE,
@@ -69,12 +69,12 @@ class Command:
     def _read(self) -> None:
         assert self.process.stderr is not None
         for line in self.process.stderr:
-            self.said += line
+            self.printed += line
 
     def until(self, condition: Callable[[], bool], *, limit_s: float = 120.0) -> None:
         limit = time.monotonic() + limit_s
         while not condition():
-            assert time.monotonic() < limit, self.said
+            assert time.monotonic() < limit, self.printed
             time.sleep(0.05)
 
     def close(self) -> None:
@@ -110,9 +110,9 @@ def test_a_drill_that_is_interrupted_leaves_nothing_behind(
     drill_of: Callable[..., Command], moment: str, number: signal.Signals
 ) -> None:
     command = drill_of("sigstop")
-    command.until(lambda: moment in command.said and bool(command.processes()))
+    command.until(lambda: moment in command.printed and bool(command.processes()))
     command.process.send_signal(number)
-    assert command.process.wait(30) == 130, command.said
+    assert command.process.wait(30) == 130, command.printed
     command.until(lambda: not command.processes(), limit_s=5)
     assert list(command.temporary.iterdir()) == []
 
@@ -120,7 +120,7 @@ def test_a_drill_that_is_interrupted_leaves_nothing_behind(
 @pytest.mark.long
 def test_no_process_outlives_a_drill_that_is_killed(drill_of: Callable[..., Command]) -> None:
     command = drill_of("sigstop")
-    command.until(lambda: "waiting for the cause" in command.said)
+    command.until(lambda: "waiting for the cause" in command.printed)
     assert len(command.processes()) >= 3
     command.process.kill()
     command.until(lambda: not command.processes(), limit_s=10)

@@ -27,12 +27,12 @@ def test_the_right_cause_and_culprit_in_time_with_its_exit_code_is_right() -> No
 @pytest.mark.parametrize(
     ("history", "why"),
     [
-        (replace(GOOD, told=[]), "not reported within 10 s"),
-        (replace(GOOD, told=[replace(NAMED, cause="gil_held")]), "reported gil_held, rank 1"),
-        (replace(GOOD, told=[replace(NAMED, ranks=(0,))]), "reported rank_stopped, rank 0"),
-        (replace(GOOD, told=[replace(NAMED, ranks=(0, 1))]), "reported rank_stopped, rank 0, rank 1"),
-        (replace(GOOD, told=[replace(NAMED, ranks=(), hosts=())]), "reported rank_stopped, nobody"),
-        (replace(GOOD, told=[replace(NAMED, at=112.0)]), "detected after 12.0 s; 10 s are allowed"),
+        (replace(GOOD, detected=[]), "not reported within 10 s"),
+        (replace(GOOD, detected=[replace(NAMED, cause="gil_held")]), "reported gil_held, rank 1"),
+        (replace(GOOD, detected=[replace(NAMED, ranks=(0,))]), "reported rank_stopped, rank 0"),
+        (replace(GOOD, detected=[replace(NAMED, ranks=(0, 1))]), "reported rank_stopped, rank 0, rank 1"),
+        (replace(GOOD, detected=[replace(NAMED, ranks=(), hosts=())]), "reported rank_stopped, nobody"),
+        (replace(GOOD, detected=[replace(NAMED, at=112.0)]), "detected after 12.0 s; 10 s are allowed"),
         (replace(GOOD, ends=[FrontExit(160.0, -9, by_drill=True)]), "the run did not end within 60 s"),
         (replace(GOOD, ends=[FrontExit(105.0, 0)]), "exit code 0 instead of 4"),
         (replace(GOOD, effect=None), "the run ended before the fault took effect, rank_stopped, rank 1"),
@@ -46,40 +46,42 @@ def test_anything_else_is_wrong_and_says_why(history: History, why: str) -> None
 def test_a_head_that_is_killed_is_named_by_the_others_alone() -> None:
     (drill,) = choose(("head_killed",))
     gone = {"kind": "verdict", "cause": "node_unreachable", "ranks": [], "hosts": ["vm"]}
-    told = [
+    reported = [
         named_cause_in(
             {**gone, "summary": f"node {node} (vm) is not heard any more"}, at=100.5, node=1, words=()
         )
         for node in (0, 1)
     ]
     ends = [FrontExit(100.1, -9), FrontExit(101.0, 4)]
-    rows = [judge(drill, History(100.0, [one], ends, hosts=(None, None))) for one in told if one is not None]
+    rows = [
+        judge(drill, History(100.0, [one], ends, hosts=(None, None))) for one in reported if one is not None
+    ]
     assert [row.right for row in rows] == [True, False], "a node that calls itself cut off is wrong"
     assert (rows[0].named_after_s, rows[0].ended_after_s) == (0.5, 1.0)
 
 
 def test_a_victim_that_was_blamed_first_is_not_mended_by_the_right_name_later() -> None:
     blamed = NamedCause(102.0, 0, "user_code_stuck", (0,), is_end=False)
-    row = judge(STOPPED, replace(GOOD, told=[blamed, NAMED]))
+    row = judge(STOPPED, replace(GOOD, detected=[blamed, NAMED]))
     assert (row.right, row.why) == (False, "reported user_code_stuck, rank 0")
 
 
 def test_the_first_right_word_counts_be_it_a_warning_before_the_verdict() -> None:
     warning = replace(NAMED, at=103.0, is_end=False)
-    assert judge(STOPPED, replace(GOOD, told=[warning, NAMED])).named_after_s == 3.0
+    assert judge(STOPPED, replace(GOOD, detected=[warning, NAMED])).named_after_s == 3.0
 
 
 def test_where_nothing_is_wrong_nothing_may_be_named() -> None:
     good = History(100.0, [], [FrontExit(110.0, 0)])
     assert judge(QUIET, good).right
-    assert not judge(QUIET, replace(good, told=[replace(NAMED, cause="rank_killed")])).right
+    assert not judge(QUIET, replace(good, detected=[replace(NAMED, cause="rank_killed")])).right
     assert not judge(QUIET, replace(good, ends=[FrontExit(110.0, 5)])).right
 
 
 def test_that_a_rank_is_slow_on_a_busy_machine_is_no_wrong_name() -> None:
     slow = NamedCause(101.0, 0, "straggler", (0,), is_end=False)
     assert judge(QUIET, History(100.0, [slow], [FrontExit(110.0, 0)])).right
-    assert judge(STOPPED, replace(GOOD, told=[slow, NAMED])).right
+    assert judge(STOPPED, replace(GOOD, detected=[slow, NAMED])).right
 
 
 def test_a_cut_network_is_right_when_both_halves_have_said_so() -> None:
@@ -88,10 +90,10 @@ def test_a_cut_network_is_right_when_both_halves_have_said_so() -> None:
     both = History(100.0, [head, other], [FrontExit(109.0, 4), FrontExit(110.0, 4)], hosts=("a", "b"))
     row = judge(CUT, both)
     assert (row.right, row.hosts, row.named_after_s) == (True, ("b",), 8.0)
-    assert judge(CUT, replace(both, told=[head])).why == "not reported on every node"
-    each_the_other = judge(CUT, replace(both, told=[head, replace(other, hosts=("a",))]))
+    assert judge(CUT, replace(both, detected=[head])).why == "not reported on every node"
+    each_the_other = judge(CUT, replace(both, detected=[head, replace(other, hosts=("a",))]))
     assert (each_the_other.right, each_the_other.hosts) == (True, ("b",))
-    assert not judge(CUT, replace(both, told=[replace(head, hosts=("a",)), other])).right
+    assert not judge(CUT, replace(both, detected=[replace(head, hosts=("a",)), other])).right
 
 
 def test_what_is_left_behind_is_not_good_also_where_the_name_is_right() -> None:
@@ -127,8 +129,8 @@ def test_the_json_of_a_row_is_that_of_the_contract() -> None:
 @pytest.mark.parametrize("drill", DRILLS, ids=lambda drill: drill.fault)
 def test_the_table_names_causes_of_the_catalogue_and_asks_for_a_fault_or_for_a_blow(drill: Drill) -> None:
     assert all(find_cause(cause) for cause in drill.want)
-    assert bool(drill.faults) or drill.ground is not Sandbox
-    assert all(rank < drill.nproc * drill.ground().nodes for rank in drill.ranks)
+    assert bool(drill.faults) or drill.sandbox is not Sandbox
+    assert all(rank < drill.nproc * drill.sandbox().nodes for rank in drill.ranks)
 
 
 def test_a_drill_that_does_not_exist_is_refused_with_those_that_do() -> None:

@@ -21,9 +21,9 @@ def answer_with(words: bytes) -> str:
         listener.settimeout(_LIMIT_S)
         thread = threading.Thread(target=serve, args=(listener,), daemon=True)
         thread.start()
-        said = probe_url(f"http://127.0.0.1:{listener.getsockname()[1]}", limit_s=_LIMIT_S)
+        printed = probe_url(f"http://127.0.0.1:{listener.getsockname()[1]}", limit_s=_LIMIT_S)
         thread.join(_LIMIT_S)
-    return said
+    return printed
 
 
 def test_any_http_answer_is_one() -> None:
@@ -32,9 +32,9 @@ def test_any_http_answer_is_one() -> None:
 
 def test_a_server_of_another_kind_is_told_and_not_taken_for_a_silent_one() -> None:
     for words in (b"220 mail.example ESMTP\r\n", b"\r\n", b"HTTP/1.1 abc def\r\n\r\n"):
-        said = answer_with(words)
-        assert said, words
-        assert "no answer" not in said
+        printed = answer_with(words)
+        assert printed, words
+        assert "no answer" not in printed
 
 
 def test_what_is_no_http_address_is_not_opened() -> None:

@@ -57,9 +57,9 @@ print(probe_storage(Path(sys.argv[1])).trouble)
 
 def test_a_limit_of_the_file_size_is_named_with_its_value(tmp_path: Path) -> None:
     command = [sys.executable, "-c", _LIMITED, str(tmp_path)]
-    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    assert "File too large" in said
-    assert "the file size limit is 500000 bytes, `ulimit -f unlimited` raises it" in said
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert "File too large" in printed
+    assert "the file size limit is 500000 bytes, `ulimit -f unlimited` raises it" in printed
     assert list(tmp_path.iterdir()) == []
 
 
@@ -112,8 +112,8 @@ def test_a_probe_that_breaks_is_unknown_and_says_why(tmp_path: Path) -> None:
 @pytest.fixture
 def hanging(tmp_path: Path) -> Iterator[Path]:
     """A mounted file system that never answers: FUSE, with nobody who serves it."""
-    if fuse.why_not():
-        pytest.skip(fuse.why_not())
+    if fuse.why_unavailable():
+        pytest.skip(fuse.why_unavailable())
     folder = tmp_path / "hangs"
     folder.mkdir()
     try:

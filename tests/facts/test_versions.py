@@ -68,7 +68,7 @@ def test_all_of_the_packages_files_are_digested() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "address"),
+    ("printed", "address"),
     [
         ("00000000:07:00.0", "0000:07:00.0"),
         ("00010000:AF:00.0", "0000:af:00.0"),
@@ -76,8 +76,8 @@ def test_all_of_the_packages_files_are_digested() -> None:
         ("?", "?"),
     ],
 )
-def test_bus_ids_are_spelt_as_sys_does(said: str, address: str) -> None:
-    assert pci_address(said) == address
+def test_bus_ids_are_spelt_as_sys_does(printed: str, address: str) -> None:
+    assert pci_address(printed) == address
 
 
 def test_the_numa_node_of_a_device_is_read_where_there_is_one(tmp_path: Path) -> None:

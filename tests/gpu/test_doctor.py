@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.doctor.replay import details_from, record
-from unisono.doctor.ladder_attempts import attempt_here
+from unisono.doctor.ladder_attempts import attempt_local
 from unisono.facts.machine import probe_nvidia
 from unisono.facts.nvidia import probe_details
 from unisono.plan import DeviceChoice
@@ -51,7 +51,7 @@ def places() -> list[DeviceChoice]:
 def test_each_step_of_the_ladder_can_be_climbed_and_nccl_tells_its_transports(
     settings: dict[str, str | None],
 ) -> None:
-    outcome = attempt_here(places()[:2], settings, backend="nccl", deadline_s=60.0, programs=Programs())
+    outcome = attempt_local(places()[:2], settings, backend="nccl", deadline_s=60.0, programs=Programs())
     assert outcome.ok, outcome
     assert outcome.rate > 0
     text = "\n".join(outcome.rows)
@@ -60,5 +60,5 @@ def test_each_step_of_the_ladder_can_be_climbed_and_nccl_tells_its_transports(
 
 
 def test_one_device_alone_makes_a_group_of_one() -> None:
-    outcome = attempt_here(places()[:1], {}, backend="nccl", deadline_s=60.0, programs=Programs())
+    outcome = attempt_local(places()[:1], {}, backend="nccl", deadline_s=60.0, programs=Programs())
     assert outcome.ok, outcome

@@ -34,11 +34,11 @@ def _rank(
     answers.put((rank, "ready", ""))
     if absent == rank:
         signal.pause()
-    facts = TrainerFacts(dealt=True, data=DataFacts(rows=rows, rows_digest="d"))
+    facts = TrainerFacts(sharded=True, data=DataFacts(rows=rows, rows_digest="d"))
     began = time.monotonic()
     try:
         for _ in range(2):
-            meet(world, facts, say=lambda text: None)
+            meet(world, facts, notify=lambda text: None)
         words, cause = "agreed", ""
     except Disagreed as error:
         words, cause = str(error), error.verdict.cause if error.verdict else ""
@@ -60,9 +60,9 @@ def _together(
     heard: dict[int, tuple[str, str, float]] = {}
     try:
         while len(heard) < len(rows) - (absent is not None):
-            rank, *said = answers.get(timeout=300)
-            if said[0] != "ready":
-                heard[rank] = (said[0], said[1], said[2])
+            rank, *printed = answers.get(timeout=300)
+            if printed[0] != "ready":
+                heard[rank] = (printed[0], printed[1], printed[2])
     finally:
         for process in started:
             process.kill()
@@ -71,12 +71,12 @@ def _together(
 
 
 def test_ranks_that_agree_go_on_as_often_as_they_are_asked() -> None:
-    assert {said[0] for said in _together([8, 8]).values()} == {"agreed"}
+    assert {printed[0] for printed in _together([8, 8]).values()} == {"agreed"}
 
 
 def test_the_same_words_reach_every_rank_though_the_first_holds_the_store_and_leaves() -> None:
     heard = _together([8, 9, 8])
-    assert len({said[:2] for said in heard.values()}) == 1
+    assert len({printed[:2] for printed in heard.values()}) == 1
     assert heard[0][1] == "split_mismatch"
     assert "9 on rank 1" in heard[0][0]
 

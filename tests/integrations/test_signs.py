@@ -16,7 +16,7 @@ class Kept:
     def __init__(self) -> None:
         self.phases: list[str] = []
         self.steps: list[int] = []
-        self.told: list[tuple[str, dict[str, Any]]] = []
+        self.transcript: list[tuple[str, dict[str, Any]]] = []
 
     def phase(self, name: str) -> None:
         if self.phases[-1:] != [name]:
@@ -25,8 +25,8 @@ class Kept:
     def step(self, step: int) -> None:
         self.steps.append(step)
 
-    def tell(self, kind: str, **fields: Any) -> None:
-        self.told.append((kind, fields))
+    def emit(self, kind: str, **fields: Any) -> None:
+        self.transcript.append((kind, fields))
 
 
 @pytest.fixture
@@ -53,8 +53,8 @@ def test_steps_phases_and_losses_are_told_in_their_order(
     assert kept.phases[-1] == "finish"
     of_a_step = ["data", "compute", "update"]
     assert [name for name in kept.phases if name in of_a_step][:9] == of_a_step * 3
-    assert len([fields["loss"] for kind, fields in kept.told if kind == "step"]) == 3
-    assert next(kind for kind, _ in kept.told) == "facts"
+    assert len([fields["loss"] for kind, fields in kept.transcript if kind == "step"]) == 3
+    assert next(kind for kind, _ in kept.transcript) == "facts"
 
 
 @pytest.mark.filterwarnings("ignore")

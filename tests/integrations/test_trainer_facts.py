@@ -30,7 +30,7 @@ def _of(rank: int, host: str = "a", **given: Any) -> TrainerFacts:
         rows_digest=given.pop("digest", "d1"),
         source_digest=given.pop("source", ""),
     )
-    return TrainerFacts(rank=rank, host=host, dealt=given.pop("dealt", True), data=data, **given)
+    return TrainerFacts(rank=rank, host=host, sharded=given.pop("sharded", True), data=data, **given)
 
 
 def _table(count: int = 64) -> Dataset:
@@ -82,7 +82,7 @@ def test_where_the_source_is_known_it_decides_between_files_and_split() -> None:
 
 def test_ranks_that_read_data_of_their_own_may_hold_other_rows_but_not_make_other_steps() -> None:
     own = [
-        _of(rank, rows=90 + rank, digest=str(rank), dealt=False, batches=9 + rank, steps=50)
+        _of(rank, rows=90 + rank, digest=str(rank), sharded=False, batches=9 + rank, steps=50)
         for rank in range(2)
     ]
     assert compare(own) is None
@@ -167,7 +167,7 @@ class _Stream(IterableDataset[int]):
 def test_of_a_dataset_of_the_programs_own_only_the_length_is_read_and_of_a_stream_nothing() -> None:
     assert read_dataset(_Own()) == DataFacts(rows=7, kind="_Own")
     facts = read_loader(DataLoader(_Stream(), batch_size=2))
-    assert (facts.data.rows, facts.batches, facts.dealt) == (None, None, False)
+    assert (facts.data.rows, facts.batches, facts.sharded) == (None, None, False)
 
 
 def test_reading_draws_no_random_number() -> None:
@@ -181,16 +181,16 @@ def test_reading_draws_no_random_number() -> None:
 def test_a_loader_whose_sampler_deals_is_told_from_one_that_reads_its_own() -> None:
     data = TensorDataset(torch.arange(20))
     sampler: DistributedSampler[Any] = DistributedSampler(data, num_replicas=2, rank=1, seed=5)
-    dealt = read_loader(DataLoader(data, batch_size=2, sampler=sampler))
-    assert (dealt.dealt, dealt.sampler_seed, dealt.batches, dealt.data.rows) == (True, 5, 5, 20)
-    assert not read_loader(DataLoader(data, batch_size=2)).dealt
+    sharded = read_loader(DataLoader(data, batch_size=2, sampler=sampler))
+    assert (sharded.sharded, sharded.sampler_seed, sharded.batches, sharded.data.rows) == (True, 5, 5, 20)
+    assert not read_loader(DataLoader(data, batch_size=2)).sharded
 
 
-@pytest.mark.parametrize("kind", ["dealt", "read by rank 0"])
+@pytest.mark.parametrize("kind", ["sharded", "read by rank 0"])
 def test_what_accelerate_makes_of_a_loader_is_known_by_its_names(kind: str) -> None:
     """Depends on BatchSamplerShard, DataLoaderDispatcher and their `batch_sampler`: if these change, this test notices."""
     PartialState(cpu=True)
-    dispatch = kind != "dealt"
+    dispatch = kind != "sharded"
     loader = DataLoader(TensorDataset(torch.arange(20)), batch_size=2, shuffle=True)
     try:
         prepared = prepare_data_loader(
@@ -199,7 +199,7 @@ def test_what_accelerate_makes_of_a_loader_is_known_by_its_names(kind: str) -> N
         facts = read_loader(prepared)
     finally:
         PartialState._reset_state()
-    assert facts.dealt is not dispatch
+    assert facts.sharded is not dispatch
     assert facts.data.rows == (None if dispatch else 20)
     assert facts.batches == (None if dispatch else 5)
 

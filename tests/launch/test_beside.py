@@ -27,7 +27,7 @@ SLEEPS = Programs(task=(sys.executable, "-c", "import time; time.sleep(600)"))
 
 
 def uploading(
-    tmp_path: Path, interrupts: Interrupts, said: list[Message], *, grace: str = "1 second"
+    tmp_path: Path, interrupts: Interrupts, printed: list[Message], *, grace: str = "1 second"
 ) -> Uploads:
     run = RunDir(tmp_path / "out")
     run.checkpoint(3).mkdir(parents=True)
@@ -35,37 +35,37 @@ def uploading(
     plan: Any = SimpleNamespace(
         config=SimpleNamespace(checkpoint=section, grace=grace), run_id="r", keep_every=None
     )
-    return Uploads(plan, run, programs=SLEEPS, leftovers={}, interrupts=interrupts, show=said.append)
+    return Uploads(plan, run, programs=SLEEPS, leftovers={}, interrupts=interrupts, show=printed.append)
 
 
 def test_a_signal_while_the_last_upload_is_waited_for_leaves_no_more_than_the_grace_time(
     tmp_path: Path,
 ) -> None:
-    interrupts, said = Interrupts(), list[Message]()
+    interrupts, printed = Interrupts(), list[Message]()
     later = threading.Timer(0.5, lambda: interrupts.request_stop(signal.SIGTERM, where="node 1 (b)"))
     began = time.monotonic()
-    with uploading(tmp_path, interrupts, said) as upload:
+    with uploading(tmp_path, interrupts, printed) as upload:
         later.start()
         upload.wait()
     assert time.monotonic() - began < 20
-    assert [message["code"] for message in said if message["kind"] == "warning"] == ["upload_failed"]
+    assert [message["code"] for message in printed if message["kind"] == "warning"] == ["upload_failed"]
 
 
 def test_no_room_for_temporary_files_is_said_and_ends_no_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said: list[Message] = []
+    printed: list[Message] = []
     plan: Any = SimpleNamespace(rehearse=True, rehearsed_step=1, run_id="r")
-    first = FirstCheckpoint(plan, programs=SLEEPS, leftovers={}, show=said.append)
+    first = FirstCheckpoint(plan, programs=SLEEPS, leftovers={}, show=printed.append)
     first.on_message(0, {"kind": "checkpoint", "step": 1, "path": str(tmp_path), "bytes": 1, "seconds": 0.1})
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
     assert first.look() is None
     assert first.look() is None
-    with uploading(tmp_path, Interrupts(), said) as upload:
+    with uploading(tmp_path, Interrupts(), printed) as upload:
         assert upload.look() is None
         assert upload.look() is None
-    assert [message["code"] for message in said] == ["rehearsal_died", "upload_failed"]
-    assert all("cannot be started" in message["text"] for message in said)
+    assert [message["code"] for message in printed] == ["rehearsal_died", "upload_failed"]
+    assert all("cannot be started" in message["text"] for message in printed)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_a_start_that_is_refused_takes_nothing_of_a_quicker_one_away(
     monkeypatch.setattr(claiming, "_make", quicker)
     monkeypatch.setattr(claiming, "decide_start", lambda *_, **__: None)
     config: Any = SimpleNamespace(output_dir=str(run.root))
-    refused = claiming.claim(config, host="here", resume=False, fresh=False, say=print)
+    refused = claiming.claim(config, host="here", resume=False, fresh=False, notify=print)
     with pytest.raises(UsageError, match="is active"), refused:
         pass
     assert run.lock.exists()

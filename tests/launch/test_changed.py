@@ -89,13 +89,13 @@ def test_what_costs_only_exactness_goes_on_with_a_line_that_says_why(died: Any) 
     (died.out / "environment.json").write_text(json.dumps(environment))
     done = died.run("batch.micro=2", "memory.gradient_checkpointing=true", "eval.every=5 steps")
     assert done.returncode == 0, done.stderr
-    told = {line.partition(" ")[0]: line for line in warnings(done.stderr)}
-    assert "sums are split among the threads" in told["threads"]
-    assert "set OMP_NUM_THREADS=1 to restore it" in told["threads"]
-    assert "sums are over different groups of sequences" in told["micro_batch"]
-    assert "activations are computed at different times" in told["gradient_checkpointing"]
-    assert "training does not" in told["eval.every"]
-    assert "losses may not be bit-exact" in told["torch"]
+    reported = {line.partition(" ")[0]: line for line in warnings(done.stderr)}
+    assert "sums are split among the threads" in reported["threads"]
+    assert "set OMP_NUM_THREADS=1 to restore it" in reported["threads"]
+    assert "sums are over different groups of sequences" in reported["micro_batch"]
+    assert "activations are computed at different times" in reported["gradient_checkpointing"]
+    assert "training does not" in reported["eval.every"]
+    assert "losses may not be bit-exact" in reported["torch"]
 
 
 def test_another_number_of_ranks_says_on_the_first_screen_what_is_the_same_and_what_is_not(died: Any) -> None:
@@ -138,10 +138,10 @@ def test_data_model_and_tokenizer_that_changed_are_refused_together_and_each_can
     assert contents(finished.out) == before, "not even the ledger of rows"
     again = finished.train(*LONGER, "--allow", "model", "--allow", "tokenizer", "--allow", "data")
     assert again.returncode == 0, again.stderr
-    told = "\n".join(warnings(again.stderr))
-    assert "the adapter would continue on weights that it was not trained on" in told
-    assert "the same text becomes other tokens than those in training" in told
-    assert "24 sequences are done" in told
+    reported = "\n".join(warnings(again.stderr))
+    assert "the adapter would continue on weights that it was not trained on" in reported
+    assert "the same text becomes other tokens than those in training" in reported
+    assert "24 sequences are done" in reported
     assert len(finished.losses()) == 5
     assert [entry["key"] for entry in finished.read("plan.json")["allowed"]] == ["model", "tokenizer", "data"]
     quiet = finished.train("--resume", "duration=6 steps", "--dry-run")

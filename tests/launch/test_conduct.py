@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.watch.seeing import picture, view
+from tests.watch.seeing import run_view, view
 from unisono.causes import Verdict
 from unisono.launch.outcome import ending_of
 from unisono.plan import DeviceChoice, NodePlace, RankPlace, RunPlan
@@ -88,10 +88,10 @@ def died_in(comm: int, *, rank: int, step: int = 12, elements: int = 1000) -> Ra
 
 
 def test_ranks_that_lost_each_other_a_collective_apart_are_not_taken_for_ranks_in_different_ones() -> None:
-    cut = picture([died_in(41, rank=0), died_in(42, rank=1, step=13), died_in(41, rank=2)])
+    cut = run_view([died_in(41, rank=0), died_in(42, rank=1, step=13), died_in(41, rank=2)])
     assert apart(cut, None) is None
     found = apart(
-        picture([died_in(41, rank=0), died_in(41, rank=1, elements=1001), died_in(41, rank=2)]), None
+        run_view([died_in(41, rank=0), died_in(41, rank=1, elements=1001), died_in(41, rank=2)]), None
     )
     assert found is not None
     assert (found.cause, found.ranks) == ("collective_mismatch", (1,))
@@ -100,13 +100,13 @@ def test_ranks_that_lost_each_other_a_collective_apart_are_not_taken_for_ranks_i
 def test_after_an_abort_only_what_is_known_for_sure_of_the_others_counts() -> None:
     aborted = end(1, -signal.SIGABRT)
     others = [view(0, "comm", comm=35, step=10), died_in(41, rank=2)]
-    assert apart(picture([others[0], died_in(41, rank=1), others[1]]), aborted) is None, (
+    assert apart(run_view([others[0], died_in(41, rank=1), others[1]]), aborted) is None, (
         "rank 0 has moved since"
     )
     in_own_code = view(1, "compute", has_ended=True)
-    assert apart(picture([died_in(41, rank=0), in_own_code, died_in(40, rank=2)]), aborted) is None
+    assert apart(run_view([died_in(41, rank=0), in_own_code, died_in(40, rank=2)]), aborted) is None
     found = apart(
-        picture([died_in(41, rank=0), died_in(41, rank=1, elements=9), died_in(41, rank=2)]), aborted
+        run_view([died_in(41, rank=0), died_in(41, rank=1, elements=9), died_in(41, rank=2)]), aborted
     )
     assert found is not None
     assert found.ranks == (1,)
@@ -164,7 +164,7 @@ def test_a_lost_node_is_named_and_not_its_victims() -> None:
 
 
 def test_what_was_ended_by_its_front_is_never_the_cause() -> None:
-    ours = RankEnd(rank=0, returncode=KILLED, last=None, phase="train", step=4, ended_by_us="another rank")
+    ours = RankEnd(rank=0, returncode=KILLED, last=None, phase="train", step=4, end_reason="another rank")
     assert first_cause([ours]) is None
 
 

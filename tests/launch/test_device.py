@@ -22,13 +22,15 @@ def machine(*gpus: Gpu, note: str = "") -> Machine:
 def choose(
     here: Machine,
     *,
-    wish: str = "auto",
+    requested: str = "auto",
     named: str | None = None,
     visible: str | None = None,
     torch: str = "2.13.0",
 ) -> DeviceChoice:
     words = device_words(named)
-    (chosen,), _ = choose_devices(here, wish=wish, named=words, visible=visible, nproc=1, torch_version=torch)
+    (chosen,), _ = choose_devices(
+        here, requested=requested, named=words, visible=visible, nproc=1, torch_version=torch
+    )
     return chosen
 
 
@@ -37,7 +39,9 @@ def test_without_an_accelerator_it_is_the_cpu() -> None:
 
 
 def test_the_first_visible_one_is_taken_and_the_others_are_mentioned() -> None:
-    (chosen,), origin = choose_devices(machine(gpu(0), gpu(1)), wish="auto", named=(), visible=None, nproc=1)
+    (chosen,), origin = choose_devices(
+        machine(gpu(0), gpu(1)), requested="auto", named=(), visible=None, nproc=1
+    )
     assert chosen.index == 0
     assert "--devices" in origin
 
@@ -69,19 +73,19 @@ def test_a_hidden_device_is_refused_with_the_variable_that_hides_it() -> None:
 
 def test_cuda_without_a_device_says_why() -> None:
     with pytest.raises(UsageError) as caught:
-        choose(machine(note="no NVIDIA driver"), wish="cuda")
+        choose(machine(note="no NVIDIA driver"), requested="cuda")
     assert "no NVIDIA driver" in "\n".join(caught.value.lines())
 
 
 def test_a_torch_without_cuda_trains_on_the_cpu_or_says_so() -> None:
     assert choose(machine(gpu(0)), torch="2.13.0+cpu").kind == "cpu"
     with pytest.raises(UsageError, match="no CUDA device"):
-        choose(machine(gpu(0)), wish="cuda", torch="2.13.0+cpu")
+        choose(machine(gpu(0)), requested="cuda", torch="2.13.0+cpu")
 
 
 def test_naming_a_device_contradicts_device_cpu() -> None:
     with pytest.raises(UsageError):
-        choose(machine(gpu(0)), wish="cpu", named="0")
+        choose(machine(gpu(0)), requested="cpu", named="0")
 
 
 def test_bfloat16_is_known_by_the_compute_capability() -> None:

@@ -41,14 +41,14 @@ def plan_of(
     return RunPlan.model_construct(**fields)
 
 
-def said(total: int, every: int, *, free: float, step: int = 1, **section: Any) -> str:
+def summary_text(total: int, every: int, *, free: float, step: int = 1, **section: Any) -> str:
     saved = SavedCheckpoint(step, Path("checkpoints/step-00000001"), int(1.6 * GB), 3.2, 0.1)
     room = DiskSpace(int(free * GB), saved.bytes, (step,))
     return summary(plan_of(total, every, **section), saved, room, read_s=1.1)
 
 
 def test_size_and_time_of_all_are_told_in_a_line() -> None:
-    assert said(2400, 200, free=53.4) == (
+    assert summary_text(2400, 200, free=53.4) == (
         "rehearsal: checkpoint of 1.6 GB in 3.2 s (0.1 s of it blocking), read back and verified in 1.1 s;"
         " 12 more every 200 steps, at most 5 on disk: 8 GB of 55 GB free; 38 s in all"
     )
@@ -63,11 +63,11 @@ def test_size_and_time_of_all_are_told_in_a_line() -> None:
     ],
 )
 def test_short_runs_have_fewer(total: int, every: int, words: str) -> None:
-    assert words in said(total, every, free=50)
+    assert words in summary_text(total, every, free=50)
 
 
 def test_the_best_is_one_more() -> None:
-    assert "at most 6 on disk: 9.6 GB of" in said(2400, 200, free=50, best="eval_loss")
+    assert "at most 6 on disk: 9.6 GB of" in summary_text(2400, 200, free=50, best="eval_loss")
 
 
 def test_a_start_after_a_death_rehearses_only_where_the_one_before_left_nothing() -> None:
@@ -93,9 +93,9 @@ def test_programs_get_the_same_figures_in_the_first_checkpoints_object() -> None
 def test_a_first_checkpoint_that_finds_no_room_ends_the_run_with_the_full_disk_as_its_verdict(
     tmp_path: Path,
 ) -> None:
-    said: list[dict[str, Any]] = []
+    summary_text: list[dict[str, Any]] = []
     plan = plan_of(9, 3).model_copy(update={"host": "ada"})
-    first = FirstCheckpoint(plan, programs=Programs(), leftovers={}, show=said.append)
+    first = FirstCheckpoint(plan, programs=Programs(), leftovers={}, show=summary_text.append)
     full = StorageFull(tmp_path / "step-00000001", needed_bytes=2000, free_bytes=500)
     assert full.verdict is not None
     warned = full.verdict.model_copy(update={"severity": "warning"}).to_json()
@@ -114,13 +114,13 @@ def test_a_first_checkpoint_that_finds_no_room_ends_the_run_with_the_full_disk_a
 
 
 def test_its_object_waits_for_them_and_is_shown_without_where_they_never_come() -> None:
-    said: list[dict[str, Any]] = []
-    first = FirstCheckpoint(plan_of(9, 3), programs=Programs(), leftovers={}, show=said.append)
+    summary_text: list[dict[str, Any]] = []
+    first = FirstCheckpoint(plan_of(9, 3), programs=Programs(), leftovers={}, show=summary_text.append)
     step = {"kind": "step", "step": 1}
     saved = {"kind": "checkpoint", "step": 1, "path": "p", "bytes": 1, "seconds": 0.1}
     later = {**saved, "step": 3}
     for message in (step, saved, later):
         first.pass_on(message)
-    assert said == [step, later]
+    assert summary_text == [step, later]
     first.finish()
-    assert said == [step, later, saved]
+    assert summary_text == [step, later, saved]

@@ -43,16 +43,16 @@ class Beside:
     """The two companions of a start whose ranks have just saved step 1."""
 
     def __init__(self, folder: Path, until: Until, programs: Programs) -> None:
-        self.said: list[dict[str, Any]] = []
+        self.shown: list[dict[str, Any]] = []
         self.until = until
         self.run = RunDir(folder / "out")
         self.run.checkpoints.mkdir(parents=True)
         self.plan = plan_of(folder)
         self.uploading = Uploads(
-            self.plan, self.run, programs=programs, leftovers={}, interrupts=Interrupts(), show=self.said.append
+            self.plan, self.run, programs=programs, leftovers={}, interrupts=Interrupts(), show=self.shown.append
         )  # fmt: skip
         self.first = FirstCopy(
-            self.plan, self.uploading, programs=programs, leftovers={}, show=self.said.append
+            self.plan, self.uploading, programs=programs, leftovers={}, show=self.shown.append
         )
         self.there = folder / "copies" / "out" / self.plan.run_id / "step-00000001"
 
@@ -75,10 +75,10 @@ class Beside:
         return self.first.look()
 
     def text(self) -> str:
-        return "\n".join(message["text"] for message in self.said)
+        return "\n".join(message["text"] for message in self.shown)
 
     def codes(self) -> list[str]:
-        return [message["code"] for message in self.said if message["kind"] == "warning"]
+        return [message["code"] for message in self.shown if message["kind"] == "warning"]
 
 
 @pytest.fixture
@@ -145,9 +145,9 @@ def test_a_storage_that_refuses_the_first_copy_ends_the_run_and_a_later_one_is_a
     assert "check the URL, the free space there, the network and the credentials" in error.problems[0].fix
     assert error.verdict is not None
     assert (error.verdict.cause, error.verdict.hosts, error.verdict.step) == ("storage_unfit", ("ada",), 1)
-    assert run.said == []
+    assert run.shown == []
     run.uploading.wait()
-    assert run.said == [], "the end of that run does not wait for what has failed"
+    assert run.shown == [], "the end of that run does not wait for what has failed"
 
     run.save(3)
     run.until(lambda: bool(run.uploading.look() or run.codes()))

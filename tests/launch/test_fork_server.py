@@ -20,7 +20,7 @@ from unisono.supervise import fork_server
 from unisono.supervise.child_process import ChildProcess
 from unisono.supervise.fork_server import ForkServer
 
-TOLD = "tests.launch.standins.told"
+REPORTED = "tests.launch.standins.reported_facts"
 LIGHT = "tests.launch.standins.light_server"
 ENDS = [
     {"exit": 0}, {"exit": 3}, {"exit": "a text"}, {"raise": "ä"}, {"fault": 1},
@@ -33,17 +33,17 @@ def light(monkeypatch: pytest.MonkeyPatch) -> None:
     """Servers of this file import little, fork the program of these tests, too, and are not that of the session."""
     monkeypatch.delenv(fork_server.SHARED, raising=False)
     monkeypatch.setattr(fork_server, "_SERVER", LIGHT)
-    monkeypatch.setattr(fork_server, "_SERVED", (*fork_server._SERVED, TOLD))
+    monkeypatch.setattr(fork_server, "_SERVED", (*fork_server._SERVED, REPORTED))
 
 
 @pytest.fixture
-def said() -> list[str]:
+def printed() -> list[str]:
     return []
 
 
 @pytest.fixture
-def server(said: list[str]) -> Iterator[ForkServer]:
-    with ForkServer(said.append) as made:
+def server(printed: list[str]) -> Iterator[ForkServer]:
+    with ForkServer(printed.append) as made:
         yield made
 
 
@@ -55,7 +55,7 @@ def begin(tmp_path: Path, server: ForkServer) -> Iterator[Callable[..., ChildPro
         def started(*, forks: bool = True, log: str = "log", **variables: str) -> ChildProcess:
             output = stack.enter_context((tmp_path / log).open("ab"))
             child = ChildProcess(
-                lambda fd: [sys.executable, "-m", TOLD, "--report-fd", str(fd), "--front-pid", str(os.getpid())],
+                lambda fd: [sys.executable, "-m", REPORTED, "--report-fd", str(fd), "--front-pid", str(os.getpid())],
                 environment=environment(**variables), output=output, has_input=True, fork_server=server if forks else None, waits=True,
             )  # fmt: skip
             return stack.enter_context(child)
@@ -105,15 +105,15 @@ def test_a_forked_process_is_what_exec_would_have_begun(
     )  # the server has begun with another rank's variables
     forked, executed = (hear(begin(forks=forks, **variables)) for forks in (True, False))
     assert (forked["parent"], executed["parent"]) == (server.pid, os.getpid())
-    for said in (forked, executed):  # the pipe's number is in the command line, and is not the same
-        fd = said["facts"]["argv"][2]
-        said["facts"] = json.loads(
-            json.dumps(said["facts"]).replace(f"--report-fd\\u0000{fd}", "--report-fd\\u0000N")
+    for printed in (forked, executed):  # the pipe's number is in the command line, and is not the same
+        fd = printed["facts"]["argv"][2]
+        printed["facts"] = json.loads(
+            json.dumps(printed["facts"]).replace(f"--report-fd\\u0000{fd}", "--report-fd\\u0000N")
         )
-        for words in (said["facts"]["argv"], said["facts"]["orig_argv"]):
+        for words in (printed["facts"]["argv"], printed["facts"]["orig_argv"]):
             words[words.index("--report-fd") + 1] = "N"
-        assert said["facts"]["fds"] == [0, 1, 2, int(fd)], "its own descriptors alone"
-        del said["facts"]["fds"]
+        assert printed["facts"]["fds"] == [0, 1, 2, int(fd)], "its own descriptors alone"
+        del printed["facts"]["fds"]
     assert forked["facts"] == executed["facts"]
 
 
@@ -121,7 +121,7 @@ def test_what_is_shown_of_it_is_what_was_started(begin: Callable[..., ChildProce
     child = begin(RANK="7")
     hear(child)
     process = psutil.Process(child.pid)
-    assert process.cmdline()[1:3] == ["-m", TOLD]
+    assert process.cmdline()[1:3] == ["-m", REPORTED]
     assert process.environ() == environment(RANK="7")
     assert process.cmdline()[-2:] == ["--front-pid", str(os.getpid())]
 
@@ -174,13 +174,13 @@ def test_signals_to_all_processes_of_a_job_leave_the_server_alone(
 
 
 def test_an_environment_that_an_import_may_have_read_gets_a_fresh_interpreter(
-    begin: Callable[..., ChildProcess], server: ForkServer, said: list[str]
+    begin: Callable[..., ChildProcess], server: ForkServer, printed: list[str]
 ) -> None:
     begin()
     other = begin(HF_HOME="/elsewhere")
     assert hear(other)["parent"] == os.getpid()
     assert hear(begin())["parent"] == server.pid
-    assert said == []
+    assert printed == []
 
 
 @pytest.mark.parametrize(
@@ -192,27 +192,27 @@ def test_an_environment_that_an_import_may_have_read_gets_a_fresh_interpreter(
     ],
 )
 def test_a_server_that_could_not_fork_soundly_says_so_once_and_does_not(
-    begin: Callable[..., ChildProcess], said: list[str], module: str, why: str
+    begin: Callable[..., ChildProcess], printed: list[str], module: str, why: str
 ) -> None:
     for _ in range(2):
         assert hear(begin(LIGHT_SERVER_IMPORTS=module))["parent"] == os.getpid()
-    (text,) = said
+    (text,) = printed
     assert text.startswith(f"ranks are started without the fork server, each with its own imports: {why}")
 
 
 def test_a_server_that_does_not_start_is_said_once(
-    begin: Callable[..., ChildProcess], said: list[str], monkeypatch: pytest.MonkeyPatch
+    begin: Callable[..., ChildProcess], printed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fork_server, "_SERVER", "no.such.server")
     for _ in range(2):
         assert hear(begin())["parent"] == os.getpid()
-    (text,) = said
+    (text,) = printed
     assert "it ended with 1: " in text
     assert "No module named 'no'" in text
 
 
 def test_with_a_killed_server_end_its_processes_and_the_next_is_a_fresh_one(
-    begin: Callable[..., ChildProcess], server: ForkServer, said: list[str]
+    begin: Callable[..., ChildProcess], server: ForkServer, printed: list[str]
 ) -> None:
     child = begin()
     hear(child)
@@ -221,7 +221,7 @@ def test_with_a_killed_server_end_its_processes_and_the_next_is_a_fresh_one(
     wait_until(lambda: bool(child.read(0.05)) or child.ended)
     assert child.returncode == -signal.SIGKILL
     assert hear(begin())["parent"] == os.getpid()
-    assert ["it ended with -9" in text for text in said] == [True]
+    assert ["it ended with -9" in text for text in printed] == [True]
 
 
 def test_a_thread_that_may_end_before_the_front_does_not_start_the_server(
@@ -248,7 +248,7 @@ def test_a_task_does_not_wait_for_the_imports(tmp_path: Path, server: ForkServer
 
 def _way(server: ForkServer, log: Any) -> str:
     child = ChildProcess(
-        lambda fd: [sys.executable, "-m", TOLD, "--report-fd", str(fd), "--front-pid", str(os.getpid())],
+        lambda fd: [sys.executable, "-m", REPORTED, "--report-fd", str(fd), "--front-pid", str(os.getpid())],
         environment=environment(), output=log, has_input=True, fork_server=server,
     )  # fmt: skip
     with child:
@@ -259,10 +259,10 @@ _FRONT = f"""
 import os, sys, signal, tempfile
 from unisono.supervise import fork_server
 from unisono.supervise.child_process import ChildProcess
-fork_server._SERVER, fork_server._SERVED = {LIGHT!r}, ({TOLD!r},)
+fork_server._SERVER, fork_server._SERVED = {LIGHT!r}, ({REPORTED!r},)
 server = fork_server.ForkServer(print)
 child = ChildProcess(
-    lambda fd: [sys.executable, "-m", {TOLD!r}, "--report-fd", str(fd), "--front-pid", str(os.getpid())],
+    lambda fd: [sys.executable, "-m", {REPORTED!r}, "--report-fd", str(fd), "--front-pid", str(os.getpid())],
     environment=dict(os.environ), output=tempfile.TemporaryFile(), has_input=True, fork_server=server, waits=True,
 )
 while not child.read(): pass
@@ -285,7 +285,7 @@ def test_closing_leaves_no_process_and_no_descriptor(tmp_path: Path) -> None:
     before = len(list(Path("/proc/self/fd").iterdir()))
     with (tmp_path / "log").open("wb") as log, ForkServer(print) as server:
         child = ChildProcess(
-            lambda fd: [sys.executable, "-m", TOLD, "--report-fd", str(fd), "--front-pid", str(os.getpid())],
+            lambda fd: [sys.executable, "-m", REPORTED, "--report-fd", str(fd), "--front-pid", str(os.getpid())],
             environment=environment(), output=log, has_input=True, fork_server=server, waits=True,
         )  # fmt: skip
         with child:

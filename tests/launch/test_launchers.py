@@ -49,8 +49,8 @@ def test_several_nodes_are_not_taken_for_one_where_nobody_says_which_they_are(
     (tmp_path / "c.yaml").write_text("model: builtin:tiny\ndata: {train: rows.jsonl}\noutput_dir: out\n")
     program = ["--", "touch", "started"] if words[0] == "run" else []
     command = [sys.executable, "-m", "unisono", *words, "--launcher", "nodes", *program]
-    told = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, cwd=tmp_path)
-    assert told.returncode == 2, told.stderr
-    assert "--launcher nodes is for several nodes, and nothing says which they are" in told.stderr
-    assert "--hosts A,B" in told.stderr
+    reported = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, cwd=tmp_path)
+    assert reported.returncode == 2, reported.stderr
+    assert "--launcher nodes is for several nodes, and nothing says which they are" in reported.stderr
+    assert "--hosts A,B" in reported.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["c.yaml"]

@@ -39,7 +39,7 @@ class Log:
         """The signatures that are told for what it prints now."""
         self.file.write(text.encode() if isinstance(text, str) else text)
         self.followed.grew(os.fstat(self.file.fileno()).st_size)
-        return [message["signature"] for message in self.followed.news()]
+        return [message["signature"] for message in self.followed.take_matches()]
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def log(tmp_path: Path) -> Iterator[Log]:
 def test_a_line_is_told_once_with_its_words_and_what_they_may_mean(log: Log) -> None:
     log.file.write(f"step 3\n{OOM}\n{OOM}\n".encode())
     log.followed.grew(os.fstat(log.file.fileno()).st_size)
-    (message,) = log.followed.news()
+    (message,) = log.followed.take_matches()
     assert (message["kind"], message["code"], message["signature"]) == ("warning", CODE, "cuda_out_of_memory")
     assert "CUDA out of memory. Tried to allocate 4.64 GiB" in message["text"]
     assert "unisono explain cuda_oom" in message["fix"]
@@ -88,7 +88,7 @@ def test_secrets_in_a_line_are_not_shown(log: Log) -> None:
         b"ConnectionError: Max retries exceeded with url: https://me:hunter2@host/x?token=abcdef\n"
     )
     log.followed.grew(os.fstat(log.file.fileno()).st_size)
-    (message,) = log.followed.news()
+    (message,) = log.followed.take_matches()
     assert "hunter2" not in str(message)
     assert "abcdef" not in str(message)
 
@@ -104,7 +104,7 @@ def test_a_log_that_was_cut_is_followed_from_there(log: Log) -> None:
     assert log.prints("some text\n") == []
     log.file.truncate(0)
     log.followed.grew(os.fstat(log.file.fileno()).st_size + 100)
-    assert log.followed.news() == []
+    assert log.followed.take_matches() == []
 
 
 def test_at_most_so_many_a_minute_are_told(tmp_path: Path) -> None:

@@ -45,18 +45,18 @@ class Node:
     def text(self) -> str:
         return self.path.read_text(errors="replace")
 
-    def said(self, kind: str) -> list[dict[str, Any]]:
+    def messages_of(self, kind: str) -> list[dict[str, Any]]:
         lines = [line for line in self.text.splitlines() if line.startswith("{") and line.endswith("}")]
         return [message for message in map(json.loads, lines) if message["kind"] == kind]
 
     @property
     def shown(self) -> list[str]:
         """The kinds of what it has shown."""
-        return [message["message"]["kind"] for message in self.said("shown")]
+        return [message["message"]["kind"] for message in self.messages_of("shown")]
 
     @property
     def notes(self) -> list[str]:
-        shown = [message["message"] for message in self.said("shown")]
+        shown = [message["message"] for message in self.messages_of("shown")]
         return [message["text"] for message in shown if message["kind"] == "note"]
 
     def wait(self) -> int:
@@ -78,7 +78,7 @@ class Node:
 
     @property
     def verdict(self) -> Verdict:
-        (error,) = self.said("error")
+        (error,) = self.messages_of("error")
         assert error["verdict"] is not None, self.text
         return Verdict.from_json(error["verdict"])
 
@@ -111,7 +111,7 @@ class Job:
         return [self.start(rank, **changes) for rank in range(self.nodes)]
 
     @property
-    def told(self) -> str:
+    def transcript(self) -> str:
         return "\n".join(f"--- node {node.rank}\n{node.text}" for node in self.started)
 
 
@@ -128,14 +128,14 @@ def job(tmp_path: Path) -> Iterator[Job]:
 def disagree(job: Job, nodes: list[Node], cause: str, *, within_s: float = 45.0) -> Verdict:
     """All end with exit code 3 and the same verdict."""
     codes = [node.wait() for node in nodes]
-    assert codes == [3] * len(nodes), job.told
-    told = {node.verdict.model_copy(update={"named_after_s": None}).model_dump_json() for node in nodes}
-    assert len(told) == 1, job.told
-    assert {json.dumps(node.said("error")[0]["lines"]) for node in nodes}, job.told
+    assert codes == [3] * len(nodes), job.transcript
+    reported = {node.verdict.model_copy(update={"named_after_s": None}).model_dump_json() for node in nodes}
+    assert len(reported) == 1, job.transcript
+    assert {json.dumps(node.messages_of("error")[0]["lines"]) for node in nodes}, job.transcript
     verdict = nodes[0].verdict
-    assert verdict.cause == cause, job.told
+    assert verdict.cause == cause, job.transcript
     assert time.monotonic() - nodes[-1].started < within_s
-    assert "Traceback" not in job.told
+    assert "Traceback" not in job.transcript
     return verdict
 
 
@@ -143,16 +143,16 @@ def disagree(job: Job, nodes: list[Node], cause: str, *, within_s: float = 45.0)
 @pytest.mark.ranks
 def test_three_nodes_meet_try_the_network_and_a_collective_and_go_on_together(job: Job) -> None:
     nodes = job.start_all()
-    assert [node.wait() for node in nodes] == [0, 0, 0], job.told
-    (met,) = nodes[0].said("met")
+    assert [node.wait() for node in nodes] == [0, 0, 0], job.transcript
+    (met,) = nodes[0].messages_of("met")
     status = {check["id"]: check["status"] for check in met["checks"]}
     assert status["network.dial"] == "pass", met
     assert status["network.collective"] == "pass", met
-    assert nodes[0].said("gathered")[0]["of"] == [1, 2]
+    assert nodes[0].messages_of("gathered")[0]["of"] == [1, 2]
     for node in nodes[1:]:
-        assert node.said("met")[0]["welcome"]["head_host"] == "a"
-        assert node.said("met")[0]["welcome"]["nonce_file"] == "x"
-        assert node.said("last")[0]["result"] == {"step": 1}
+        assert node.messages_of("met")[0]["welcome"]["head_host"] == "a"
+        assert node.messages_of("met")[0]["welcome"]["nonce_file"] == "x"
+        assert node.messages_of("last")[0]["result"] == {"step": 1}
 
 
 def test_what_differs_is_said_in_the_same_words_everywhere(job: Job) -> None:
@@ -181,30 +181,30 @@ def test_a_node_that_never_calls_is_named_while_one_waits_and_at_the_end(job: Jo
     for node in nodes:  # the head's line is shown by the others, too
         assert any(
             "2 of 3 nodes are here" in note and "node 2 has never connected" in note for note in node.notes
-        ), job.told
+        ), job.transcript
 
 
 def test_who_comes_after_the_verdict_hears_it(job: Job) -> None:
     first = [job.start(0, join_timeout=3.0), job.start(1)]
-    first[1].until(lambda: first[1].said("error"), "its end")
+    first[1].until(lambda: first[1].messages_of("error"), "its end")
     late = job.start(2, join_timeout=10.0)  # not long: where it comes much later, nobody is there any more
     late_code = late.wait()
-    assert late_code == 3, job.told
+    assert late_code == 3, job.transcript
     assert [node.wait() for node in first] == [3, 3]
     assert late.verdict.cause in ("node_missing", "head_unreachable")
 
 
 def test_another_token_ends_the_meeting_on_both_sides_at_once(job: Job) -> None:
     nodes = [job.start(0), job.start(1, token="another-token-of-16-bytes")]
-    assert [node.wait() for node in nodes] == [3, 3], job.told
+    assert [node.wait() for node in nodes] == [3, 3], job.transcript
     assert [node.verdict.cause for node in nodes] == ["token_rejected"] * 2
-    assert "another-token" not in job.told
-    assert job.token not in job.told
+    assert "another-token" not in job.transcript
+    assert job.token not in job.transcript
 
 
 def test_another_number_of_nodes_ends_the_meeting_on_both_sides(job: Job) -> None:
     nodes = [job.start(0), job.start(1, nodes=4)]
-    assert [node.wait() for node in nodes] == [3, 3], job.told
+    assert [node.wait() for node in nodes] == [3, 3], job.transcript
     assert [node.verdict.cause for node in nodes] == ["world_mismatch"] * 2
     assert nodes[0].verdict.summary == nodes[1].verdict.summary
 
@@ -225,7 +225,7 @@ def test_a_front_that_refuses_by_itself_keeps_its_code_and_the_others_hear_its_w
     nodes = [job.start(0), job.start(1)]
     nodes[1].is_here()
     refusing = job.start(2, refuses="unknown key `data.max_lenght`")
-    assert refusing.wait() == 2, job.told
+    assert refusing.wait() == 2, job.transcript
     verdict = disagree(job, nodes, "node_refused")
     assert verdict.hosts == ("c",)
     assert "unknown key `data.max_lenght`" in verdict.summary
@@ -235,7 +235,7 @@ def test_a_front_that_refuses_by_itself_keeps_its_code_and_the_others_hear_its_w
 def test_a_head_that_refuses_by_itself_tells_who_calls(job: Job) -> None:
     others = [job.start(1), job.start(2)]
     head = job.start(0, refuses="output_dir holds another run")
-    assert head.wait() == 2, job.told
+    assert head.wait() == 2, job.transcript
     verdict = disagree(job, others, "node_refused")
     assert "node 0 (a)" in verdict.summary
     assert "output_dir holds another run" in verdict.summary
@@ -269,7 +269,7 @@ def test_a_head_that_dies_is_named_by_the_others(job: Job) -> None:
     for node in nodes:
         node.is_here()
     nodes[0].process.kill()
-    assert [node.wait() for node in nodes[1:]] == [3, 3], job.told
+    assert [node.wait() for node in nodes[1:]] == [3, 3], job.transcript
     assert {node.verdict.cause for node in nodes[1:]} == {"head_unreachable"}
 
 
@@ -279,7 +279,7 @@ def test_a_head_that_is_stopped_is_silent_and_named_within_its_limit(job: Job) -
     node.is_here()
     head.process.send_signal(signal.SIGSTOP)
     stopped = time.monotonic()
-    assert node.wait() == 3, job.told
+    assert node.wait() == 3, job.transcript
     assert node.verdict.cause == "head_unreachable"
     assert "silent" in node.verdict.summary
     assert node.verdict.named_after_s is not None
@@ -315,8 +315,8 @@ def test_ctrl_c_before_the_ranks_ends_the_job_everywhere(job: Job, rank: int) ->
     nodes = [job.start(0), job.start(1)]
     nodes[1].is_here()
     nodes[rank].process.send_signal(signal.SIGINT)
-    assert [node.wait() for node in nodes] == [130, 130], job.told
-    (stopped,) = nodes[1 - rank].said("stopped")
+    assert [node.wait() for node in nodes] == [130, 130], job.transcript
+    (stopped,) = nodes[1 - rank].messages_of("stopped")
     assert (stopped["signal"], stopped["where"]) == ("SIGINT", f"node {rank} ({'ab'[rank]})")
 
 
@@ -371,7 +371,7 @@ def test_a_report_that_cannot_be_read_is_other_code(job: Job) -> None:
     )
     try:
         link.send({"kind": "report", "report": {"what": "is this"}})
-        assert head.wait() == 3, job.told
+        assert head.wait() == 3, job.transcript
         assert head.verdict.cause == "code_mismatch"
         assert head.verdict.hosts == ("b",)
     finally:

@@ -95,9 +95,9 @@ def here_of(loaded: LoadedConfig, tmp_path: Path, **asked: Any) -> LocalNode:
 
 
 def report_of(loaded: LoadedConfig, here: LocalNode, **welcome: str) -> NodeReport:
-    standing = ChannelFacts("10.9.0.7", dict(welcome), -0.5, [4001, 4002, 4003])
+    channel = ChannelFacts("10.9.0.7", dict(welcome), -0.5, [4001, 4002, 4003])
     return make_node_report(
-        loaded=loaded, here=here, standing=standing, files=look_at_files(loaded, here), output=look_at_output(loaded, standing),
+        loaded=loaded, local_node=here, channel=channel, files=look_at_files(loaded, here), output=look_at_output(loaded, channel),
         probes=PROBES,
     )  # fmt: skip
 

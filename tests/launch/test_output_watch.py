@@ -28,7 +28,7 @@ FILES = {
 }
 
 
-def said_by(process: "subprocess.Popen[str]") -> tuple[str, str]:
+def output_of(process: "subprocess.Popen[str]") -> tuple[str, str]:
     """What a front has said on stdout and on stderr, once it has ended."""
     return process.communicate(timeout=240)
 
@@ -61,10 +61,10 @@ def test_a_run_whose_directory_becomes_read_only_ends_with_6_and_shows_its_resul
     until(front.waits_before(5))
     with read_only(front.out):
         process.send_signal(signal.SIGTERM)
-        shown, said = said_by(process)
-    assert process.returncode == 6, said
-    assert "Traceback" not in said
-    assert "Read-only file system" in said or "Permission denied" in said
+        shown, printed = output_of(process)
+    assert process.returncode == 6, printed
+    assert "Traceback" not in printed
+    assert "Read-only file system" in printed or "Permission denied" in printed
     assert shown.startswith("unfit: step "), shown
 
 
@@ -101,16 +101,16 @@ def test_a_directory_that_is_removed_or_renamed_is_made_again_and_the_same_comma
     until(lambda: is_whole(front.out))
     assert read_holder(front.out / "run.lock") == holder
     training.send_signal(signal.SIGTERM)
-    shown, said = said_by(training)
-    assert training.returncode == 75, said
+    shown, printed = output_of(training)
+    assert training.returncode == 75, printed
     where = f"renamed to {elsewhere}" if how == "renamed" else "removed"
-    assert f"{front.out} was {where} after step 4, while its run is active: it is created again" in said
+    assert f"{front.out} was {where} after step 4, while its run is active: it is created again" in printed
     lost = (
         f"what was saved before is in {elsewhere}"
         if how == "renamed"
         else "its checkpoints are gone (steps 3)"
     )
-    assert lost in said
+    assert lost in printed
     assert "checkpoint: out/checkpoints/step-00000005" in shown
     assert front.steps() == [1, 2, 3, 4, 5], (
         "the front has kept the lines, though its rank wrote into a file without a name"
@@ -127,13 +127,13 @@ def test_nothing_is_written_into_a_directory_that_somebody_put_in_its_place(
     front.out.rename(front.folder / "elsewhere")
     front.out.mkdir()
     (front.out / "mine").write_text("not the run's")
-    shown, said = said_by(training)
-    assert training.returncode == 6, said
+    shown, printed = output_of(training)
+    assert training.returncode == 6, printed
     assert (
         f"a different directory replaced {front.out}; the run's own is now {front.folder / 'elsewhere'}"
-        in said
+        in printed
     )
-    assert "[output_removed]" in said
+    assert "[output_removed]" in printed
     assert "next:" not in shown
     assert {path.name for path in front.out.iterdir()} == {"mine"}
 
@@ -149,7 +149,7 @@ def test_removed_checkpoints_are_said_and_not_promised(
         assert lines[-1], "".join(lines)
     assert "after step 4, while its run is active: its checkpoints are gone (steps 3)" in lines[-1]
     training.send_signal(signal.SIGKILL)
-    said_by(training)
+    output_of(training)
     again = front.run("--json")  # killed, it has not saved; the next start begins anew, and says nothing else
     result = json.loads(again.stdout.splitlines()[-1])
     assert (again.returncode, result["step"]) == (0, 10), again.stderr
@@ -168,9 +168,9 @@ def test_a_removed_lock_is_taken_again_and_keeps_a_second_start_out(
     assert second.returncode == 2, second.stderr
     assert f"process {training.pid} on" in second.stderr
     training.send_signal(signal.SIGTERM)
-    _, said = said_by(training)
-    assert training.returncode == 75, said
-    assert f"{lock} was removed after step 4, while its run is active: it is locked again" in said
+    _, printed = output_of(training)
+    assert training.returncode == 75, printed
+    assert f"{lock} was removed after step 4, while its run is active: it is locked again" in printed
     assert not lock.exists()
 
 
@@ -181,9 +181,9 @@ def test_a_run_whose_lock_another_start_has_taken_ends_and_leaves_the_directory_
     other.acquire("host-b", 4711)
     (front.folder / "other" / "run.lock").replace(front.out / "run.lock")
     before = sorted(path.name for path in (front.out / "checkpoints").iterdir())
-    shown, said = said_by(training)
-    assert training.returncode == 6, said
-    assert "a different start has taken the directory: process 4711 on host-b" in said
+    shown, printed = output_of(training)
+    assert training.returncode == 6, printed
+    assert "a different start has taken the directory: process 4711 on host-b" in printed
     assert "next:" not in shown
     found = read_holder(front.out / "run.lock")
     assert found is not None

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.watch.seeing import picture, view
+from tests.watch.seeing import run_view, view
 from unisono.control.events import Left
 from unisono.supervise.decision import NodeLoss
 from unisono.supervise.local_ranks import RankEnd
@@ -19,21 +19,21 @@ def test_a_rank_that_gloo_ended_for_anothers_size_is_no_culprit_however_lately_t
     idle_s: float,
 ) -> None:
     dead = replace(view(0, "comm", 0.0, comm=41, elements=80), has_ended=True)
-    found = apart(picture([dead, view(1, "comm", idle_s, comm=41, elements=160)]), ABORTED)
+    found = apart(run_view([dead, view(1, "comm", idle_s, comm=41, elements=160)]), ABORTED)
     assert found is not None
     assert found.cause == "collective_mismatch"
 
 
 def test_a_rank_that_has_gone_on_since_is_not_where_it_was_seen() -> None:
     dead = replace(view(0, "comm", 0.0, comm=41, elements=80), has_ended=True)
-    assert apart(picture([dead, view(1, "comm", 0.05, comm=42, elements=160)]), ABORTED) is None
-    assert apart(picture([dead, view(1, "compute", 0.05, comm=41)]), ABORTED) is None
+    assert apart(run_view([dead, view(1, "comm", 0.05, comm=42, elements=160)]), ABORTED) is None
+    assert apart(run_view([dead, view(1, "compute", 0.05, comm=41)]), ABORTED) is None
 
 
 def test_a_rank_that_was_killed_is_the_culprit_whatever_the_others_wait_in() -> None:
     dead = replace(view(0, "comm", 0.0, comm=41, elements=80), has_ended=True)
     killed = replace(ABORTED, returncode=-signal.SIGKILL)
-    assert apart(picture([dead, view(1, "comm", 3.0, comm=41, elements=160)]), killed) is None
+    assert apart(run_view([dead, view(1, "comm", 3.0, comm=41, elements=160)]), killed) is None
 
 
 @pytest.mark.parametrize(
@@ -52,13 +52,13 @@ def test_a_rank_that_was_killed_is_the_culprit_whatever_the_others_wait_in() -> 
 def test_both_ends_of_a_connection_that_was_given_up_say_the_same_words(
     at_head: Left, at_node: Left, host: str
 ) -> None:
-    said = [
+    printed = [
         name_loss(NodeLoss.at_head(at_head), head="a", after_s=0.5),
         name_loss(NodeLoss.at_node(at_node, node_rank=1, host="b"), head="a", after_s=0.5),
     ]
-    assert said[0] == said[1]
-    assert said[0].hosts == (host,)
-    assert said[0].named_after_s == pytest.approx(at_head.silent_s + 0.5), "since the last sign of life"
+    assert printed[0] == printed[1]
+    assert printed[0].hosts == (host,)
+    assert printed[0].named_after_s == pytest.approx(at_head.silent_s + 0.5), "since the last sign of life"
 
 
 def test_a_closed_connection_is_the_other_sides_end() -> None:

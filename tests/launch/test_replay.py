@@ -30,8 +30,8 @@ def train(front: Any, model: Path, rows: Path, *words: str, **sections: Any) -> 
     config["data"] |= {"eval": 0.1, "max_length": 64}
     (front.folder / "c.yaml").write_text(json.dumps(config))
     process = front.start(*words, faults={"real": True})
-    _, said = process.communicate(timeout=300)
-    assert process.returncode == 0, said
+    _, printed = process.communicate(timeout=300)
+    assert process.returncode == 0, printed
 
 
 def replay(front: Any, *words: str, steps: int = 3, env: dict[str, str] | None = None) -> Any:

@@ -142,9 +142,9 @@ def test_the_newest_step_becomes_a_checkpoint_and_it_is_said(ground: Ground) -> 
     assert tensors["trainable"]["w"].numpy().tobytes() == random.Random(2).randbytes(4 * 4 * ROWS)
     assert tensors["optimizer-adamw"] == {}
     assert values == {"train": {"step": 2}, "optimizer": {}}
-    (said,) = ground.of_kind("note")
-    assert "rank 1" in said
-    assert "died: step 2 was saved from memory as checkpoint step-00000002; nothing is lost" in said
+    (printed,) = ground.of_kind("note")
+    assert "rank 1" in printed
+    assert "died: step 2 was saved from memory as checkpoint step-00000002; nothing is lost" in printed
     assert (ground.attempt.step, ground.attempt.checkpoint) == (2, str(path))
 
 

@@ -268,9 +268,9 @@ def test_who_is_refused_by_a_living_heads_lock_leaves_that_heads_port_alone(fron
                 listened = listened or probe.connect_ex(("127.0.0.1", port)) == 0
             time.sleep(0.05)
         assert second.stderr is not None
-        said = second.stderr.read()
+        printed = second.stderr.read()
     lock.release()
-    assert second.returncode == 2, said
-    assert f"process {os.getpid()} on" in said
-    assert listened is not same_job, said
-    assert ("reporting this to the other nodes" in said) is not same_job
+    assert second.returncode == 2, printed
+    assert f"process {os.getpid()} on" in printed
+    assert listened is not same_job, printed
+    assert ("reporting this to the other nodes" in printed) is not same_job

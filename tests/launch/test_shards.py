@@ -74,11 +74,11 @@ def test_progress_of_what_arrives_is_told_now_and_then_and_not_where_there_is_no
     arrivals.watch(receiving)
     (tmp_path / STEP).mkdir()
     arrivals.place(OFFER)
-    told = []
+    reported = []
     for second in range(60):
         receiving.moved = 1000.0 + min(second, 30)
-        told.append(arrivals.moves())
-    moves = [message for message in told if message is not None]
+        reported.append(arrivals.moves())
+    moves = [message for message in reported if message is not None]
     assert 10 <= len(moves) <= 16, "half a minute of progress, told every other second"
     assert {(message["kind"], message["temporary"]) for message in moves} == {("shard_moves", STEP)}
-    assert told[-1] is None
+    assert reported[-1] is None

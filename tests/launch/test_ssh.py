@@ -99,7 +99,7 @@ def start(ssh: tuple[str, ...], logs: Path, *hosts: str, **changes: object) -> S
     )  # fmt: skip
 
 
-def said(logs: Path, host: str) -> str:
+def log_text(logs: Path, host: str) -> str:
     path = logs / f"{host}-front.log"
     return path.read_text() if path.exists() else ""
 
@@ -111,9 +111,9 @@ def test_fronts_are_started_in_the_same_folder_with_the_token_on_stdin_and_end_w
     logs = tmp_path / "logs"
     with start(sshd, logs, "127.0.0.1", "127.0.0.2", overrides=("optim.lr=1e-4", "output_dir=a b")) as fronts:
         for host in ("127.0.0.1", "127.0.0.2"):
-            wait_until(lambda host=host: "}" in said(logs, host), f"{host} started")  # type: ignore[misc]
+            wait_until(lambda host=host: "}" in log_text(logs, host), f"{host} started")  # type: ignore[misc]
         assert fronts.failures() == {}
-        texts = [said(logs, host) for host in ("127.0.0.1", "127.0.0.2")]
+        texts = [log_text(logs, host) for host in ("127.0.0.1", "127.0.0.2")]
         pids = [int(re.search(r'"pid": (\d+)', text)[1]) for text in texts]  # type: ignore[index]
         words = [word for process in psutil.process_iter() for word in _command(process)]
         assert not any(TOKEN.decode() in word for word in words)
@@ -126,7 +126,7 @@ def test_fronts_are_started_in_the_same_folder_with_the_token_on_stdin_and_end_w
         assert TOKEN.decode() not in text
     for host, pid in zip(("127.0.0.1", "127.0.0.2"), pids, strict=True):
         wait_until(lambda pid=pid: not psutil.pid_exists(pid), "the front ends")  # type: ignore[misc]
-        assert "lifeline closed" in said(logs, host)
+        assert "lifeline closed" in log_text(logs, host)
         assert (logs / f"{host}-front.log").stat().st_mode & 0o077 == 0
 
 
@@ -137,8 +137,8 @@ def test_fronts_end_when_the_one_that_started_them_is_killed(
     logs = tmp_path / "logs"
     fronts = start(sshd, logs, "127.0.0.1")
     try:
-        wait_until(lambda: "}" in said(logs, "127.0.0.1"), "it started")
-        pid = int(re.search(r'"pid": (\d+)', said(logs, "127.0.0.1"))[1])  # type: ignore[index]
+        wait_until(lambda: "}" in log_text(logs, "127.0.0.1"), "it started")
+        pid = int(re.search(r'"pid": (\d+)', log_text(logs, "127.0.0.1"))[1])  # type: ignore[index]
         assert psutil.pid_exists(pid)
         fronts.fronts[0].process.kill()  # with its starter the ssh client is gone, and the connection with it
         wait_until(lambda: not psutil.pid_exists(pid), "the front ends")

@@ -237,11 +237,11 @@ def test_a_storage_that_cannot_be_written_any_more_is_a_warning(
     until(front.waits_before(2))
     (copies / "out").write_text("a file where a directory should be")
     process.send_signal(signal.SIGTERM)
-    _, told = process.communicate(timeout=60)
-    assert process.returncode == 75, told
-    assert f"was not copied to file://{copies}/out: " in told
-    assert "check the URL, the free space there, the network and the credentials" in told
-    assert "it is complete in output_dir" in told
+    _, reported = process.communicate(timeout=60)
+    assert process.returncode == 75, reported
+    assert f"was not copied to file://{copies}/out: " in reported
+    assert "check the URL, the free space there, the network and the credentials" in reported
+    assert "it is complete in output_dir" in reported
 
 
 def test_a_start_that_comes_to_nothing_leaves_nothing_in_the_storage(front: Any, copies: Path) -> None:
@@ -259,15 +259,15 @@ def test_a_storage_that_does_not_answer_is_not_waited_for_beyond_its_time(tmp_pa
     place = tmp_path / "out" / "run"
     place.mkdir(parents=True)
     os.mkfifo(place / "tried")
-    said: list[dict[str, Any]] = []
+    printed: list[dict[str, Any]] = []
     with storage_tried(
-        config, RunDir(tmp_path / "out"), "run", programs=Programs(), leftovers={}, show=said.append, patience_s=6.0
+        config, RunDir(tmp_path / "out"), "run", programs=Programs(), leftovers={}, show=printed.append, patience_s=6.0
     ):  # fmt: skip
-        assert not said
-    assert [message["kind"] for message in said] == ["note", "warning"]
-    assert said[0]["text"].startswith(f"waiting for file://{tmp_path}/out to answer; at most ")
-    assert "was not tested before the first step: no answer within 6.0 s" in said[1]["text"]
-    assert "training starts, and each failed copy is reported" in said[1]["text"]
+        assert not printed
+    assert [message["kind"] for message in printed] == ["note", "warning"]
+    assert printed[0]["text"].startswith(f"waiting for file://{tmp_path}/out to answer; at most ")
+    assert "was not tested before the first step: no answer within 6.0 s" in printed[1]["text"]
+    assert "training starts, and each failed copy is reported" in printed[1]["text"]
 
 
 @pytest.mark.parametrize(
@@ -338,11 +338,11 @@ def test_a_fetch_that_takes_long_says_how_far_it_is(
     stopped = time.monotonic()
     until(lambda: time.monotonic() - stopped > 2.5)  # longer than the first line takes
     child.resume()
-    _, told = process.communicate(timeout=60)
-    assert process.returncode == 0, told
+    _, reported = process.communicate(timeout=60)
+    assert process.returncode == 0, reported
     run_id = front.read("plan.json")["run_id"]
     line = rf"fetching step 3 of run {run_id} from file://{copies}/out: [\d.]+ [kM]?B of 268 MB"
-    assert re.search(line, told), told
+    assert re.search(line, reported), reported
 
 
 @pytest.mark.long
@@ -367,10 +367,10 @@ def test_a_storage_that_blocks_is_named_and_not_waited_for_beyond_grace(
     place.mkdir(parents=True)
     os.mkfifo(place / "state.json")
     process.send_signal(signal.SIGTERM)
-    _, told = process.communicate(timeout=30)
-    assert process.returncode == 75, told
-    assert "step-00000002, is not in" in told
-    assert "it is complete in output_dir" in told
+    _, reported = process.communicate(timeout=30)
+    assert process.returncode == 75, reported
+    assert "step-00000002, is not in" in reported
+    assert "it is complete in output_dir" in reported
     assert findings(front.out / "checkpoints" / "step-00000002", front) == []
     assert stored(copies, front) == []
 

@@ -61,10 +61,10 @@ class Bucket:
 
     def changes(self) -> list[str]:
         """`PUT runs/out/…` and the like, in their order."""
-        found = re.findall(r'"(PUT|POST|DELETE) /bucket/?(\S*) HTTP', self.told())
+        found = re.findall(r'"(PUT|POST|DELETE) /bucket/?(\S*) HTTP', self.transcript())
         return [f"{method} {path}" for method, path in found]
 
-    def told(self) -> str:
+    def transcript(self) -> str:
         """All that was asked of it, as its log has it."""
         return self._log.read_text()
 
@@ -119,18 +119,18 @@ def holders_of_credentials(folder: Path) -> list[Path]:
 def test_a_real_run_goes_on_from_the_bucket_on_another_machine(place: Any, bucket: Bucket) -> None:
     """Real ranks. The other machine has the settings folder's key and the config, and nothing else."""
     use(place, bucket.url, data={"train": str(ROWS), "max_length": 128})
-    said = ""
+    printed = ""
     for steps in (3, 6, 9):
         if steps == 9:
             for name in ("out", "cache"):
                 shutil.rmtree(place.folder / name)
         done = place.run("--resume", f"duration={steps} steps", faults={"real": True})
         assert done.returncode == 0, done.stderr
-        said += done.stdout + done.stderr
+        printed += done.stdout + done.stderr
     run_id = place.read("plan.json")["run_id"]
-    assert f"step 6 of run {run_id} is downloaded from s3://bucket/runs/out" in said
-    assert f"step-00000009 is in s3://bucket/runs/out/{run_id}: " in said
-    assert "warning" not in said
+    assert f"step 6 of run {run_id} is downloaded from s3://bucket/runs/out" in printed
+    assert f"step-00000009 is in s3://bucket/runs/out/{run_id}: " in printed
+    assert "warning" not in printed
     assert place.read("plan.json")["resume"]["step"] == 6
     assert place.steps() == list(range(1, 10))
 
@@ -155,7 +155,7 @@ def test_a_real_run_goes_on_from_the_bucket_on_another_machine(place: Any, bucke
         "metrics.jsonl",
     }
     kept = b"".join(bucket.ask("GET", f"/bucket/{name}") for name in there)
-    assert not [word for word in (KEY, SECRET) if word in said or word.encode() in kept]
+    assert not [word for word in (KEY, SECRET) if word in printed or word.encode() in kept]
 
 
 def test_the_first_copy_of_two_ranks_is_read_back_from_the_bucket(
@@ -168,26 +168,27 @@ def test_the_first_copy_of_two_ranks_is_read_back_from_the_bucket(
     process = started(
         "--nproc", "2", "duration=2000 steps", "checkpoint.every=500 steps", faults={"real": True}
     )
-    said: list[str] = []
+    printed: list[str] = []
 
     def read() -> None:
         for line in process.stderr:
-            said.append(line)  # noqa: PERF402 - one by one, since they are looked at meanwhile
+            printed.append(line)  # noqa: PERF402 - one by one, since they are looked at meanwhile
 
     reader = threading.Thread(target=read)
     reader.start()
     until(
-        lambda: process.poll() is not None or any("rehearsal: copy of " in line for line in said), limit_s=240
+        lambda: process.poll() is not None or any("rehearsal: copy of " in line for line in printed),
+        limit_s=240,
     )
     process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 75, said
+    assert process.wait(60) == 75, printed
     reader.join(10)
-    (line,) = [line for line in said if "rehearsal: copy of " in line]
+    (line,) = [line for line in printed if "rehearsal: copy of " in line]
     run_id = place.read("plan.json")["run_id"]
     found = rf"/s\), read back completely from s3://bucket/runs/out/{run_id}/step-00000001 in .* s; 4 more every 500 steps, at most \d there: .* more; .* in all"
     assert re.search(found, line), line
-    assert f"GET /bucket/runs/out/{run_id}/step-00000001/state.json" in bucket.told()
-    assert not [word for word in (KEY, SECRET) if word in "".join(said)]
+    assert f"GET /bucket/runs/out/{run_id}/step-00000001/state.json" in bucket.transcript()
+    assert not [word for word in (KEY, SECRET) if word in "".join(printed)]
 
 
 def test_a_large_file_goes_in_parts_and_comes_back_whole(place: Any, bucket: Bucket) -> None:
@@ -231,7 +232,7 @@ def test_a_bucket_that_cannot_be_used_is_refused_before_the_first_step(
 ) -> None:
     """With --resume too: a run that began anew would go beside the one that is there. And no bucket is made of a mistyped name."""
     cause(place, bucket)
-    said = ""
+    printed = ""
     for resume in (["--resume"], []):
         refusal = place.run(*resume)
         assert refusal.returncode == 6, refusal.stderr
@@ -239,12 +240,12 @@ def test_a_bucket_that_cannot_be_used_is_refused_before_the_first_step(
         assert "where: checkpoint.storage" in refusal.stderr
         assert "fix: " in refusal.stderr
         assert not place.out.exists()
-        said += refusal.stderr
+        printed += refusal.stderr
 
     if cause is not refused:
         assert bucket.buckets() == ["bucket"]
         assert bucket.names() == []
-    assert not [word for word in (KEY, SECRET, "hunter2") if word in said]
+    assert not [word for word in (KEY, SECRET, "hunter2") if word in printed]
     assert holders_of_credentials(place.folder) == []
 
 
@@ -256,13 +257,13 @@ def test_a_bucket_that_refuses_while_the_run_goes_on_is_a_warning(
     assert bucket.names() == [], "the try has left nothing"
     bucket.be_strict()
     process.send_signal(signal.SIGTERM)
-    _, told = process.communicate(timeout=120)
-    assert process.returncode == 75, told
-    (line,) = [line for line in told.splitlines() if "step-00000002 was not copied to s3://" in line]
+    _, reported = process.communicate(timeout=120)
+    assert process.returncode == 75, reported
+    (line,) = [line for line in reported.splitlines() if "step-00000002 was not copied to s3://" in line]
     assert "PermissionError: " in line
     assert "check the URL, the free space there, the network and the credentials in the environment" in line
     assert "it is complete in output_dir; the next start that resumes the run uploads it" in line
-    assert not [word for word in (KEY, SECRET) if word in told]
+    assert not [word for word in (KEY, SECRET) if word in reported]
 
 
 def test_a_missing_package_is_named_with_the_line_that_installs_it(front: Any) -> None:

@@ -175,7 +175,7 @@ def test_more_ranks_than_accelerators_are_refused_and_on_a_cpu_they_are_not() ->
 def test_hosts_are_the_nodes_and_this_machine_stands_first_if_it_is_listed() -> None:
     def here(*hosts: str) -> Topology:
         return read_topology(
-            TopologyRequest(hosts=hosts), {}, Accelerators(0), is_here=lambda host: host == "me"
+            TopologyRequest(hosts=hosts), {}, Accelerators(0), is_local=lambda host: host == "me"
         )
 
     assert (here("me", "b", "c").nodes, here("me", "b", "c").hosts) == (3, ("b", "c"))
@@ -222,17 +222,17 @@ NONE = dataclasses.replace(TEN, gpus=[], gpu_note="no NVIDIA driver")
 
 def test_six_to_nine_of_ten_are_four_ranks_on_these_devices() -> None:
     words = device_words("6,7,8,9")
-    usable = usable_accelerators(TEN, wish="auto", visible=None)
+    usable = usable_accelerators(TEN, requested="auto", visible=None)
     found = read_topology(TopologyRequest(devices=words), {}, usable)
     assert (found.nproc, found.nproc_declared) == (4, False)
-    chosen, _ = choose_devices(TEN, wish="auto", named=words, visible=None, nproc=found.nproc)
+    chosen, _ = choose_devices(TEN, requested="auto", named=words, visible=None, nproc=found.nproc)
     assert [device.index for device in chosen] == [6, 7, 8, 9]
 
 
 def test_visible_devices_count_and_are_chosen_in_their_order() -> None:
-    usable = usable_accelerators(TEN, wish="auto", visible="3,1")
+    usable = usable_accelerators(TEN, requested="auto", visible="3,1")
     assert usable.count == 2
-    chosen, _ = choose_devices(TEN, wish="auto", named=(), visible="3,1", nproc=2)
+    chosen, _ = choose_devices(TEN, requested="auto", named=(), visible="3,1", nproc=2)
     assert [device.index for device in chosen] == [3, 1]
     with pytest.raises(UsageError) as caught:
         read_topology(TopologyRequest(nproc=3), {}, usable)
@@ -242,15 +242,15 @@ def test_visible_devices_count_and_are_chosen_in_their_order() -> None:
 @pytest.mark.parametrize("words", [("1", "1"), ("1", "GPU-0001-aaaa"), ("1", "11"), ("0", "3")])
 def test_a_device_twice_hidden_or_unknown_is_refused(words: tuple[str, ...]) -> None:
     with pytest.raises(UsageError):
-        choose_devices(TEN, wish="auto", named=words, visible="0,1", nproc=2)
+        choose_devices(TEN, requested="auto", named=words, visible="0,1", nproc=2)
 
 
 def test_ranks_on_a_cpu_share_its_memory() -> None:
-    chosen, _ = choose_devices(NONE, wish="auto", named=(), visible=None, nproc=4)
+    chosen, _ = choose_devices(NONE, requested="auto", named=(), visible=None, nproc=4)
     assert [device.memory_bytes for device in chosen] == [10**10 // 4] * 4
-    assert usable_accelerators(NONE, wish="auto", visible=None).note == "no NVIDIA driver"
-    assert usable_accelerators(TEN, wish="cpu", visible=None).count == 0
-    assert usable_accelerators(TEN, wish="auto", visible=None, torch_version="2.13.0+cpu").count == 0
+    assert usable_accelerators(NONE, requested="auto", visible=None).note == "no NVIDIA driver"
+    assert usable_accelerators(TEN, requested="cpu", visible=None).count == 0
+    assert usable_accelerators(TEN, requested="auto", visible=None, torch_version="2.13.0+cpu").count == 0
 
 
 def test_an_empty_place_in_a_list_is_refused() -> None:

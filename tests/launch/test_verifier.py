@@ -120,22 +120,22 @@ def read_since_written(store: CheckpointStore) -> dict[str, Any]:
 
 
 def test_a_flipped_bit_is_found_told_once_and_recorded(store: CheckpointStore) -> None:
-    said: list[dict[str, Any]] = []
+    printed: list[dict[str, Any]] = []
     clock = Clock()
-    verifier = Verifier(store.root, KEY, said.append, HURRY, clock)
+    verifier = Verifier(store.root, KEY, printed.append, HURRY, clock)
     for step in (10, 20):
         save(store, step)
     verifier.on_message(0, READY)
     until(lambda: set(read_since_written(store)) == {"step-00000010", "step-00000020"})
     verifier.look()
-    assert said == []
+    assert printed == []
     flip(store.path(10) / "weights.safetensors")
     for _ in range(2):
         before = read_since_written(store)["step-00000010"]["at"]
         clock.now += 3601
         until(lambda at=before: read_since_written(store)["step-00000010"]["at"] != at)  # type: ignore[misc]
     verifier.finish()
-    (warning,) = said
+    (warning,) = printed
     assert (warning["kind"], warning["code"]) == ("warning", "checkpoint_damaged")
     assert (
         "step-00000010 was damaged after it was written: weights.safetensors: its content" in warning["text"]
@@ -182,8 +182,8 @@ def test_it_begins_with_the_training_and_ends_at_once_in_the_middle_of_a_reading
 def test_a_directory_that_goes_away_and_a_record_that_cannot_be_written_end_nothing(
     store: CheckpointStore,
 ) -> None:
-    said: list[dict[str, Any]] = []
-    verifier = Verifier(store.root, KEY, said.append, HURRY)
+    printed: list[dict[str, Any]] = []
+    verifier = Verifier(store.root, KEY, printed.append, HURRY)
     verifier.on_message(0, READY)  # there is no such directory yet
     apart = CheckpointStore(store.root.parent / "apart", key=KEY)
     save(apart, 10)
@@ -191,13 +191,13 @@ def test_a_directory_that_goes_away_and_a_record_that_cannot_be_written_end_noth
     flip(apart.path(10) / "weights.safetensors")
     apart.root.rename(store.root)  # at once: it reads a checkpoint once an hour
 
-    def told() -> bool:
+    def is_reported() -> bool:
         verifier.look()
-        return bool(said)
+        return bool(printed)
 
-    until(told)
+    until(is_reported)
     verifier.finish()
-    assert [message["code"] for message in said] == ["checkpoint_damaged"]
+    assert [message["code"] for message in printed] == ["checkpoint_damaged"]
 
 
 def _listed(front: Any) -> str:

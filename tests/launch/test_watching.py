@@ -111,12 +111,12 @@ def test_what_was_gathered_in_an_earlier_trouble_is_not_cited_in_a_later_one() -
     scene.signs.done = [look(1, "mine.py:3 in slow")]
     scene.signs.gathered = {1: RawEvidence(stacks="slow")}
     scene.see(waiting(0, 5.2), view(1, "compute", 5.2))
-    assert scene.watching.picture.looks[1].stack
+    assert scene.watching.run_view.looks[1].stack
     scene.see(waiting(0, 0.0), view(1, "compute", 0.0))
     scene.signs.done = [look(0, "late.py:3 in late")]  # it was asked for before
     scene.see(waiting(0, 0.0), view(1, "compute", 0.0))
     scene.see(waiting(0, 4.7), view(1, "compute", 4.7), after_s=60.0)
-    assert scene.watching.picture.looks == {}
+    assert scene.watching.run_view.looks == {}
     assert scene.watching.raw()[1].stacks == ""
 
 
@@ -129,7 +129,7 @@ def test_a_look_at_a_rank_that_has_moved_on_since_counts_no_more() -> None:
     scene.see(*[view(rank, "compute", 5.5) for rank in range(3)])
     assert scene.warnings == [("user_code_stuck", (1,))]
     scene.see(view(0, "compute", 9.0), view(1, "compute", 9.0), view(2, "compute", 1.5), after_s=3.5)
-    assert set(scene.watching.picture.looks) == {0, 1}
+    assert set(scene.watching.run_view.looks) == {0, 1}
 
 
 class Silent:
@@ -137,13 +137,13 @@ class Silent:
 
     def __init__(self, silences: dict[int, float]) -> None:
         self._silences = silences
-        self.told: list[Message] = []
+        self.reported: list[Message] = []
 
     def silences(self) -> dict[int, float]:
         return self._silences
 
-    def tell_all(self, message: Message) -> None:
-        self.told.append(message)
+    def broadcast(self, message: Message) -> None:
+        self.reported.append(message)
 
 
 def test_a_silent_node_is_called_by_its_own_name_where_others_were_left_out() -> None:

@@ -118,7 +118,7 @@ def _index_with_a_missing_file(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "printed"),
     [
         (_without_a_tensor, "model.layers.1.mlp.up_proj.weight"),
         (_with_another_shape, "model.norm.weight has the shape (31,), but config.json requires (32,)"),
@@ -135,9 +135,9 @@ def _index_with_a_missing_file(path: Path) -> None:
         (_edit("config.json", model_type="own", auto_map={"AutoModel": "x.Y"}), "trust_remote_code"),
         (_edit("config.json", vocab_size=10), "config.json"),
         *[
-            (_odd(dtype, value), f"model.layers.1.mlp.up_proj.weight contains {said}")
+            (_odd(dtype, value), f"model.layers.1.mlp.up_proj.weight contains {printed}")
             for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-            for value, said in ((float("nan"), "NaN"), (float("-inf"), "infinity"))
+            for value, printed in ((float("nan"), "NaN"), (float("-inf"), "infinity"))
         ],
         (_write("model.safetensors", b""), "it is empty"),
         (_write("model.safetensors", b"abc"), "it has only 3 bytes"),
@@ -181,12 +181,12 @@ def _index_with_a_missing_file(path: Path) -> None:
         (_write("chat_template.jinja", b"\xff\xfe"), "chat_template.jinja cannot be read"),
     ],
 )
-def test_a_model_whose_files_are_wrong_is_refused_by_name(copy: Path, change: Change, said: str) -> None:
+def test_a_model_whose_files_are_wrong_is_refused_by_name(copy: Path, change: Change, printed: str) -> None:
     change(copy)
     with pytest.raises(ModelError) as caught:
         _load(copy)
     assert caught.value.exit_code == 2
-    assert said in "\n".join(caught.value.lines())
+    assert printed in "\n".join(caught.value.lines())
     assert any(problem.fix for problem in caught.value.problems)
 
 
@@ -232,18 +232,18 @@ def test_the_estimate_of_an_adapter_is_exact_for_all_linear(model_dir: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("adapter", "said"),
+    ("adapter", "printed"),
     [
         ({"targets": ["q_porj"]}, "the names of the linear layers end in down_proj"),
         ({"modules_to_save": ["embed_token"]}, "did you mean 'embed_tokens'?"),
     ],
 )
 def test_an_adapter_that_the_model_has_no_place_for_is_refused(
-    model_dir: Path, adapter: dict[str, Any], said: str
+    model_dir: Path, adapter: dict[str, Any], printed: str
 ) -> None:
     with pytest.raises(ModelError) as caught:
         _load(model_dir, adapter=adapter)
-    assert said in "\n".join(caught.value.lines())
+    assert printed in "\n".join(caught.value.lines())
 
 
 def test_targets_are_patterns(model_dir: Path) -> None:

@@ -47,10 +47,10 @@ def cached(cache: Path) -> Path:
 
 
 def test_a_hub_that_is_silent_is_named_and_not_waited_for(tmp_path: Path, silent: str) -> None:
-    said = located(tmp_path, silent)  # its own client would try for minutes: the time-out here is the test
-    assert "neither a directory on this machine nor available from the hub" in said
-    assert f"{silent} does not answer" in said
-    assert "HF_ENDPOINT" in said
+    printed = located(tmp_path, silent)  # its own client would try for minutes: the time-out here is the test
+    assert "neither a directory on this machine nor available from the hub" in printed
+    assert f"{silent} does not answer" in printed
+    assert "HF_ENDPOINT" in printed
 
 
 def test_what_was_downloaded_is_used_where_the_hub_is_silent(tmp_path: Path, silent: str) -> None:

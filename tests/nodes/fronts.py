@@ -44,25 +44,25 @@ class Named:
 
 def stands(group: int) -> str:
     """What each thread of a process group waits for in the kernel, and where Python is; for a test that fails."""
-    told = []
+    reported = []
     for pid in sorted(int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()):
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             if os.getpgid(pid) != group:
                 continue
-            told.append(
+            reported.append(
                 f"process {pid}: {Path(f'/proc/{pid}/cmdline').read_text().replace(chr(0), ' ')[:200]}"
             )
             for task in sorted(Path(f"/proc/{pid}/task").iterdir()):
                 state = (task / "stat").read_text().rpartition(")")[2].split()[0]
-                told.append(
+                reported.append(
                     f"  {task.name} {(task / 'comm').read_text().strip()} {state} {(task / 'wchan').read_text()}"
                 )
             words = ("py-spy", "dump", "--nonblocking", "--pid", str(pid))
             if shutil.which(words[0]):
-                told.append(
+                reported.append(
                     subprocess.run(words, capture_output=True, text=True, check=False, timeout=20).stdout
                 )
-    return "\n".join(told)
+    return "\n".join(reported)
 
 
 class Front:
@@ -137,13 +137,13 @@ class Front:
         """The last JSON line."""
         return self.messages("result")[-1]
 
-    def said(self, text: str) -> float | None:
+    def printed_at(self, text: str) -> float | None:
         """When a line first had `text` in it."""
         return next((line.at for line in list(self.lines) if text in line.text), None)
 
     def wait_for(self, text: str, *, limit_s: float = LIMIT_S) -> float:
         """Waits until a line has `text` in it; gives its time."""
-        return self.wait_until(lambda: self.said(text), limit_s=limit_s, what=text)
+        return self.wait_until(lambda: self.printed_at(text), limit_s=limit_s, what=text)
 
     def wait_until(
         self, seen: Callable[[], float | None], *, limit_s: float = LIMIT_S, what: str = "it"

@@ -19,8 +19,8 @@ from tests.nodes.fronts import Front
 @contextlib.contextmanager
 def hanging(front: Front, folder: Path) -> Iterator[None]:
     """As long as it lasts, whoever asks for `folder` on that front's node waits in the kernel. What is open already stays so."""
-    if fuse.why_not():
-        pytest.skip(fuse.why_not())
+    if fuse.why_unavailable():
+        pytest.skip(fuse.why_unavailable())
     inside = ("nsenter", "--target", str(front.pid), "--mount")
     process = subprocess.Popen(
         (*inside, sys.executable, str(Path(__file__)), str(folder)),
@@ -30,10 +30,10 @@ def hanging(front: Front, folder: Path) -> Iterator[None]:
     assert process.stdin is not None
     assert process.stdout is not None
     try:
-        told = process.stdout.readline()
-        if told.startswith("cannot mount"):
-            pytest.skip(f"needs mounts: {told.strip()}")
-        assert told == "hangs\n", told + process.stdout.read()
+        reported = process.stdout.readline()
+        if reported.startswith("cannot mount"):
+            pytest.skip(f"needs mounts: {reported.strip()}")
+        assert reported == "hangs\n", reported + process.stdout.read()
         yield
     finally:
         process.stdin.close()

@@ -159,8 +159,8 @@ class Job:
         """Waits for an event, with a limit."""
         limit = time.monotonic() + limit_s
         while not condition():
-            told = "\n".join(f"--- {front.label}\n{front.text()}" for front in self.fronts)
-            assert time.monotonic() < limit, f"never happened: {what}\n{told}"
+            reported = "\n".join(f"--- {front.label}\n{front.text()}" for front in self.fronts)
+            assert time.monotonic() < limit, f"never happened: {what}\n{reported}"
             time.sleep(0.05)
 
     def read(self, name: str) -> Any:
@@ -177,12 +177,12 @@ class Job:
 
         def done() -> bool:
             path = self.out / "metrics.jsonl"
-            assert any(front.exit_code is None for front in self.fronts), self.told()
+            assert any(front.exit_code is None for front in self.fronts), self.transcript()
             return path.exists() and any(f'"step": {step},' in line for line in path.read_text().splitlines())
 
         self.until(done, what=f"step {step}")
 
-    def told(self) -> str:
+    def transcript(self) -> str:
         """All that all fronts said, for a failed test."""
         return "\n".join(f"--- {front.label}: {front.exit_code}\n{front.text()}" for front in self.fronts)
 

@@ -44,7 +44,7 @@ def store_in(folder: Path, caches: Path) -> CheckpointStore:
 def assert_whole_at_the_head(job: Job, caches: Path, *, last: int) -> list[Manifest]:
     """Every checkpoint is in the head's output_dir, intact; nothing of any is elsewhere, and nothing half is here."""
     store = store_in(job.out / "checkpoints", caches)
-    assert store.list()[-1].name == f"step-{last:08d}", job.told()
+    assert store.list()[-1].name == f"step-{last:08d}", job.transcript()
     assert len(store.list()) >= 2
     assert not any(store.verify(path) for path in store.list())
     assert not list((job.out / "checkpoints").glob("*.tmp-*"))

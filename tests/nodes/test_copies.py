@@ -40,7 +40,7 @@ def test_a_fetch_that_takes_longer_than_the_join_timeout_is_waited_for_with_a_li
     copies = pair.folder / "copies"
     copies.mkdir()
     pair.config(duration="2 steps", checkpoint={"storage": f"file://{copies}"})
-    assert together(pair.start_all()) == [0, 0], pair.told()
+    assert together(pair.start_all()) == [0, 0], pair.transcript()
     run_id = pair.read("plan.json")["run_id"]
     shutil.rmtree(pair.out)
     pair.config(duration="4 steps")
@@ -53,9 +53,9 @@ def test_a_fetch_that_takes_longer_than_the_join_timeout_is_waited_for_with_a_li
     stopped = time.monotonic()
     fronts[1].wait_for(line)
     pair.until(lambda: time.monotonic() - stopped > 16, what="the join timeout is over")
-    assert [front.exit_code for front in fronts] == [None, None], pair.told()
+    assert [front.exit_code for front in fronts] == [None, None], pair.transcript()
     child.resume()
-    assert together(fronts) == [0, 0], pair.told()
+    assert together(fronts) == [0, 0], pair.transcript()
     assert f"step 2 of run {run_id} is downloaded from" in fronts[1].text()
     assert pair.read("plan.json")["resume"]["step"] == 2
     assert [line["step"] for line in pair.metrics()] == [1, 2, 3, 4]
@@ -84,11 +84,11 @@ def test_parts_of_nodes_with_disks_of_their_own_end_whole_at_the_head_and_in_the
         checkpoint={"keep": 9, "storage": f"file://{copies}"},
     )
     fronts = start_apart(trio, json=False, rehearse=True, hidden=copies)
-    assert together(fronts) == [0, 0, 0], trio.told()
+    assert together(fronts) == [0, 0, 0], trio.transcript()
     manifests = assert_whole_at_the_head(trio, caches, last=6)
     assert all(sum(".shard-" in name for name in manifest.files) == 6 for manifest in manifests)
     there = copied(trio, copies, caches)
-    assert there[-1].step == 6, trio.told()
+    assert there[-1].step == 6, trio.transcript()
     assert {one.step for one in there} <= {one.step for one in manifests}
     assert all(one in manifests for one in there), "the same manifests, with who wrote what"
     assert f"step-00000006 is in file://{copies}/out/" in fronts[0].text()
@@ -96,7 +96,7 @@ def test_parts_of_nodes_with_disks_of_their_own_end_whole_at_the_head_and_in_the
     shutil.rmtree(trio.out)
     trio.config(duration="8 steps")
     fronts = start_apart(trio, "--resume", json=False, hidden=copies)
-    assert together(fronts) == [0, 0, 0], trio.told()
+    assert together(fronts) == [0, 0, 0], trio.transcript()
     assert trio.read("plan.json")["resume"]["step"] == 6
     assert [line["step"] for line in trio.metrics()] == list(range(1, 9))
     assert_whole_at_the_head(trio, caches, last=8)

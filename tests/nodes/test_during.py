@@ -39,7 +39,7 @@ def struck(job: Job, rank: int, number: int) -> float:
 def test_a_killed_rank_ends_all_nodes_and_is_named_on_each(pair: Job) -> None:
     fronts = training(pair)
     moment = struck(pair, 1, signal.SIGKILL)
-    assert together(fronts, limit_s=60) == [5, 5], pair.told()
+    assert together(fronts, limit_s=60) == [5, 5], pair.transcript()
     found = named(fronts, since=moment)
     verdict = found.verdict
     assert f"rank 1, {fronts[1].label}" in verdict.summary
@@ -56,13 +56,13 @@ def test_an_exception_in_one_rank_is_named_with_its_place_and_the_others_are_not
     """Rank 0 loses its peer, and says so in its log; rank 1's own error is what every node prints."""
     fronts = training(pair, env=INJECTED)
     moment = struck(pair, 1, injected.RAISE)
-    assert together(fronts, limit_s=60) == [5, 5], pair.told()
+    assert together(fronts, limit_s=60) == [5, 5], pair.transcript()
     verdict = named(fronts, since=moment).verdict
     assert f"rank 1, {fronts[1].label}" in verdict.summary
     assert (verdict.cause, verdict.ranks) == ("user_code_error", (1,))
     assert "a batch of nothing" in str(verdict.to_json())
     assert "rank 0" not in verdict.summary
-    assert all("Connection closed by peer" not in front.text() for front in fronts), pair.told()
+    assert all("Connection closed by peer" not in front.text() for front in fronts), pair.transcript()
     pair.wait_gone()
 
 
@@ -71,7 +71,7 @@ def test_an_exception_in_one_rank_is_named_with_its_place_and_the_others_are_not
 def test_a_rank_that_leaves_early_ends_all_nodes(pair: Job) -> None:
     fronts = training(pair, env=INJECTED)
     moment = struck(pair, 1, injected.LEAVE)
-    assert together(fronts, limit_s=60) == [5, 5], pair.told()
+    assert together(fronts, limit_s=60) == [5, 5], pair.transcript()
     verdict = named(fronts, since=moment).verdict
     assert f"rank 1, {fronts[1].label}" in verdict.summary
     assert verdict.ranks == (1,)
@@ -83,7 +83,7 @@ def test_a_rank_that_refuses_ends_all_nodes_with_its_own_words(pair: Job) -> Non
     """A refusal is no verdict: what is wrong and how it is mended is what the rank said, and who said it stands beside."""
     fronts = training(pair, env=INJECTED)
     struck(pair, 1, injected.REFUSE)
-    assert together(fronts, limit_s=60) == [2, 2], pair.told()
+    assert together(fronts, limit_s=60) == [2, 2], pair.transcript()
     (problem,) = fronts[0].result["problems"]
     assert problem["what"] == "a row that nobody wants"
     assert problem["where"] == f"rank 1, {fronts[1].label}: rows.jsonl:7"
@@ -98,9 +98,9 @@ def test_a_front_that_is_killed_takes_its_ranks_and_the_others_are_told(pair: Jo
     fronts = training(pair)
     moment = time.monotonic()
     fronts[1].signal(signal.SIGKILL)
-    assert fronts[0].wait(limit_s=60) in (4, 5), pair.told()
+    assert fronts[0].wait(limit_s=60) in (4, 5), pair.transcript()
     verdict = named(fronts[:1], since=moment).verdict
-    assert verdict.hosts == (fronts[1].host,), pair.told()
+    assert verdict.hosts == (fronts[1].host,), pair.transcript()
     assert fronts[1].label in verdict.summary
     pair.wait_gone()
 
@@ -110,7 +110,7 @@ def test_without_the_head_the_others_end_say_so_and_write_down_how_far_it_is(pai
     fronts = training(pair, json=True, step=5)
     moment = time.monotonic()
     fronts[0].signal(signal.SIGKILL)
-    assert fronts[1].wait(limit_s=60) == 4, pair.told()
+    assert fronts[1].wait(limit_s=60) == 4, pair.transcript()
     verdict = named(fronts[1:], since=moment).verdict
     assert fronts[0].label in verdict.summary
     assert (verdict.cause, verdict.hosts) == ("node_unreachable", (fronts[0].host,))
@@ -132,9 +132,9 @@ def test_without_the_head_the_others_end_say_so_and_write_down_how_far_it_is(pai
 def test_a_front_that_was_stopped_says_what_the_others_have_said_of_it(pair: Job, node: int) -> None:
     fronts = training(pair)
     fronts[node].signal(signal.SIGSTOP)
-    assert fronts[1 - node].wait(limit_s=60) == 4, pair.told()
+    assert fronts[1 - node].wait(limit_s=60) == 4, pair.transcript()
     fronts[node].signal(signal.SIGCONT)
-    assert fronts[node].wait(limit_s=60) == 4, pair.told()
+    assert fronts[node].wait(limit_s=60) == 4, pair.transcript()
     verdict = named(fronts).verdict
     assert (verdict.cause, verdict.hosts) == ("node_unreachable", (fronts[node].host,))
     assert "silent for " in verdict.summary
@@ -147,7 +147,7 @@ def stopped(job: Job, node: int, number: signal.Signals, code: int, outcome: str
     """Trains, signals one front, and gives the step after which all nodes have ended."""
     fronts = training(job)
     fronts[node].signal(number)
-    assert together(fronts, limit_s=90) == [code] * job.nodes, job.told()
+    assert together(fronts, limit_s=90) == [code] * job.nodes, job.transcript()
     result = job.read("result.json")
     assert (result["outcome"], result["verdict"]) == (outcome, None)
     step = int(result["step"])
@@ -164,7 +164,7 @@ def test_ctrl_c_on_the_head_ends_all_nodes_after_the_same_step_with_a_checkpoint
 @pytest.mark.long
 def test_sigterm_on_another_node_does_the_same_and_the_same_command_goes_on(pair: Job) -> None:
     more = stopped(pair, 1, signal.SIGTERM, 75, "preempted") + 2
-    assert together(pair.start_all(f"duration={more} steps")) == [0, 0], pair.told()
+    assert together(pair.start_all(f"duration={more} steps")) == [0, 0], pair.transcript()
     assert [line["step"] for line in pair.metrics()] == list(range(1, more + 1))
 
 
@@ -176,7 +176,7 @@ def test_a_second_start_is_refused_while_the_first_one_runs(pair: Job) -> None:
     assert str(fronts[0].pid) in second.text() or "in use" in second.text(), second.text()
     assert [front.exit_code for front in fronts] == [None, None]
     fronts[0].signal(signal.SIGTERM)
-    assert together(fronts, limit_s=90) == [75, 75], pair.told()
+    assert together(fronts, limit_s=90) == [75, 75], pair.transcript()
 
 
 @pytest.mark.long
@@ -185,7 +185,7 @@ def test_a_killed_rank_goes_on_from_the_checkpoint_where_restarts_are_allowed(pa
     fronts = pair.start_all()
     pair.waits_for_step(8)
     pair.ranks()[1].kill()
-    assert together(fronts) == [0, 0], pair.told()
+    assert together(fronts) == [0, 0], pair.transcript()
     (restart,) = pair.read("result.json")["restarts"]
     assert restart["verdict"]["ranks"] == [1]
     assert restart["from_step"] >= 6

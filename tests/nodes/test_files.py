@@ -92,8 +92,8 @@ def test_a_file_that_one_node_has_not_got_ends_all_at_once(trio: Job, rows_file:
     trio.config(2, data={"train": str(rows_file.parent / "absent.jsonl")})
     fronts = trio.start_all()
     codes = [front.wait() for front in fronts]
-    assert codes[:2] == [3, 3], trio.told()
-    assert codes[2] in (2, 3), trio.told()
+    assert codes[:2] == [3, 3], trio.transcript()
+    assert codes[2] in (2, 3), trio.transcript()
     assert "absent.jsonl" in fronts[2].text()
     for front in fronts[:2]:
         assert fronts[2].label in front.text()
@@ -104,7 +104,7 @@ def test_a_broken_config_on_one_node_ends_all_at_once(trio: Job) -> None:
     (trio.home(1) / "c.yaml").write_text("model: builtin:tiny\noptimm: {lr: 1}\n")
     fronts = trio.start_all()
     codes = [front.wait() for front in fronts]
-    assert codes == [3, 2, 3], trio.told()
+    assert codes == [3, 2, 3], trio.transcript()
     assert "optimm" in fronts[1].text()
     for front in (fronts[0], fronts[2]):
         assert fronts[1].label in front.text(), front.text()

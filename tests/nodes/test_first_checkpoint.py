@@ -20,7 +20,7 @@ def test_a_first_checkpoint_that_the_heads_disk_cannot_hold_ends_every_node_with
     (pair.out / "checkpoints").mkdir(parents=True)
     small = Own(small=[(pair.out / "checkpoints", 64 << 10)])
     fronts = [pair.start(0, own=small, rehearse=True, json=False), pair.start(1, rehearse=True, json=False)]
-    assert together(fronts) == [6, 6], pair.told()
+    assert together(fronts) == [6, 6], pair.transcript()
     for front in fronts:
         assert (
             "the first checkpoint could not be written: not enough space for checkpoint step-00000001"
@@ -41,7 +41,7 @@ def test_checkpoints_that_cannot_all_fit_on_the_heads_disk_are_the_same_verdict_
     (pair.out / "checkpoints").mkdir(parents=True)
     small = Own(small=[(pair.out / "checkpoints", 2 << 20)])
     fronts = [pair.start(0, own=small, rehearse=True, json=False), pair.start(1, rehearse=True, json=False)]
-    assert together(fronts) == [6, 6], pair.told()
+    assert together(fronts) == [6, 6], pair.transcript()
     for front in fronts:
         assert "the checkpoints of this run do not fit: up to 100 at a time take" in front.text("err")
         assert "[storage_unfit]" in front.text("err")
@@ -57,5 +57,5 @@ def test_the_head_says_what_all_checkpoints_will_take(networks: Namespaces, pair
     fronts = [pair.start(node, rehearse=True, json=False) for node in (0, 1)]
     fronts[0].wait_for("rehearsal: checkpoint of ")
     os.kill(fronts[1].pid, signal.SIGTERM)
-    assert together(fronts) == [75, 75], pair.told()
+    assert together(fronts) == [75, 75], pair.transcript()
     pair.wait_gone()

@@ -50,7 +50,7 @@ def test_a_shared_path_that_hangs_on_one_node_is_named_with_it_and_nothing_but_c
     mounts.close()
     newer(pair, kept[-1])
     fronts[0].signal(signal.SIGTERM)
-    assert together(fronts, limit_s=90) == [75, 75], pair.told()
+    assert together(fronts, limit_s=90) == [75, 75], pair.transcript()
     pair.wait_gone()
 
 
@@ -67,7 +67,7 @@ def test_a_run_whose_shared_path_hangs_on_one_node_ends_on_all_in_its_grace_time
     mounts.enter_context(hanging(fronts[1], pair.out / "checkpoints"))
     fronts[0].wait_for("no progress for", limit_s=60)
     fronts[1].signal(signal.SIGTERM)
-    assert together(fronts, limit_s=200) == [75, 75], pair.told()
+    assert together(fronts, limit_s=200) == [75, 75], pair.transcript()
     mounts.close()
     pair.wait_gone()
 
@@ -89,7 +89,7 @@ def test_a_node_whose_own_output_dir_hangs_is_named_on_all_and_all_end(
     pair.until(lambda: any(".tmp-" not in path.name for path in head.glob("step-*")), what="a checkpoint")
     disk.hang()
     fronts[0].wait_for(f"rank {node}, {fronts[node].label}: ", limit_s=100)
-    assert together(fronts, limit_s=250) == ([6, 6] if node == 0 else [0, 0]), pair.told()
+    assert together(fronts, limit_s=250) == ([6, 6] if node == 0 else [0, 0]), pair.transcript()
     if node == 0:
         for front in fronts:
             assert "error: writing metrics.jsonl has made no progress for" in front.text("err")

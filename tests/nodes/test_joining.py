@@ -111,7 +111,7 @@ def test_who_comes_after_the_verdict_is_told_it(trio: Job) -> None:
     first = [trio.start(node, "--join-timeout", "3", json=node == 1) for node in (0, 1)]
     assert first[1].wait() == 3
     late = trio.start(2, "--join-timeout", "3", json=True)
-    assert together([*first, late]) == [3, 3, 3], trio.told()
+    assert together([*first, late]) == [3, 3, 3], trio.transcript()
     (verdict,) = late.verdicts
     assert verdict.cause in ("node_missing", "head_unreachable")  # the second only if it came much later
 
@@ -183,13 +183,13 @@ def test_a_wrong_token_is_said_on_both_sides(pair: Job) -> None:
         pair.start(0),
         pair.start(1, env={"UNISONO_TOKEN": "another" * 8}, json=True),
     ]
-    assert together(fronts) == [3, 3], pair.told()
+    assert together(fronts) == [3, 3], pair.transcript()
     there = named(fronts[1:]).verdict
     assert there.cause == "token_rejected"
-    told = fronts[0].verdicts[-1]
-    assert told.cause == "token_rejected", pair.told()
-    assert pair.token not in pair.told()
-    assert "another" * 8 not in pair.told()
+    reported = fronts[0].verdicts[-1]
+    assert reported.cause == "token_rejected", pair.transcript()
+    assert pair.token not in pair.transcript()
+    assert "another" * 8 not in pair.transcript()
 
 
 def test_without_a_token_several_nodes_are_refused_with_the_command_that_makes_one(pair: Job) -> None:

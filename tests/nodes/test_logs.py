@@ -22,7 +22,7 @@ def test_a_node_whose_clock_is_ahead_is_merged_by_the_heads_clock(pair: Job) -> 
     """Every process of node 1 reads a clock that is five minutes ahead; the offset is measured when the node calls."""
     began = time.time()
     env = {"PYTHONPATH": str(Path(skewed.__file__).parent), "SKEW_S": str(AHEAD_S)}
-    assert together([pair.start(0), pair.start(1, env=env)]) == [0, 0], pair.told()
+    assert together([pair.start(0), pair.start(1, env=env)]) == [0, 0], pair.transcript()
     ended = time.time()
     raw = [json.loads(line) for line in (pair.out / "events" / "rank-00001.jsonl").read_text().splitlines()]
     assert all(event["time"] > began + AHEAD_S - SLACK_S for event in raw), "its own files have its own time"

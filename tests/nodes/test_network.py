@@ -38,10 +38,10 @@ def test_a_head_name_that_leads_the_head_to_itself_is_refused(networks: Namespac
     fronts = [pair.start(0, *head, own=Own(hosts=here), json=True), pair.start(1, *head, json=True)]
     codes = together(fronts)
     if codes == [0, 0]:  # it took an address that others reach, and said so
-        assert "127.0.1.1" in pair.told()
+        assert "127.0.1.1" in pair.transcript()
         return
-    assert codes == [3, 3], pair.told()
-    assert fronts[0].verdicts[-1].cause == "hostname_loopback", pair.told()
+    assert codes == [3, 3], pair.transcript()
+    assert fronts[0].verdicts[-1].cause == "hostname_loopback", pair.transcript()
     assert "127.0.1.1" in fronts[0].text()
 
 
@@ -92,6 +92,6 @@ def test_a_smaller_mtu_that_is_known_everywhere_is_no_fault(networks: Namespaces
 def test_a_cable_that_is_cut_while_nodes_join_leaves_nobody_waiting(networks: Namespaces, pair: Job) -> None:
     networks.inside(1, "ip", "link", "set", "eth0", "down")
     fronts = [pair.start(node, "--join-timeout", "4", json=True) for node in range(2)]
-    assert together(fronts) == [3, 3], pair.told()
+    assert together(fronts) == [3, 3], pair.transcript()
     assert named(fronts[:1]).verdict.cause == "node_missing"
     assert named(fronts[1:]).verdict.cause == "head_unreachable"

@@ -22,7 +22,7 @@ def test_parts_of_three_nodes_end_whole_at_the_head_and_a_killed_run_goes_on_fro
     fronts = start_apart(trio, json=False)
     trio.waits_for_step(4)
     trio.ranks()[2].send_signal(signal.SIGKILL)
-    assert together(fronts) == [0, 0, 0], trio.told()
+    assert together(fronts) == [0, 0, 0], trio.transcript()
     assert [line["step"] for line in trio.metrics()] == list(range(1, 17))
     hosts = [front.host for front in fronts]
     parts: dict[str, str] = {}
@@ -35,7 +35,7 @@ def test_parts_of_three_nodes_end_whole_at_the_head_and_a_killed_run_goes_on_fro
         row = row_of(trio.out / "checkpoints" / f"step-{manifest.step:08d}", key=b"")
         assert row["holder"] == hosts[0], "where the bytes are, whoever wrote them"
         assert row["writers"] == sorted({hosts[0], *parts.values()})
-    assert parts, trio.told()
+    assert parts, trio.transcript()
     screen = fronts[0].text()
     assert "do not see this output_dir: the complete checkpoints are here, on ada" in screen, screen
     assert "node 1 (bob), node 2 (cyd)" in screen
@@ -46,7 +46,7 @@ def test_parts_of_three_nodes_end_whole_at_the_head_and_a_killed_run_goes_on_fro
 def test_with_replicas_nothing_is_written_elsewhere(networks: Namespaces, pair: Job, caches: Path) -> None:
     del networks
     fronts = start_apart(pair, json=False)
-    assert together(fronts) == [0, 0], pair.told()
+    assert together(fronts) == [0, 0], pair.transcript()
     manifests = assert_whole_at_the_head(pair, caches, last=4)
     assert {entry.host for manifest in manifests for entry in manifest.files.values()} == {fronts[0].host}
     assert {manifest.holder for manifest in manifests} == {fronts[0].host}

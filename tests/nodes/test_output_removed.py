@@ -44,7 +44,7 @@ def test_a_removed_directory_of_the_head_is_made_again_with_the_logs_of_all_node
     fronts, (out, _) = train(pair, apart=False)
     before = [(log_of(out, rank), events_of(out, rank)) for rank in (0, 1)]
     shutil.rmtree(out)
-    assert together(fronts) == [0, 0], pair.told()
+    assert together(fronts) == [0, 0], pair.transcript()
     assert "was removed after step" in fronts[0].text()
     assert "it is created again, and training continues" in fronts[0].text()
     assert [line["step"] for line in pair.metrics()] == list(range(1, STEPS + 1))
@@ -64,7 +64,7 @@ def test_a_removed_directory_of_a_member_is_made_again_and_its_parts_still_come(
     fronts, (out, own) = train(pair, apart=True)
     shutil.rmtree(own)
     pair.until((own / "run.lock").exists, what="the directory again")
-    assert together(fronts) == [0, 0], pair.told()
+    assert together(fronts) == [0, 0], pair.transcript()
     for front in fronts:
         (warning,) = [one for one in front.messages("warning") if one["code"] == "output_removed"]
         assert f"on {fronts[1].host}: {out} was removed, while its run is active" in warning["text"]
@@ -84,9 +84,9 @@ def test_a_member_whose_directory_is_replaced_ends_the_run_on_all_nodes_and_writ
     own.rename(own.with_name("elsewhere"))
     own.mkdir()
     (own / "mine").write_text("not the run's")
-    assert together(fronts) == [6, 6], pair.told()
+    assert together(fronts) == [6, 6], pair.transcript()
     for front in fronts:
-        assert front.verdicts[-1].cause == "output_removed", pair.told()
+        assert front.verdicts[-1].cause == "output_removed", pair.transcript()
         assert f"a different directory replaced {out}" in front.verdicts[-1].summary
         assert front.verdicts[-1].hosts == (fronts[1].host,)
     assert [path.name for path in own.iterdir()] == ["mine"]
@@ -101,7 +101,7 @@ def test_a_head_whose_directory_is_replaced_ends_the_run_on_all_nodes_and_no_nod
     out.rename(out.with_name("elsewhere"))
     out.mkdir()
     (out / "mine").write_text("not the run's")
-    assert together(fronts) == [6, 6], pair.told()
+    assert together(fronts) == [6, 6], pair.transcript()
     assert {front.verdicts[-1].cause for front in fronts} == {"output_removed"}
     assert [path.name for path in out.iterdir()] == ["mine"]
     assert fronts[0].result["checkpoint"] is None
@@ -113,8 +113,8 @@ def test_a_stop_after_the_heads_directory_was_removed_can_be_resumed(pair: Job) 
     shutil.rmtree(out)
     pair.until((out / "plan.json").exists, what="the directory again")
     fronts[1].signal(signal.SIGTERM)
-    assert together(fronts) == [75, 75], pair.told()
+    assert together(fronts) == [75, 75], pair.transcript()
     assert Path(fronts[0].result["checkpoint"]).is_dir()
     again = pair.start_all(json=True)
-    assert together(again) == [0, 0], pair.told()
+    assert together(again) == [0, 0], pair.transcript()
     assert [line["step"] for line in pair.metrics()] == list(range(1, STEPS + 1))

@@ -77,18 +77,18 @@ def training(job: Job, *, step: int = 3, apart: bool = False) -> list[Front]:
 
 def ended(job: Job, fronts: list[Front], *, code: int = 75, outcome: str = "preempted") -> int:
     """Asserts that all nodes ended alike with a checkpoint of the last step; gives that step."""
-    assert together(fronts, limit_s=60) == [code] * job.nodes, job.told()
+    assert together(fronts, limit_s=60) == [code] * job.nodes, job.transcript()
     job.wait_gone(limit_s=5)
     result = job.read("result.json")
     assert (result["outcome"], result["exit_code"], result["verdict"]) == (outcome, code, None)
     step = int(result["step"])
-    assert result["checkpoint"].endswith(f"step-{step:08d}"), job.told()
+    assert result["checkpoint"].endswith(f"step-{step:08d}"), job.transcript()
     assert job.metrics()[-1]["step"] == step
     for front in fronts:
         if front.json:
             assert (front.result["outcome"], front.result["exit_code"]) == (outcome, code)
         else:
-            assert f"{outcome}: step {step}" in front.text(), job.told()
+            assert f"{outcome}: step {step}" in front.text(), job.transcript()
     return step
 
 
@@ -134,7 +134,7 @@ def test_three_nodes_of_which_one_is_taken_away_save_and_the_same_command_goes_o
     trio.waits_for_step(4)
     to_node(2)(trio, fronts)
     ended(trio, fronts)
-    assert together(trio.start_all()) == [0, 0, 0], trio.told()
+    assert together(trio.start_all()) == [0, 0, 0], trio.transcript()
     assert [line["step"] for line in trio.metrics()] == list(range(1, 31))
 
 
@@ -146,14 +146,16 @@ def test_a_second_signal_on_any_node_leaves_at_once_everywhere(pair: Job, node: 
     pair.ranks()[1 - node].send_signal(signal.SIGSTOP)
     sent = time.monotonic()
     while fronts[node].exit_code is None:
-        assert time.monotonic() - sent < 15, pair.told()
+        assert time.monotonic() - sent < 15, pair.transcript()
         fronts[node].signal(signal.SIGTERM)
         pair.until(lambda: time.monotonic() % 0.5 < 0.1, what="half a second")
-    assert together(fronts, limit_s=15) == [75, 75], pair.told()
+    assert together(fronts, limit_s=15) == [75, 75], pair.transcript()
     assert time.monotonic() - sent < 15
     pair.wait_gone(limit_s=5)
     assert pair.read("result.json")["outcome"] == "preempted"
-    assert "a second signal: ending the ranks; the newest checkpoint is" in fronts[1].text("err"), pair.told()
+    assert "a second signal: ending the ranks; the newest checkpoint is" in fronts[1].text("err"), (
+        pair.transcript()
+    )
 
 
 @pytest.mark.long
@@ -178,7 +180,7 @@ def test_a_node_that_is_stopped_before_there_are_ranks_ends_all_alike(pair: Job,
         lambda: next((line.at for line in fronts[node].lines if line.text), None), what="its first line"
     )
     fronts[node].signal(signal.SIGTERM)
-    assert together(fronts, limit_s=60) == [75, 75], pair.told()
+    assert together(fronts, limit_s=60) == [75, 75], pair.transcript()
     pair.wait_gone(limit_s=5)
     assert not list(pair.out.glob("checkpoints/step-*"))
 
@@ -192,6 +194,6 @@ def test_a_head_that_goes_first_after_all_were_asked_is_no_fault_of_the_others(p
         front.signal(signal.SIGTERM)
     fronts[1].wait_for("SIGTERM")
     fronts[0].signal(signal.SIGKILL)
-    assert fronts[1].wait(limit_s=60) == 75, pair.told()
+    assert fronts[1].wait(limit_s=60) == 75, pair.transcript()
     assert "the run was stopped" in fronts[1].text("err")
     pair.wait_gone(limit_s=10)

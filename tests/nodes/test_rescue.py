@@ -21,10 +21,10 @@ def test_the_run_goes_on_from_the_last_step_that_was_seen(pair: Job, strategy: s
     fronts = pair.start_all("--no-rehearse", json=True)
     pair.waits_for_step(4)
     pair.ranks()[rank].send_signal(signal.SIGKILL)
-    assert together(fronts) == [0, 0], pair.told()
+    assert together(fronts) == [0, 0], pair.transcript()
     head = fronts[0]
     plan = head.messages("plan")[-1]
     seen = [message["step"] for message in head.messages("step") if message["time"] < plan["time"]]
-    assert plan["resume"]["step"] == max(seen) >= 4, pair.told()
+    assert plan["resume"]["step"] == max(seen) >= 4, pair.transcript()
     assert [line["step"] for line in pair.metrics()] == [*range(1, STEPS + 1)]
     assert not list((pair.out / "checkpoints").glob("*.tmp-*"))

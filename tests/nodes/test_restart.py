@@ -71,7 +71,7 @@ def test_a_run_goes_on_without_the_node_that_was_lost(trio: Job, job_of: Any) ->
     old = [process.pid for process in trio.ranks().values()]
     fronts[1].signal(signal.SIGKILL)
     assert before == {0, 1, 2}
-    assert together(fronts) == [0, -9, 0], trio.told()
+    assert together(fronts) == [0, -9, 0], trio.transcript()
     assert_nothing_lost(trio, rows, job_of(1))
     assert worlds(rows) == [3, 2]
     (restart,) = trio.read("result.json")["restarts"]
@@ -83,7 +83,7 @@ def test_a_run_goes_on_without_the_node_that_was_lost(trio: Job, job_of: Any) ->
     assert 0 < restart["cost_s"] < LIMIT_S
     line = f"continues with 2 of 3 nodes, without {fronts[1].label}: 2 ranks in place of 3, the same 8 sequences a step"
     for front in (fronts[0], fronts[2]):
-        assert line in front.text(), trio.told()
+        assert line in front.text(), trio.transcript()
     plan = trio.read("plan.json")
     assert (plan["epoch"], [node["node_rank"] for node in plan["nodes"]]) == (1, [0, 2])
     assert [(place["rank"], place["node_rank"]) for place in plan["ranks"]] == [(0, 0), (1, 2)]
@@ -97,7 +97,7 @@ def test_a_job_that_needs_all_its_nodes_ends_with_one_and_says_how_it_would_go_o
     fronts = trio.start_all("duration=5000 steps", json=False)
     trio.waits_for_step(3)
     fronts[1].signal(signal.SIGKILL)
-    assert together(fronts) == [4, -9, 4], trio.told()
+    assert together(fronts) == [4, -9, 4], trio.transcript()
     assert "with --nodes MIN:3 it could continue without that node" in fronts[0].text()
     assert trio.read("verdict.json")["hosts"] == [fronts[1].host]
     assert trio.read("result.json")["restarts"] == []
@@ -117,9 +117,9 @@ def test_enough_nodes_start_when_the_time_is_over_and_one_that_is_late_is_not_le
     trio.waits_for_step(2)
     late = trio.start(1, *words, json=False)
     assert late.wait() == 3, late.text()
-    assert together(fronts) == [0, 0], trio.told()
+    assert together(fronts) == [0, 0], trio.transcript()
     for front in fronts:
-        assert "starting with 2 of 3 nodes: node 1 has never connected" in front.text(), trio.told()
+        assert "starting with 2 of 3 nodes: node 1 has never connected" in front.text(), trio.transcript()
     assert_nothing_lost(trio, rows, job_of(1))
     assert [node["node_rank"] for node in trio.read("plan.json")["nodes"]] == [0, 2]
     assert "is too late: the job has started without it" in late.text()
@@ -135,7 +135,7 @@ def test_a_node_that_is_cut_off_ends_by_itself_and_the_others_go_on(
     fronts = started(trio, rows, *EITHER, json=False)
     trio.waits_for_step(3)
     networks.inside(1, "ip", "link", "set", "eth0", "down")
-    assert together(fronts) == [0, 4, 0], trio.told()
+    assert together(fronts) == [0, 4, 0], trio.transcript()
     assert "lost the connection to the head" in fronts[1].text()
     assert_nothing_lost(trio, rows, job_of(1))
     assert worlds(rows) == [3, 2]
@@ -155,12 +155,12 @@ def test_a_node_on_which_old_ranks_live_is_named_on_all_nodes_and_nothing_is_sta
         pair.ranks()[1].kill()
         codes = together(fronts)
         left.kill()
-    assert codes == [3, 3], pair.told()
-    told = [verdict for verdict in fronts[0].verdicts if verdict.cause == "stale_process"]
-    assert told
-    assert told[0].hosts == (fronts[1].host,)
-    assert f"pid {left.pid}" in told[0].summary
-    assert told[0].summary in fronts[1].text()
+    assert codes == [3, 3], pair.transcript()
+    reported = [verdict for verdict in fronts[0].verdicts if verdict.cause == "stale_process"]
+    assert reported
+    assert reported[0].hosts == (fronts[1].host,)
+    assert f"pid {left.pid}" in reported[0].summary
+    assert reported[0].summary in fronts[1].text()
     result = pair.read("result.json")
     assert (result["outcome"], result["verdict"]["cause"]) == ("disagreed", "stale_process")
     assert result["step"] >= 3
@@ -188,9 +188,9 @@ def test_a_node_whose_storage_is_gone_is_left_out_and_the_others_go_on(
     mount = ["mount", "--bind", str(empty), str(trio.out)]
     subprocess.run(["nsenter", "-t", str(fronts[1].pid), "-m", *mount], check=True)
     trio.ranks()[2].kill()
-    assert together(fronts) == [0, 3, 0], trio.told()
-    said = f"{fronts[1].label} does not see the checkpoint to resume from"
-    assert all(said in front.text() for front in fronts), trio.told()
+    assert together(fronts) == [0, 3, 0], trio.transcript()
+    printed = f"{fronts[1].label} does not see the checkpoint to resume from"
+    assert all(printed in front.text() for front in fronts), trio.transcript()
     assert_nothing_lost(trio, rows, job_of(1))
     trio.wait_gone()
 
@@ -203,7 +203,7 @@ def test_a_verdict_of_the_watch_is_followed_by_a_restart(pair: Job) -> None:
     fronts = pair.start_all()
     pair.waits_for_step(5)
     pair.ranks()[1].send_signal(signal.SIGSTOP)
-    assert together(fronts) == [0, 0], pair.told()
+    assert together(fronts) == [0, 0], pair.transcript()
     (restart,) = pair.read("result.json")["restarts"]
     assert (restart["verdict"]["cause"], restart["verdict"]["ranks"]) == ("rank_stopped", [1])
     assert [line["step"] for line in pair.metrics()] == list(range(1, 401))

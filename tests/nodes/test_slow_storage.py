@@ -63,12 +63,12 @@ def test_the_last_checkpoint_comes_though_its_way_takes_longer_than_others_are_w
     slow_to_the_head(networks, 1)
     try:
         fronts = [pair.start(0, env=env), pair.start(1, env=env, own=Own(binds=[(own, pair.out)]))]
-        assert together(fronts, limit_s=450) == [0, 0], pair.told()
+        assert together(fronts, limit_s=450) == [0, 0], pair.transcript()
     finally:
         networks.inside(1, "tc", "qdisc", "del", "dev", "eth0", "root")
-    (told,) = fronts[0].messages("checkpoint")
-    assert told["step"] == 2
-    assert told["seconds"] > 2 * OTHERS_S, "it was not slow enough to tell anything"
+    (reported,) = fronts[0].messages("checkpoint")
+    assert reported["step"] == 2
+    assert reported["seconds"] > 2 * OTHERS_S, "it was not slow enough to tell anything"
     assert pair.read("result.json")["checkpoint"].endswith("step-00000002")
-    assert not [message for front in fronts for message in front.messages("verdict")], pair.told()
+    assert not [message for front in fronts for message in front.messages("verdict")], pair.transcript()
     pair.wait_gone()

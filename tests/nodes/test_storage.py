@@ -52,8 +52,8 @@ def test_a_place_that_one_node_cannot_write_is_named(networks: Namespaces, pair:
     pair.config(1, output_dir=str(readonly / "out"))
     fronts = pair.start_all()
     codes = together(fronts)
-    assert codes[0] == 3, pair.told()
-    assert codes[1] in (2, 3, 6), pair.told()
+    assert codes[0] == 3, pair.transcript()
+    assert codes[1] in (2, 3, 6), pair.transcript()
     assert fronts[1].label in fronts[0].text()
     assert str(readonly) in fronts[1].text()
 

@@ -23,7 +23,7 @@ def test_two_nodes_with_two_and_one_ranks_train_one_model(networks: Namespaces, 
         pair.start(0, "--nproc", "2"),
         pair.start(1, "--nproc", "1", own=Own(binds=[(disk, pair.out)])),
     ]
-    assert together(fronts) == [0, 0], pair.told()
+    assert together(fronts) == [0, 0], pair.transcript()
     assert [line["step"] for line in pair.metrics()] == [1, 2, 3, 4]
     plan = pair.read("plan.json")
     assert (plan["world_size"], plan["strategy"]) == (3, "ddp")
@@ -61,7 +61,7 @@ def test_a_clock_that_is_a_minute_off_is_a_warning(pair: Job) -> None:
 def test_with_a_clock_that_is_a_minute_off_nothing_hangs(pair: Job) -> None:
     """torchrun's dynamic rendezvous takes such a node for dead; here no decision hangs on another machine's clock."""
     fronts = [pair.start(0), pair.start(1, answers={"clock_offset_s": 60.0})]
-    assert together(fronts) == [0, 0], pair.told()
+    assert together(fronts) == [0, 0], pair.transcript()
     for front in fronts:
         assert "clock of" in front.text() or "clocks of" in front.text(), front.text()
 
@@ -77,7 +77,7 @@ def test_torchruns_variables_do_what_the_flags_do(pair: Job) -> None:
         )
         for node in range(2)
     ]  # fmt: skip
-    assert together(fronts) == [0, 0], pair.told()
+    assert together(fronts) == [0, 0], pair.transcript()
     plan = pair.read("plan.json")
     assert plan["world_size"] == 2
     assert all("NPROC_PER_NODE" in node["nproc_origin"] for node in plan["nodes"])
@@ -88,8 +88,8 @@ def test_torchruns_variables_do_what_the_flags_do(pair: Job) -> None:
 def test_four_nodes_train_what_one_rank_trains(job_of: Callable[[int], Job]) -> None:
     """The same losses, to rounding, whatever the number of nodes."""
     one, four = job_of(1), job_of(4)
-    assert one.start(0, topology=False).wait() == 0, one.told()
-    assert together(four.start_all()) == [0] * 4, four.told()
+    assert one.start(0, topology=False).wait() == 0, one.transcript()
+    assert together(four.start_all()) == [0] * 4, four.transcript()
     alone = [line["loss"] for line in one.metrics()]
     losses = [line["loss"] for line in four.metrics()]
     assert losses == pytest.approx(alone, rel=1e-5)

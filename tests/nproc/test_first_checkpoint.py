@@ -43,13 +43,13 @@ def test_the_first_checkpoint_and_its_copy_are_read_back_and_the_run_says_what_a
     front = start(solo)
     front.wait_for("rehearsal: checkpoint of ")
     front.wait_for("rehearsal: copy of ")
-    said = next(line for line in front.text().splitlines() if "rehearsal: checkpoint" in line)
+    printed = next(line for line in front.text().splitlines() if "rehearsal: checkpoint" in line)
     found = re.search(
         r"rehearsal: checkpoint of ([\d.]+ [kM]?B) in .* s \(.* s of it blocking\), read back and verified in .* s;"
         r" 40 more every 500 steps, at most 3 on disk: ([\d.]+ [kM]?B) of ([\d.]+ GB) free; .* s in all",
-        said,
+        printed,
     )
-    assert found, said
+    assert found, printed
     place = f"{storage}/out/{solo.read('plan.json')['run_id']}/step-00000001"
     assert f", read back completely from {place} in " in front.text()
     os.kill(front.pid, signal.SIGTERM)
@@ -64,11 +64,11 @@ def test_the_first_checkpoint_and_its_copy_are_read_back_and_the_run_says_what_a
 @pytest.mark.long
 def test_a_run_that_goes_on_rehearses_only_where_its_ranks_are_laid_out_otherwise(solo: Job) -> None:
     solo.config(duration="2 steps")
-    assert solo.start(0, topology=False).wait() == 0, solo.told()
+    assert solo.start(0, topology=False).wait() == 0, solo.transcript()
     solo.config(duration="4 steps", checkpoint={"every": "100 steps"})
-    assert start(solo, "--resume").wait() == 0, solo.told()
+    assert start(solo, "--resume").wait() == 0, solo.transcript()
     solo.config(duration="6 steps")
-    assert start(solo, "--resume").wait() == 0, solo.told()
+    assert start(solo, "--resume").wait() == 0, solo.transcript()
     assert saved(solo) == [2, 3, 4, 6]
 
 

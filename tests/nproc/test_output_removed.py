@@ -29,7 +29,7 @@ def test_a_removed_directory_of_shards_is_made_again_with_all_that_grows_in_it(s
     before = {path.relative_to(solo.out): path.read_bytes() for path in grown(solo.out)}
     assert any("tensorboard" in str(path) for path in before), before
     shutil.rmtree(solo.out)
-    assert front.wait() == 0, solo.told()
+    assert front.wait() == 0, solo.transcript()
     assert [line["step"] for line in solo.metrics()] == list(range(1, STEPS + 1))
     assert Path(front.result["checkpoint"]).is_dir()
     for path, content in before.items():
@@ -58,7 +58,7 @@ def test_a_run_that_ends_because_its_directory_is_replaced_says_what_becomes_of_
     (new / "mine").touch()
     solo.out.rename(elsewhere) if known else shutil.rmtree(solo.out)
     new.rename(solo.out)
-    assert front.wait() == 6, solo.told()
+    assert front.wait() == 6, solo.transcript()
     assert [path.name for path in solo.out.iterdir()] == ["mine"]
     assert front.result["checkpoint"] is None
     if not known:
@@ -68,6 +68,6 @@ def test_a_run_that_ends_because_its_directory_is_replaced_says_what_becomes_of_
     assert int(checkpoint.name.removeprefix("step-")) >= 4
     assert f"give the same command with output_dir={elsewhere}" in front.text()
     again = solo.start(0, "--nproc", "2", f"output_dir={elsewhere}", json=True, topology=False)
-    assert again.wait() == 0, solo.told()
+    assert again.wait() == 0, solo.transcript()
     assert again.messages("plan")[0]["resume"]["step"] == int(checkpoint.name.removeprefix("step-"))
     assert again.result["step"] == STEPS

@@ -91,9 +91,9 @@ def strike(job: Job, front: Front, blow: Blow, chance: random.Random, *, after: 
     blow(job, chance)
     front.wait_until(lambda: 0.0 if len(front.messages("plan")) > starts else None, what="another start")
     plan = front.messages("plan")[-1]
-    told = [int(message["step"]) for message in front.messages("step") if message["time"] < plan["time"]]
-    assert plan["resume"]["step"] == max(told) >= seen, front.text()
-    return max(told)
+    reported = [int(message["step"]) for message in front.messages("step") if message["time"] < plan["time"]]
+    assert plan["resume"]["step"] == max(reported) >= seen, front.text()
+    return max(reported)
 
 
 def straight(job: Job, nproc: int, strategy: str, *, steps: int) -> Outcome:
@@ -165,8 +165,8 @@ def test_a_run_that_ends_with_an_exception_goes_on_from_its_last_step(solo: Job)
     solo.ranks()[1].send_signal(injected.RAISE)
     assert front.wait() == 5, front.text()
     step = solo.metrics()[-1]["step"]
-    said = f"rank 1, {front.label} died: step {step} was saved from memory as checkpoint step-{step:08d}; nothing is lost"
-    assert said in front.text()
+    printed = f"rank 1, {front.label} died: step {step} was saved from memory as checkpoint step-{step:08d}; nothing is lost"
+    assert printed in front.text()
     result = solo.read("result.json")
     assert (result["step"], Path(result["checkpoint"]).name) == (step, f"step-{step:08d}")
     again = start(solo, 2, "parallel.strategy=ddp")
@@ -205,13 +205,13 @@ def test_where_it_costs_too_much_fewer_steps_are_kept_and_a_death_costs_no_more_
     )
     solo.ranks()[0].send_signal(signal.SIGKILL)
     assert front.wait() == 0, front.text()
-    said = re.search(
+    printed = re.search(
         r"step (\d+) was saved from memory as checkpoint step-\d+; (?:nothing is lost|the (\d+) after it are lost)",
         front.text(),
     )
-    assert said is not None, front.text()
-    assert int(said[2] or 0) <= every - 1
+    assert printed is not None, front.text()
+    assert int(printed[2] or 0) <= every - 1
     assert re.search(r"a death costs (?:no|at most \d+) (?:finished )?steps?", front.text())
     (restart,) = solo.read("result.json")["restarts"]
-    assert restart["from_step"] == int(said[1])
+    assert restart["from_step"] == int(printed[1])
     assert [line["step"] for line in solo.metrics()] == [*range(1, 151)]

@@ -31,7 +31,7 @@ def test_two_ranks_go_on_elsewhere_from_the_copies_as_if_nothing_had_been(
             checkpoint={"every": "5 steps", "keep": 2},
             restarts=0,
         )
-    assert start(whole).wait() == 0, whole.told()
+    assert start(whole).wait() == 0, whole.transcript()
 
     copies = tmp_path / "copies"
     for job in (first, second):

@@ -224,11 +224,11 @@ def test_where_no_step_can_be_kept_the_run_ends_and_says_why_and_goes_on_later(
     assert front.wait(limit_s=90) == 6, front.text()
     assert front.ended is not None
     assert front.ended - began < 60
-    told = front.text("err")
-    assert "writing metrics.jsonl has made no progress" in told, told
-    assert str(solo.out / "metrics.jsonl") in told
-    assert "the storage does not answer" in told
-    assert "Traceback" not in told
+    reported = front.text("err")
+    assert "writing metrics.jsonl has made no progress" in reported, reported
+    assert str(solo.out / "metrics.jsonl") in reported
+    assert "the storage does not answer" in reported
+    assert "Traceback" not in reported
     print(front.text(), front.ended - began, named - began)
     disk.answer()
     solo.wait_gone(limit_s=20)

@@ -65,12 +65,12 @@ def test_a_node_that_is_alone_and_has_too_few_open_files_is_unfit_and_disagrees_
         ["sh", "-c", 'ulimit -n 128; exec "$@"', "sh", *words], cwd=solo.home(0), capture_output=True, text=True, check=False,
         timeout=LIMIT_S,
     )  # fmt: skip
-    told = done.stdout + done.stderr
-    assert done.returncode == 6, told
-    assert "only 128 open files per process (ulimit -n)" in told
-    assert "unfit: nothing was trained" in told
-    assert "disagreed" not in told
-    assert "any node" not in told
+    reported = done.stdout + done.stderr
+    assert done.returncode == 6, reported
+    assert "only 128 open files per process (ulimit -n)" in reported
+    assert "unfit: nothing was trained" in reported
+    assert "disagreed" not in reported
+    assert "any node" not in reported
     result = solo.read("result.json")
     assert (result["outcome"], result["exit_code"], result["verdict"]["cause"]) == ("unfit", 6, "ulimit")
     assert solo.read("verdict.json")["cause"] == "ulimit"

@@ -41,10 +41,10 @@ def test_the_order_is_the_same_in_another_process_and_for_ever() -> None:
     assert permutation(10, seed=7, epoch=2) == FOREVER
     program = "from unisono.plan import permutation; print(permutation(10, seed=7, epoch=2))"
     environment = {"PYTHONHASHSEED": "12345"}
-    said = subprocess.run(
+    printed = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
     )
-    assert said.stdout.strip() == str(FOREVER)
+    assert printed.stdout.strip() == str(FOREVER)
 
 
 @given(sizes, seeds, st.integers(1, 40), st.integers(1, 300))

@@ -223,12 +223,12 @@ def test_the_parts_of_an_estimate_are_its_sum() -> None:
 
 
 @pytest.mark.parametrize(
-    ("every", "keep_every", "said"), [(200, 1000, ""), (300, 1000, "at every 3000 steps"), (200, None, "")]
+    ("every", "keep_every", "printed"), [(200, 1000, ""), (300, 1000, "at every 3000 steps"), (200, None, "")]
 )
 def test_checkpoints_that_stay_for_ever_where_few_are_made_are_worth_a_line(
-    every: int, keep_every: int | None, said: str
+    every: int, keep_every: int | None, printed: str
 ) -> None:
     section = {"every": f"{every} steps", "keep_every": f"{keep_every} steps" if keep_every else None}
     made = plan(checkpoint=section)
     assert made.keep_every == keep_every
-    assert [said in line for line in made.warnings if "keep_every" in line] == ([True] if said else [])
+    assert [printed in line for line in made.warnings if "keep_every" in line] == ([True] if printed else [])

@@ -31,7 +31,7 @@ class RankProcess:
     runs: list[Messages] = field(default_factory=lambda: [[]])
     rest: bytes = b""
 
-    def tell(self, message: dict[str, Any]) -> None:
+    def send(self, message: dict[str, Any]) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write((json.dumps(message) + "\n").encode())
         self.process.stdin.flush()
@@ -144,7 +144,7 @@ class Front:
         if message["kind"] == "rank_report":
             self._consider(len(rank.runs))
         if message["kind"] == "shard_written":
-            self.ranks[0].tell({**message, "rank": number})
+            self.ranks[0].send({**message, "rank": number})
         if message["kind"] in ("result", "refused", "crashed") and len(rank.runs) < self._runs:
             rank.runs.append([])
 
@@ -155,7 +155,7 @@ class Front:
             return
         (port,) = [report["store_port"] for report in found if report["store_port"]]
         for rank in self.ranks:
-            rank.tell({"kind": "go", "store": ["127.0.0.1", port]})
+            rank.send({"kind": "go", "store": ["127.0.0.1", port]})
 
 
 def kill_on_step(rank: int, step: int, number: signal.Signals) -> Callable[..., None]:

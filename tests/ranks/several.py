@@ -25,8 +25,8 @@ def main() -> int:
         report = Reporter(arguments.report_fd, fallback=sys.stderr)
         result = run_plan(RunPlan.model_validate(json.loads(file.read_text())), report, StopRequest())
         report.send("result", **result)
-        assert close_group(in_peace=True)
-        assert close_group(in_peace=True), "closing twice is once"
+        assert close_group(orderly=True)
+        assert close_group(orderly=True), "closing twice is once"
     return 0
 
 

@@ -31,26 +31,26 @@ def three(workshop: Workshop) -> dict[str, Done]:
     return dict(zip(faults, workshop.together(plans), strict=True))
 
 
-def heard(plan: RunPlan, done: Done, *, changed: Mapping[int, str] | None = None) -> tuple[Verdict | None, list[Message]]:  # fmt: skip
+def compare_reports(plan: RunPlan, done: Done, *, changed: Mapping[int, str] | None = None) -> tuple[Verdict | None, list[Message]]:  # fmt: skip
     """What the head makes of what the ranks said, and what it shows."""
     shown: list[Message] = []
     drift = ReplicaDrift(plan, shown.append)
     for rank in range(plan.world_size):
         for message in done.ended.messages[rank]:
-            told = {"arithmetic": changed[rank]} if changed and rank in changed else {}
-            drift.on_message(rank, {**message, **told})
+            reported = {"arithmetic": changed[rank]} if changed and rank in changed else {}
+            drift.on_message(rank, {**message, **reported})
     return drift.look(), shown
 
 
 @pytest.mark.ranks
 def test_replicas_that_are_well_tell_the_same_at_every_period_and_at_the_end(three: dict[str, Done]) -> None:
     done = three["well"]
-    said = [done.ended.of_kind(rank, "digest") for rank in range(3)]
-    assert [[m["step"] for m in one] for one in said] == [[3, 6, 8]] * 3
-    digests = [[m["digest"] for m in one] for one in said]
+    printed = [done.ended.of_kind(rank, "digest") for rank in range(3)]
+    assert [[m["step"] for m in one] for one in printed] == [[3, 6, 8]] * 3
+    digests = [[m["digest"] for m in one] for one in printed]
     assert digests[0] == digests[1] == digests[2]
     assert len(set(digests[0])) == 3, "training changes weights"
-    assert heard(done.plan, done) == (None, [])
+    assert compare_reports(done.plan, done) == (None, [])
 
 
 @pytest.mark.ranks
@@ -59,7 +59,7 @@ def test_a_rank_whose_weight_has_changed_is_named_with_the_step_at_which_all_wer
     three: dict[str, Done], rank: int
 ) -> None:
     done = three[f"rank {rank}"]
-    verdict, shown = heard(done.plan, done)
+    verdict, shown = compare_reports(done.plan, done)
     assert verdict is not None
     assert shown == []
     assert (verdict.cause, verdict.ranks, verdict.step, verdict.when) == (
@@ -81,7 +81,7 @@ def test_a_rank_whose_weight_has_changed_is_named_with_the_step_at_which_all_wer
 def test_ranks_that_round_differently_are_told_of_once_and_not_ended(three: dict[str, Done]) -> None:
     """Other instructions, other last bits: on such nodes a difference proves nothing."""
     done = three["rank 1"]
-    verdict, shown = heard(done.plan, done, changed={1: "x86_64 CPU with AVX2"})
+    verdict, shown = compare_reports(done.plan, done, changed={1: "x86_64 CPU with AVX2"})
     assert verdict is None
     (warning,) = shown
     assert warning["code"] == "replicas_round_differently"

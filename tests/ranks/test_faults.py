@@ -88,7 +88,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(
 
 
 @pytest.mark.parametrize(
-    ("environment", "told"),
+    ("environment", "reported"),
     [
         (Environment(world_size=3, rank=0, local_rank=0), "WORLD_SIZE is 3 for rank 0, but the plan has 2"),
         (Environment(world_size=2, rank=1, local_rank=0), "LOCAL_RANK is 0 for rank 1, but the plan has 1"),
@@ -97,11 +97,11 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(
     ],
 )
 def test_a_rank_that_is_not_the_planned_one_refuses(
-    workshop: Workshop, environment: Environment, told: str
+    workshop: Workshop, environment: Environment, reported: str
 ) -> None:
     with pytest.raises(Disagreed) as caught:
         find_place(workshop.plan("narrow", world=2, strategy="ddp"), environment)
-    assert told in caught.value.problems[0].what
+    assert reported in caught.value.problems[0].what
     assert caught.value.verdict is not None
     assert caught.value.verdict.cause == "plan_mismatch"
 

@@ -36,8 +36,8 @@ def group(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     listener = Listener("127.0.0.1")
     store = ("127.0.0.1", listener.port)
     yield Ranks("test", rank=0, world_size=1, device=device, store=store, listener=listener)
-    assert close_group(in_peace=True)
-    assert close_group(in_peace=True), "closing twice is once"
+    assert close_group(orderly=True)
+    assert close_group(orderly=True), "closing twice is once"
 
 
 def _model() -> LoadedModel:
@@ -90,7 +90,7 @@ def test_gradients_in_buffers_are_those_of_one_device(group: Ranks) -> None:
         forward = choose_forward(loaded, dtype="bfloat16", quick_adapter=False, gradient_checkpointing=False)
         forward.loss(rows, count=len(rows.labels)).backward()
     assert replicas.finish(torch.ones(4, device=group.device)).tolist() == [1.0] * 4
-    assert replicas.settle_and_time() >= 0
+    assert replicas.wait_and_time() >= 0
     for name, parameter in plain.trainable.items():
         torch.testing.assert_close(summed.trainable[name].grad, parameter.grad, rtol=1e-2, atol=1e-4)
 

@@ -42,12 +42,12 @@ def gathered(model: Path, work: Path, *, max_file_bytes: int, world: int = 2) ->
         for rank in range(world)
     ]  # fmt: skip
     try:
-        said = [rank.communicate(timeout=120)[0] for rank in ranks]
+        printed = [rank.communicate(timeout=120)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
-    assert all(said), "a rank died; see above"
-    return [json.loads(text.splitlines()[-1]) for text in said]
+    assert all(printed), "a rank died; see above"
+    return [json.loads(text.splitlines()[-1]) for text in printed]
 
 
 @pytest.mark.parametrize("limit", [20 * MB, pytest.param(60 * MB, marks=pytest.mark.long)])

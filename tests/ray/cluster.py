@@ -257,17 +257,19 @@ class RayCluster:
     def nothing_left(self) -> None:
         """Waits until neither process, nor actor, nor placement group, nor folder of a job is left."""
         self.until(lambda: not self.ours(), limit_s=60, what=f"no process of a job is left: {self.ours()}")
-        told = self.left()
+        reported = self.left()
         self.until(
-            lambda: not (told and self.left()), limit_s=60, what=f"nothing is left in the cluster: {told}"
+            lambda: not (reported and self.left()),
+            limit_s=60,
+            what=f"nothing is left in the cluster: {reported}",
         )
 
     def until(self, condition: Callable[[], bool], *, limit_s: float, what: str) -> None:
         """Waits for an event, with a limit."""
         limit = time.monotonic() + limit_s
         while not condition():
-            told = "\n".join(f"--- {front.label}\n{front.text()}" for front in self.fronts[-1:])
-            assert time.monotonic() < limit, f"never happened: {what}\n{told}"
+            reported = "\n".join(f"--- {front.label}\n{front.text()}" for front in self.fronts[-1:])
+            assert time.monotonic() < limit, f"never happened: {what}\n{reported}"
             time.sleep(0.1)
 
     def close(self) -> None:

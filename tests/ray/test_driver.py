@@ -55,13 +55,13 @@ def test_its_end_is_told_with_the_cluster_and_nothing_is_left(
             call, _ = silent.accept()
             (driver,) = _drivers(front.pid)
             driver.kill()
-            said, _ = front.communicate(timeout=_LIMIT_S)
+            printed, _ = front.communicate(timeout=_LIMIT_S)
         finally:
             front.kill()
             front.communicate()
         call.close()
-    assert front.returncode == 5, said
-    assert "the process that is connected to Ray ended: killed by SIGKILL" in said
-    assert f"where: Ray cluster {address}" in said
-    assert "the same command resumes from the latest checkpoint" in said
+    assert front.returncode == 5, printed
+    assert "the process that is connected to Ray ended: killed by SIGKILL" in printed
+    assert f"where: Ray cluster {address}" in printed
+    assert "the same command resumes from the latest checkpoint" in printed
     assert not (tmp_path / "out").exists()

@@ -65,8 +65,10 @@ def other_python() -> str:
     own = Path("~/.pyenv/versions").expanduser().glob("*/bin")
     for folder in (Path("/usr/bin"), Path("/usr/local/bin"), *own):
         if (folder / mine).exists():
-            told = subprocess.run([folder / mine, "-V"], capture_output=True, text=True, check=True).stdout
-            if told.strip() != f"Python {sys.version.split()[0]}":
+            reported = subprocess.run(
+                [folder / mine, "-V"], capture_output=True, text=True, check=True
+            ).stdout
+            if reported.strip() != f"Python {sys.version.split()[0]}":
                 return str(folder / mine)
     pytest.skip(f"needs another {mine}")
 
@@ -199,14 +201,14 @@ def test_a_driver_with_another_ray_or_python_is_refused_with_both_versions(
         "train", config(cluster), *_TWO, PYTHONPATH=f"{cluster.other_ray('2.59.1')}:{packages()}"
     )
     assert front.wait(limit_s=_LIMIT_S) == 2, front.text()
-    said = front.text("err")
-    assert "the version of Ray or Python differs from the cluster's" in said
-    assert re.search(r"Ray: (?!2\.59\.1).* Ray: 2\.59\.1", said)
+    printed = front.text("err")
+    assert "the version of Ray or Python differs from the cluster's" in printed
+    assert re.search(r"Ray: (?!2\.59\.1).* Ray: 2\.59\.1", printed)
     front = cluster.type("train", config(cluster), *_TWO, python=other_python, PYTHONPATH=packages())
     assert front.wait(limit_s=_LIMIT_S) == 2, front.text()
-    said = front.text("err")
-    assert "the version of Ray or Python differs from the cluster's" in said
-    assert f"Python: {sys.version.split()[0]}" in said
+    printed = front.text("err")
+    assert "the version of Ray or Python differs from the cluster's" in printed
+    assert f"Python: {sys.version.split()[0]}" in printed
     cluster.nothing_left()
 
 

@@ -10,7 +10,7 @@ from tests.launch.test_conduct import plan
 from unisono.causes import Verdict
 from unisono.cluster.ray.cluster_health import RayHead, RayLossFiles, loss_file, ray_head_lost
 from unisono.cluster.ray.node_fronts import JobNode, lost_node_verdict
-from unisono.launch.attempt_end import with_witness
+from unisono.launch.attempt_end import with_launcher_cause
 from unisono.launch.outcome import Ending, ending_of
 from unisono.supervise.decision import Decision, NodeLoss
 from unisono.supervise.rank_supervisor import Attempt
@@ -23,18 +23,18 @@ def lost(words: str) -> Verdict:
     return lost_node_verdict(JobNode(1, None, facts={"host": "bob"}, lost=words))
 
 
-def ended(told: Verdict | None) -> Ending:
+def ended(reported: Verdict | None) -> Ending:
     """The ending of a run of two nodes whose second one is gone, where that is known of it."""
 
     class Told:
         def of_lost(self, node_rank: int) -> tuple[Verdict, float] | None:
             assert node_rank == 1
-            return None if told is None else (told, 0.5)
+            return None if reported is None else (reported, 0.5)
 
     attempt = Attempt(0, 7, None)
     attempt.decision = Decision(loss=NodeLoss(1, "bob", "connection closed"), after_s=0.25)
     two = plan(4)
-    return with_witness(ending_of(attempt, two), attempt, two, Told())
+    return with_launcher_cause(ending_of(attempt, two), attempt, two, Told())
 
 
 def test_a_node_whose_memory_is_over_is_named_with_its_ranks_and_rays_words() -> None:

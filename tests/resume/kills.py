@@ -198,7 +198,7 @@ def undisturbed(job: Job, layout: Layout, *, steps: int) -> Undisturbed:
     layout.config(job, steps=steps)
     fronts = layout.start(job)
     first = fronts[0].wait_for('"kind": "step"', limit_s=PATIENCE_S)
-    assert [front.wait(limit_s=PATIENCE_S) for front in fronts] == [0] * len(fronts), job.told()
+    assert [front.wait(limit_s=PATIENCE_S) for front in fronts] == [0] * len(fronts), job.transcript()
     outcome = outcome_of(job)
     rows = rows_of(written(job))
     assert steps_once(outcome, steps)
@@ -229,7 +229,7 @@ class Beaten:
                 left.pop(0)
             self._go_on()
         if not self.is_complete:
-            assert self._ended() == [0] * len(self.fronts), self.job.told()
+            assert self._ended() == [0] * len(self.fronts), self.job.transcript()
         # A start that is quicker than the one by which blows were drawn is over before the first that is left: that must come sooner.
         return [replace(left[0], later_s=left[0].later_s / 2), *left[1:]] if left else []
 
@@ -245,7 +245,7 @@ class Beaten:
 
     def _await(self, blow: Blow) -> bool:
         """Waits for the blow's moment; False if the run ended before it."""
-        plans = self._plans_told()
+        plans = self._plans_shown()
         if blow.aim == "start":
             if "rank" in blow.kind and not self._until(lambda: len(self.job.ranks()) == self.layout.ranks):
                 return False
@@ -256,7 +256,7 @@ class Beaten:
         if blow.aim == "save" and not self._until(lambda: bool(self._temporary()), every_s=_WATCH_S):
             return False
         time.sleep(blow.later_s)  # the random part of the moment
-        return self._head.exit_code is None and self._plans_told() == max(plans, 1)
+        return self._head.exit_code is None and self._plans_shown() == max(plans, 1)
 
     def _until(
         self, seen: Callable[[], bool], *, limit_s: float = PATIENCE_S, every_s: float = _POLL_S
@@ -269,7 +269,7 @@ class Beaten:
             time.sleep(every_s)
         return False
 
-    def _plans_told(self) -> int:
+    def _plans_shown(self) -> int:
         """How many starts of ranks this front has told of."""
         return sum('"kind": "plan"' in line.text for line in list(self._head.lines))
 
@@ -298,7 +298,7 @@ class Beaten:
             victims = [victims[int(blow.chance * len(victims))]]
         if not victims and "rank" in blow.kind:
             return False
-        self._plans = self._plans_told()
+        self._plans = self._plans_shown()
         for process in victims:
             _kill(process)
         if "front" in blow.kind:
@@ -324,7 +324,7 @@ class Beaten:
         last = self.struck[-1] if self.struck else None
         pending = last is not None and not last.survived
         if pending:
-            self._until(lambda: self._plans_told() > self._plans)
+            self._until(lambda: self._plans_shown() > self._plans)
         if self._head.exit_code is not None:
             self._start_again()
         if last is not None and pending:
@@ -336,13 +336,13 @@ class Beaten:
         if codes[0] == 0:
             self.is_complete = True
             return
-        assert codes[0] in (5, -9), self.job.told()
+        assert codes[0] in (5, -9), self.job.transcript()
         self.job.wait_gone(limit_s=30)
         self._start()
-        if not self._until(lambda: self._plans_told() > 0):
+        if not self._until(lambda: self._plans_shown() > 0):
             # Killed between the result and the end of the front: the run is complete, and a further start is refused.
-            assert self._ended() == [2] * len(self.fronts), self.job.told()
-            assert self.job.read("result.json")["outcome"] == "completed", self.job.told()
+            assert self._ended() == [2] * len(self.fronts), self.job.transcript()
+            assert self.job.read("result.json")["outcome"] == "completed", self.job.transcript()
             self.is_complete = True
 
     def _resumed_from(self) -> int:

@@ -183,7 +183,7 @@ class Guarded:
         code = self.front.wait(limit_s=LIMIT_S)
         since = since if since is not None else self.front.started
         verdicts = self.front.verdicts
-        named_at = self.front.said('"verdict"') if verdicts else None
+        named_at = self.front.printed_at('"verdict"') if verdicts else None
         assert self.front.ended is not None
         return Named(
             code, verdicts[0] if verdicts else None, round(named_at - since, 2) if named_at else None, round(self.front.ended - since, 2)

@@ -24,8 +24,8 @@ beats = Beats(record)
 presence.register(own)
 beats.begin_step(7)
 beats.enter("compute")
-answer = presence.bring("data", {"rows": 5}, rank=own.rank, world_size=own.world_size, limit_s=60)
-presence.tell("result" if answer.agreed else "refused", text=answer.text)
+answer = presence.report_facts("data", {"rows": 5}, rank=own.rank, world_size=own.world_size, limit_s=60)
+presence.emit("result" if answer.agreed else "refused", text=answer.text)
 """
 
 
@@ -55,14 +55,14 @@ def test_a_rank_of_its_own_process_is_read_also_after_its_end(guard: border.Guar
     assert (beat.step, beat.phase) == (7, "compute")
     (event,) = border.EventsOf(guard.folder, found.pid).new()
     assert (event["kind"], event["text"]) == ("refused", "rows differ")
-    assert not list(border.brought_facts(guard.folder))
+    assert not list(border.reported_facts(guard.folder))
 
 
 def _answer_first(folder: Path) -> None:
     for _ in range(6000):
-        for brought in border.brought_facts(folder):
-            assert brought.facts == {"rows": 5}
-            border.answer_facts(folder, brought, border.Answer(agreed=False, text="rows differ"))
+        for reported in border.reported_facts(folder):
+            assert reported.facts == {"rows": 5}
+            border.answer_facts(folder, reported, border.Answer(agreed=False, text="rows differ"))
             return
         threading.Event().wait(0.01)
 
@@ -93,7 +93,7 @@ def test_events_come_whole_and_once(guard: border.Guard) -> None:
     reader = border.EventsOf(guard.folder, os.getpid())
     assert reader.new() == []
     presence = border.Presence(guard)
-    presence.tell("note", text="one")
+    presence.emit("note", text="one")
     path = guard.folder / f"events-{os.getpid()}.jsonl"
     with path.open("a", encoding="utf-8") as file:
         file.write('junk\n{"kind": "no')
@@ -107,7 +107,7 @@ def test_who_waits_for_a_front_that_is_gone_goes_on(guard: border.Guard) -> None
     with subprocess.Popen(["true"]) as process:
         process.wait(60)
     gone = border.Guard(guard.folder, "one", process.pid)
-    assert border.Presence(gone).bring("data", {}, rank=0, world_size=1, limit_s=60) is None
+    assert border.Presence(gone).report_facts("data", {}, rank=0, world_size=1, limit_s=60) is None
 
 
 def test_a_record_made_anew_leaves_the_front_its_old_one(guard: border.Guard) -> None:
@@ -127,7 +127,7 @@ def test_a_record_made_anew_leaves_the_front_its_old_one(guard: border.Guard) ->
 
 def test_a_folder_that_the_keeper_has_taken_away_holds_nothing_and_takes_nothing(tmp_path: Path) -> None:
     gone = tmp_path / "gone"
-    assert list(border.brought_facts(gone)) == []
+    assert list(border.reported_facts(gone)) == []
     assert list(border.registrations(gone)) == []
-    border.answer_facts(gone, border.Brought(1, "data", 0, 1, {}, {}), border.Answer(True, "", 0, {}))
+    border.answer_facts(gone, border.ReportedFacts(1, "data", 0, 1, {}, {}), border.Answer(True, "", 0, {}))
     assert not gone.exists()

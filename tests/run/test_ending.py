@@ -56,7 +56,7 @@ def test_a_kill_while_the_kernel_counted_one_for_want_of_memory_is_the_kernels()
 
 
 @pytest.mark.parametrize(
-    ("returncode", "said", "cause"),
+    ("returncode", "printed", "cause"),
     [
         (-9, "user_code_error", "rank_killed"),  # an exception that it had got over
         (-9, "rank_died_first", "rank_killed"),
@@ -66,9 +66,11 @@ def test_a_kill_while_the_kernel_counted_one_for_want_of_memory_is_the_kernels()
         (3, "user_code_error", "user_code_error"),
     ],
 )
-def test_the_log_explains_a_crash_and_not_a_kill_from_outside(returncode: int, said: str, cause: str) -> None:
+def test_the_log_explains_a_crash_and_not_a_kill_from_outside(
+    returncode: int, printed: str, cause: str
+) -> None:
     verdict = name_program_death(
-        ProgramEnd(0, "a", returncode, oom_killed=False), PYTHON, diagnosed=_says(said)
+        ProgramEnd(0, "a", returncode, oom_killed=False), PYTHON, diagnosed=_says(printed)
     )
     assert verdict is not None
     assert verdict.cause == cause

@@ -164,17 +164,17 @@ def test_a_directory_that_is_removed_while_the_program_runs_is_made_again_and_an
             out.rename(tmp_path / "before")
             out.mkdir()
             (out / "mine").touch()
-        said = ""
-        while "warning" not in said:
-            said = front.stderr.readline()
-            assert said, "it ended without a word"
+        printed = ""
+        while "warning" not in printed:
+            printed = front.stderr.readline()
+            assert printed, "it ended without a word"
         end.touch()
         assert front.wait(120) == 0, front.stderr.read()
     if how == "replaced":
-        assert f"{out} was replaced by a different directory" in said
+        assert f"{out} was replaced by a different directory" in printed
         assert [path.name for path in out.iterdir()] == ["mine"]
         return
-    assert f"{out} was removed while the program runs: it is created again" in said
+    assert f"{out} was removed while the program runs: it is created again" in printed
     assert read_object(out / "result.json")["outcome"] == "completed"
     assert {path.name for path in out.iterdir()} == {"plan.json", "agreement.json", "result.json", "logs"}
     assert log.read_text().startswith("line 0\nline 1\n")

@@ -120,7 +120,7 @@ def test_a_host_without_an_answer_is_named(place: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "printed"),
     [
         (["torchrun", "--node-rank", "0", "program.py"], "--node-rank 0 selects one node"),
         (
@@ -130,17 +130,17 @@ def test_a_host_without_an_answer_is_named(place: Path, monkeypatch: pytest.Monk
     ],
 )
 def test_arguments_of_the_program_that_cannot_hold_for_all_nodes_are_refused(
-    place: Path, words: list[str], said: str
+    place: Path, words: list[str], printed: str
 ) -> None:
     front = typed(place, "--", *words)
     out, err = front.communicate(timeout=LIMIT_S)
     assert front.returncode == 2, out + err
-    assert said in err
+    assert printed in err
     assert "fix:" in err
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "printed"),
     [
         ("slurm", "srun --ntasks-per-node=1 unisono run -- torchrun 'my train.py'"),
         ("ray", "unisono run -- torchrun 'my train.py'"),
@@ -148,10 +148,10 @@ def test_arguments_of_the_program_that_cannot_hold_for_all_nodes_are_refused(
         ("local", "--launcher local runs on one node"),
     ],
 )
-def test_a_launcher_that_does_not_start_programs_says_what_to_type(name: str, said: str) -> None:
+def test_a_launcher_that_does_not_start_programs_says_what_to_type(name: str, printed: str) -> None:
     asked = RunRequest(("torchrun", "my train.py"), launcher=name, nodes="2")
     with pytest.raises(UsageError) as caught:
         refuse_launcher(asked)
-    assert said in "\n".join(caught.value.lines())
+    assert printed in "\n".join(caught.value.lines())
     refuse_launcher(RunRequest(("true",), launcher="nodes", nodes="2"))
     refuse_launcher(RunRequest(("true",), launcher="local"))

@@ -92,10 +92,10 @@ def test_the_node_that_is_left_writes_down_how_the_run_of_a_dead_head_ended_wher
     try:
         until(lambda: len(list(tmp_path.glob("here-*"))) == 2, "the program runs on both nodes")
         fronts[0].kill()
-        told, _ = fronts[1].communicate(timeout=LIMIT_S)
-        assert fronts[1].returncode == 4, told
+        reported, _ = fronts[1].communicate(timeout=LIMIT_S)
+        assert fronts[1].returncode == 4, reported
         verdict = json.loads((tmp_path / "out" / "verdict.json").read_text())
-        assert verdict["summary"].startswith("node 0 ("), told
+        assert verdict["summary"].startswith("node 0 ("), reported
         result = json.loads((tmp_path / "out" / "result.json").read_text())
         assert (result["outcome"], result["exit_code"]) == ("stalled", 4)
     finally:

@@ -92,12 +92,12 @@ def own_folders(pid: int) -> list[Path]:
 def read_until(front: "subprocess.Popen[bytes]", word: bytes) -> bytes:
     """What a front says, up to a word; `communicate` gives the rest."""
     assert front.stderr is not None
-    said = b""
-    while word not in said:
+    printed = b""
+    while word not in printed:
         one = os.read(front.stderr.fileno(), 1)
-        assert one, said
-        said += one
-    return said
+        assert one, printed
+        printed += one
+    return printed
 
 
 def result(folder: Path) -> dict[str, Any]:
@@ -211,9 +211,9 @@ def test_a_program_that_ignores_signals_is_killed_with_all_that_it_started_in_th
         left = until(partial(number_in, tmp_path / "left"), "the program has begun")
         front.send_signal(numbers[0])
         read_until(front, b"was passed on to the program")
-        told = time.monotonic()
+        reported = time.monotonic()
         for number in numbers[1:]:
-            until(lambda: time.monotonic() - told > 1.2, "what counts as a second signal")
+            until(lambda: time.monotonic() - reported > 1.2, "what counts as a second signal")
             front.send_signal(number)
         _, rest = front.communicate(timeout=LIMIT_S)
     assert b"killing it and its child processes" in rest
@@ -230,9 +230,9 @@ def test_a_rank_that_is_killed_is_named_though_its_program_tells_nothing(tmp_pat
         until(lambda: pidfds_of(front.pid) >= 2, "the front has found both ranks")
         os.kill(pids[1], signal.SIGKILL)
         _, err = front.communicate(timeout=LIMIT_S)
-    told = err.decode()
-    assert "rank 1, node 0" in told
-    assert "[rank_killed]" in told
+    reported = err.decode()
+    assert "rank 1, node 0" in reported
+    assert "[rank_killed]" in reported
     assert front.returncode == 5
     verdict = json.loads((tmp_path / "out" / "verdict.json").read_text())
     assert (verdict["cause"], verdict["ranks"], verdict["when"]) == ("rank_killed", [1], "during")

@@ -111,9 +111,9 @@ def test_a_rank_that_is_killed_is_named_with_the_programs_own_way_to_resume(
     noted = guarded.losses(1)[-1]["step"]
     assert ended.verdict.step in (noted - 1, noted, noted + 1)
     assert ended.exit_code == 5
-    told = [line for line in ended.verdict.fix if "resume" in line.lower() or "goes on" in line]
+    reported = [line for line in ended.verdict.fix if "resume" in line.lower() or "goes on" in line]
     way = _RESUMES_BY.get(program.name, "")
-    assert [way in line for line in told] == ([True] if way else []), told
+    assert [way in line for line in reported] == ([True] if way else []), reported
 
 
 @pytest.mark.parametrize("program", [*_long(DDP, TRAINER, *_OTHERS)])

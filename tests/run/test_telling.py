@@ -40,7 +40,7 @@ class Ended:
     program = None
     has_ended = True
 
-    def news(self, timeout_s: float, *, also: Sequence[int]) -> list[Message]:
+    def new_messages(self, timeout_s: float, *, also: Sequence[int]) -> list[Message]:
         del timeout_s, also
         return []
 

@@ -173,9 +173,9 @@ def test_programs_without_a_launcher_meet_at_the_port_that_the_fronts_have_agree
     body = "import os; print(os.environ['MASTER_ADDR'], os.environ['MASTER_PORT'], 'UNISONO_TOKEN' in os.environ); raise SystemExit(0)"
     fronts = start(run(sys.executable, "-c", body))
     ended(fronts, [0, 0])
-    said = {front.text("out") for front in fronts}
-    assert len(said) == 1
-    assert said.pop().endswith("False")
+    printed = {front.text("out") for front in fronts}
+    assert len(printed) == 1
+    assert printed.pop().endswith("False")
 
 
 @pytest.mark.ranks

@@ -191,7 +191,7 @@ class Cluster:
             self.networks.command(node, words, Own()), env={**os.environ, **self.environment}, capture_output=True, text=True,
             check=False, timeout=60,
         )  # fmt: skip
-        assert done.returncode == 0 or not check, f"{' '.join(words)}: {done.stderr}\n{self.told()}"
+        assert done.returncode == 0 or not check, f"{' '.join(words)}: {done.stderr}\n{self.transcript()}"
         return done.stdout
 
     def states(self) -> dict[str, str]:
@@ -228,11 +228,11 @@ class Cluster:
         limit = time.monotonic() + limit_s
         while not seen():
             gone = [name for name, process in self.daemons.items() if process.poll() is not None]
-            assert not gone, f"ended: {gone}\n{self.told()}"
-            assert time.monotonic() < limit, f"never happened: {what}\n{self.told()}"
+            assert not gone, f"ended: {gone}\n{self.transcript()}"
+            assert time.monotonic() < limit, f"never happened: {what}\n{self.transcript()}"
             time.sleep(0.1)
 
-    def told(self) -> str:
+    def transcript(self) -> str:
         """The ends of the daemons' logs, for a test that fails."""
         logs = sorted(
             [*self.folder.glob("*.log"), *self.folder.glob("*.out"), *self.folder.glob("munge/log")]

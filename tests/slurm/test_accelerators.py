@@ -45,6 +45,6 @@ def test_where_slurm_gives_out_accelerators_each_rank_asks_for_one(gives_gpus: S
     assert "Slurm reports: " in many.text()
     job.type("--launcher", "slurm", "--nodes", "2", "--nproc", "2", env={"SBATCH_ACCOUNT": "physics"})
     job.until(lambda: bool(job.slurm.jobs()), what="a job is there")
-    told = job.slurm.run("scontrol", "show", "job", job.slurm.jobs()[0])
-    assert "TresPerNode=gres:gpu:2" in told
-    assert "Account=physics" in told, "what sbatch reads of its variables is not in our way"
+    reported = job.slurm.run("scontrol", "show", "job", job.slurm.jobs()[0])
+    assert "TresPerNode=gres:gpu:2" in reported
+    assert "Account=physics" in reported, "what sbatch reads of its variables is not in our way"

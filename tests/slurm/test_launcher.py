@@ -23,13 +23,13 @@ def test_a_job_of_two_nodes_is_written_submitted_followed_and_ends_with_its_code
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
     assert all(line.strip() in front.text() for line in script.read_text().splitlines())
-    for said in (
+    for printed in (
         "submitted as job",
         "runs on ada, bob",
         "2: 1 on ada (--nproc), 1 on bob (--nproc)",
         "completed: step 4",
     ):
-        assert said in front.text(), (said, front.text())
+        assert printed in front.text(), (printed, front.text())
     assert [line["step"] for line in job.metrics()] == [1, 2, 3, 4]
     assert [node["host"] for node in job.read("plan.json")["nodes"]] == ["ada", "bob"]
     whole = "".join(path.read_text() for path in folder.iterdir())

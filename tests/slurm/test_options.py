@@ -54,5 +54,5 @@ def test_with_min_and_max_nodes_the_job_goes_on_without_one_that_is_lost(job: Sl
     assert "node 1 (bob)" in front.verdicts[0].summary
     assert [len(message["nodes"]) for message in front.messages("plan")] == [2, 1]
     assert [line["step"] for line in job.metrics()] == list(range(1, 301))
-    told = job.slurm.run("scontrol", "show", "job", number[0])
-    assert "Restarts=0" in told, "it is the same start of the same job"
+    reported = job.slurm.run("scontrol", "show", "job", number[0])
+    assert "Restarts=0" in reported, "it is the same start of the same job"

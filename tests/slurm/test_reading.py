@@ -78,12 +78,12 @@ def test_a_node_that_is_down_or_drained_gets_no_job(state: str, *, usable: bool)
 
 
 def test_slurms_own_words_lose_the_name_of_its_command() -> None:
-    said = SlurmAnswer(
+    printed = SlurmAnswer(
         1,
         "",
         "sbatch: error: invalid partition specified: x\nsbatch: error: Batch job submission failed: Invalid\n",
     )
-    assert said.words == "invalid partition specified: x; Batch job submission failed: Invalid"
+    assert printed.words == "invalid partition specified: x; Batch job submission failed: Invalid"
 
 
 @pytest.mark.parametrize("size", [5, 1_023, 1_024, 1_025, 2_048, 5_000])
@@ -98,10 +98,10 @@ def test_messages_that_srun_breaks_into_pieces_are_whole_again(size: int, tmp_pa
     )
     path = tmp_path / "lines"
     lines, heard = JobOutput(path), []
-    assert lines.news() == []
+    assert lines.read_new() == []
     for end in (0, 700, 1_500, len(text)):  # read while it is written
         path.write_text(text[:end])
-        heard += lines.news()
+        heard += lines.read_new()
     assert [(spoken.node, spoken.message) for spoken in heard] == [
         (0, message),
         (1, message),

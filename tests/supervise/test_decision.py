@@ -18,8 +18,8 @@ News = RankEnd | NodeLoss
 Moment = list[News]
 
 
-def end(rank: int, returncode: int = 1, last: dict[str, Any] | None = None, ended_by_us: str = "") -> RankEnd:
-    return RankEnd(rank, returncode, last, phase="train", step=4, ended_by_us=ended_by_us)
+def end(rank: int, returncode: int = 1, last: dict[str, Any] | None = None, end_reason: str = "") -> RankEnd:
+    return RankEnd(rank, returncode, last, phase="train", step=4, end_reason=end_reason)
 
 
 RESULT = end(0, 0, {"kind": "result"})
@@ -28,7 +28,7 @@ VICTIM = end(0, 1, {"kind": "crashed", "error": "lost", "peer_lost": True})
 ABORTED = end(0, -signal.SIGABRT)
 KILLED = end(0, -signal.SIGKILL)
 LEFT = end(0, 3)
-ENDED_BY_FRONT = end(0, -signal.SIGKILL, ended_by_us="another rank failed")
+ENDED_BY_FRONT = end(0, -signal.SIGKILL, end_reason="another rank failed")
 KINDS = (RESULT, RAISED, VICTIM, ABORTED, KILLED, LEFT, ENDED_BY_FRONT)
 
 losses = st.integers(1, 3).map(lambda node: NodeLoss(node, f"host{node}", "the connection was closed"))

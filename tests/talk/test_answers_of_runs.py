@@ -50,10 +50,10 @@ def test_a_result_its_last_checkpoint_and_plain_transformers_give_the_same_answe
         return_dict=True,
     )["input_ids"]
     with torch.no_grad():
-        said = model.generate(
+        printed = model.generate(
             input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False
         )
-    assert tokenizer.decode(said[0, ids.shape[1] :], skip_special_tokens=True) == final
+    assert tokenizer.decode(printed[0, ids.shape[1] :], skip_special_tokens=True) == final
 
 
 def test_earlier_steps_answer_otherwise(train_here: Train, listening: Any) -> None:
@@ -212,8 +212,8 @@ def test_a_conversation_remembers_its_turns_and_forgets_them_when_cleared(
     assert note == ""
     settings = {**ASKED, "system": None}
     talk = generation.Conversation(opened, template, settings, listening, generation._Interrupt())
-    talk.say("what day is it")
-    talk.say("call me")
+    talk.answer("what day is it")
+    talk.answer("call me")
     first, second = (message["text"] for message in listening.of_kind("answer"))
     turns = [
         {"role": "user", "content": "what day is it"}, {"role": "assistant", "content": first}, {"role": "user", "content": "call me"},
@@ -222,7 +222,7 @@ def test_a_conversation_remembers_its_turns_and_forgets_them_when_cleared(
     file.write_text(json.dumps({"messages": turns}))
     assert answer(model_dir, listening, prompt=None, file=str(file))["answer"] == second
     talk.clear()
-    talk.say("call me")
+    talk.answer("call me")
     assert listening.of_kind("answer")[-1]["text"] == answer(model_dir, listening, prompt="call me")["answer"]
 
 
@@ -233,7 +233,7 @@ def test_a_conversation_that_outgrows_the_model_is_told_so_and_goes_on_after_cle
     talk = generation.Conversation(
         opened, opened.chat_template()[0], {**ASKED, "system": None}, listening, generation._Interrupt()
     )
-    talk.say("a " * 400)
+    talk.answer("a " * 400)
     assert "longer than the 256 tokens" in listening.of_kind("refused_turn")[0]["text"]
-    talk.say("call me")
+    talk.answer("call me")
     assert len(listening.of_kind("answer")) == 1

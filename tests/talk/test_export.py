@@ -221,7 +221,7 @@ LORA_A = "base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "printed"),
     [
         (_write("adapter_config.json", b"{}"), "adapter_config.json has no peft_type"),
         (_write("adapter_config.json", b"hello"), "it is not JSON: line 1, column 1"),
@@ -235,12 +235,12 @@ LORA_A = "base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"
     ],
 )  # fmt: skip
 def test_an_adapter_of_others_that_is_broken_is_refused_by_key_and_tensor(
-    train_here: Train, tmp_path: Path, listening: Any, change: Callable[[Path], None], said: str
+    train_here: Train, tmp_path: Path, listening: Any, change: Callable[[Path], None], printed: str
 ) -> None:
     adapter = train_here().directory / "adapter"
     (adapter / MODEL_MANIFEST).unlink()
     change(adapter)
     with pytest.raises(ModelError) as caught:
         exported(adapter, tmp_path / "out", listening, merge=True)
-    assert said in "\n".join(caught.value.lines())
+    assert printed in "\n".join(caught.value.lines())
     assert all(problem.where and problem.fix for problem in caught.value.problems)

@@ -137,8 +137,8 @@ def test_a_result_of_which_a_file_is_not_as_it_was_written_is_refused_naming_fil
             heard = type(listening)()
             if name in ("README.md", "generation_config.json"):
                 verify_target(find_target(str(asked)), heard)
-                told = [m["text"] for m in heard.of_kind("warning")]
-                assert told == (
+                reported = [m["text"] for m in heard.of_kind("warning")]
+                assert reported == (
                     []
                     if change is Path.unlink
                     else [f"{final / name}: it was edited after it was written; the edited file is used"]
@@ -204,7 +204,7 @@ def test_the_model_beneath_is_verified_where_it_has_a_list(train_here: Train, li
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "printed"),
     [
         ({"world_size": "many"}, "world_size is 'many' and should be a whole number"),
         ({"model": []}, "model is [] and should be an object"),
@@ -215,19 +215,19 @@ def test_the_model_beneath_is_verified_where_it_has_a_list(train_here: Train, li
     ],
 )
 def test_a_plan_with_wrong_values_is_refused_in_our_words(
-    train_here: Train, change: dict[str, Any], said: str
+    train_here: Train, change: dict[str, Any], printed: str
 ) -> None:
     run = train_here()
     plan = json.loads((run.directory / "plan.json").read_text())
     (run.directory / "plan.json").write_text(json.dumps(plan | change))
     error = refusal(run.directory)
     assert error.exit_code == 2
-    assert said in error.problems[0].why
+    assert printed in error.problems[0].why
     assert "pydantic" not in str(error.lines())
 
 
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("data", "printed"),
     [
         (b"", "it is not JSON: line 1, column 1"),
         (b"{} x", "it is not JSON: line 1, column 4"),
@@ -235,12 +235,12 @@ def test_a_plan_with_wrong_values_is_refused_in_our_words(
         (b"[]", "it is [] and should be an object"),
     ],
 )
-def test_a_damaged_plan_is_refused(train_here: Train, data: bytes, said: str) -> None:
+def test_a_damaged_plan_is_refused(train_here: Train, data: bytes, printed: str) -> None:
     run = train_here()
     (run.directory / "plan.json").write_bytes(data)
     error = refusal(run.directory)
     assert error.exit_code == 2
-    assert said in error.problems[0].why
+    assert printed in error.problems[0].why
 
 
 def test_what_is_not_there_or_is_no_model_is_refused(tmp_path: Path, model_dir: Path) -> None:

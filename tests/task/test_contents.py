@@ -256,9 +256,11 @@ def test_a_file_that_cannot_be_read_is_said_and_the_others_are_digested(tmp_path
 def test_progress_reaches_the_whole(tmp_path: Path, large: Path) -> None:
     other = tmp_path / "other"
     other.write_bytes(b"x" * 777)
-    told: list[tuple[int, int]] = []
+    reported: list[tuple[int, int]] = []
     digest_files(
-        [large, other], cache=tmp_path / "d.json", on_progress=lambda done, total: told.append((done, total))
+        [large, other],
+        cache=tmp_path / "d.json",
+        on_progress=lambda done, total: reported.append((done, total)),
     )
-    assert told[-1] == (5777, 5777)
-    assert told == sorted(told)
+    assert reported[-1] == (5777, 5777)
+    assert reported == sorted(reported)

@@ -47,7 +47,7 @@ def test_many_tensors_are_told_by_layer() -> None:
     values = {
         f"model.layers.{layer}.part{part}.weight": layer * part for layer in range(60) for part in range(9)
     }
-    told = by_layer(values)
-    assert len(told) == 60
+    digests = by_layer(values)
+    assert len(digests) == 60
     changed = by_layer(values | {"model.layers.17.part3.weight": 10**6})
-    assert [name for name in told if told[name] != changed[name]] == ["model.layers.17"]
+    assert [name for name in digests if digests[name] != changed[name]] == ["model.layers.17"]

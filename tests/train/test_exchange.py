@@ -83,7 +83,7 @@ def test_gradients_and_scalars_are_the_sums_over_ranks_and_micro_batches(
                 replicas.before_last_backward()
             layers(x).backward()
         summed = replicas.finish(torch.tensor([1.5, 0.0]))
-        replicas.settle_and_time()
+        replicas.wait_and_time()
         assert summed.tolist() == [3.0, 0.0]
         for parameter, wanted in zip(layers.parameters(), _gradients(layers, inputs), strict=True):
             assert parameter.grad is not None
@@ -114,7 +114,7 @@ def test_what_no_rank_has_reached_has_no_gradient(made: tuple[Layers, Twins, Rep
     replicas.before_last_backward()
     layers(torch.randn(4, 8), skip=True).backward()
     replicas.finish(torch.zeros(2))
-    replicas.settle_and_time()
+    replicas.wait_and_time()
     assert [p.grad is None for p in layers.parameters()] == [False, True, False]
 
 

@@ -32,14 +32,14 @@ def test_a_step_and_its_evaluation_are_kept_before_anybody_can_see_them(
             note(line, "eval_loss" if "eval_loss" in line else "loss")
             append(self, line)
 
-        def told(message: dict[str, Any], stop: object) -> None:
+        def on_message(message: dict[str, Any], stop: object) -> None:
             del stop
             if message["kind"] in ("step", "eval") and message["step"] > 0:
                 note(message, "loss" if message["kind"] == "step" else "eval_loss")
 
         monkeypatch.setattr(MetricsWriter, "append", looking)
         sections = {"data": {"eval": 0.2}, "eval": {"every": "2 steps"}, "duration": "4 steps"}
-        train_here(on_message=told, snapshot_fd=memory.fd(0), **sections)
+        train_here(on_message=on_message, snapshot_fd=memory.fd(0), **sections)
     names = [(1, "loss"), (2, "loss"), (2, "eval_loss"), (3, "loss"), (4, "loss"), (4, "eval_loss")]
     assert seen == [(*name, True) for name in names for _ in ("in metrics.jsonl", "told")]
 
@@ -59,7 +59,7 @@ def test_where_each_would_cost_too_much_every_fourth_is_kept_and_each_that_was_e
     newest: dict[int, tuple[int, list[list[str]]]] = {}
     with SharedMemory([0]) as memory:
 
-        def told(message: dict[str, Any], stop: object) -> None:
+        def on_message(message: dict[str, Any], stop: object) -> None:
             del stop
             if message["kind"] in ("step", "eval") and message["step"] > 0:
                 found, damage = memory.read(0)
@@ -70,7 +70,7 @@ def test_where_each_would_cost_too_much_every_fourth_is_kept_and_each_that_was_e
                 newest[message["step"]] = found[0].step, names
 
         sections = {"data": {"eval": 0.2}, "eval": {"every": "7 steps"}, "duration": "23 steps"}
-        run = train_here(on_message=told, snapshot_fd=memory.fd(0), **sections)
+        run = train_here(on_message=on_message, snapshot_fd=memory.fd(0), **sections)
     steps = {step: kept for step, (kept, _) in newest.items()}
     first = {step: step for step in range(1, 12)}
     assert steps == first | {

@@ -126,7 +126,7 @@ def test_a_save_that_makes_no_progress_is_not_waited_for(monkeypatch: pytest.Mon
 
     save = saver.begin(1, _groups({"w": torch.ones(10)}), write)
     assert not saver.wait()
-    assert save.doing == "writing to a disk that does not answer"
+    assert save.activity == "writing to a disk that does not answer"
     may_write.set()
     assert save.done.wait(LIMIT_S)
     assert saver.wait()
@@ -192,13 +192,13 @@ def test_a_save_that_is_due_while_one_is_in_flight_waits_for_it(
         in_flight[0] -= 1
         return path
 
-    def tell(message: dict[str, Any], stop: object) -> None:
+    def on_message(message: dict[str, Any], stop: object) -> None:
         del stop
         if message["kind"] == "step":
             done[message["step"] - 1].set()
 
     monkeypatch.setattr(CheckpointStore, "save", late)
-    run = train_here(on_message=tell, checkpoint={"every": "1 steps"})
+    run = train_here(on_message=on_message, checkpoint={"every": "1 steps"})
     assert [message["step"] for message in run.of_kind("checkpoint")] == [1, 2, 3, 4, 5, 6]
     assert most == [1]
 
@@ -214,14 +214,14 @@ def test_a_save_that_is_due_while_one_hangs_is_left_out_and_said(
         assert left_out.wait(LIMIT_S)
         return save(self, *args, **named)
 
-    def tell(message: dict[str, Any], stop: object) -> None:
+    def on_message(message: dict[str, Any], stop: object) -> None:
         del stop
         if message["kind"] == "warning" and message["code"] == "checkpoint_skipped":
             monkeypatch.setattr(saving, "STUCK_S", LIMIT_S)  # it hangs no more, however slow the machine is
             left_out.set()
 
     monkeypatch.setattr(CheckpointStore, "save", late)
-    run = train_here(on_message=tell, checkpoint={"every": "3 steps"}, duration="9 steps")
+    run = train_here(on_message=on_message, checkpoint={"every": "3 steps"}, duration="9 steps")
     (warning,) = [m for m in run.of_kind("warning") if m["code"] == "checkpoint_skipped"]
     assert warning["text"].startswith("step 6 is not saved: the save of step 3 has made no progress")
     assert [message["step"] for message in run.of_kind("checkpoint")] == [3, 9]
@@ -272,12 +272,12 @@ def test_a_save_that_hangs_over_live_tensors_is_abandoned_and_training_goes_on(
     """Without memory for copies the update would wait for the storage; what was read by then must not be published."""
     monkeypatch.setattr(saving, "STUCK_S", 0.3)
     saver = Saver(Poor(torch.device("cpu")))
-    may_write, told = threading.Event(), []
+    may_write, abandoned = threading.Event(), []
 
     def write(save: Save, files: Files) -> None:
         del files
         assert may_write.wait(LIMIT_S)
-        told.append(save.is_abandoned)
+        abandoned.append(save.is_abandoned)
 
     save = saver.begin(1, _groups({"w": torch.ones(10)}), write)
     saver.before_update()
@@ -285,4 +285,4 @@ def test_a_save_that_hangs_over_live_tensors_is_abandoned_and_training_goes_on(
     assert not save.done.is_set()
     may_write.set()
     assert save.done.wait(LIMIT_S)
-    assert told == [True]
+    assert abandoned == [True]

@@ -58,20 +58,20 @@ def saved(run: Any) -> list[int]:
     return [message["step"] for message in run.messages if message["kind"] == "checkpoint"]
 
 
-@pytest.mark.parametrize(("step", "told"), [(2, [4, 6]), (6, [2, 4, 6])])
+@pytest.mark.parametrize(("step", "reported"), [(2, [4, 6]), (6, [2, 4, 6])])
 def test_a_checkpoint_that_is_moved_away_when_it_is_told_costs_a_warning_and_the_last_is_made_again(
-    train_here: Train, monkeypatch: pytest.MonkeyPatch, step: int, told: list[int]
+    train_here: Train, monkeypatch: pytest.MonkeyPatch, step: int, reported: list[int]
 ) -> None:
     strike(monkeypatch, step, move_aside)
     run = train_here(**EVERY_2)
     assert run.result["outcome"] == "completed"
     assert warnings_of(run) == ["checkpoint_gone"]
-    assert saved(run) == told
+    assert saved(run) == reported
     assert Path(run.result["checkpoint"]).name == "step-00000006"
     assert Path(run.result["checkpoint"]).is_dir()
 
 
-@pytest.mark.skipif(bool(fuse.why_not()), reason=fuse.why_not())
+@pytest.mark.skipif(bool(fuse.why_unavailable()), reason=fuse.why_unavailable())
 def test_a_network_disk_that_fails_when_a_checkpoint_is_told_costs_a_warning(
     train_here: Train, monkeypatch: pytest.MonkeyPatch, mounted: list[Path]
 ) -> None:

@@ -50,11 +50,11 @@ def test_nan_before_any_update_names_the_model_and_no_row_and_is_not_completed(
     assert verdict["cause"] == "nan_loss"
     assert verdict["ranks"] == []
     assert "the model" in verdict["summary"]
-    said = str(verdict) + "".join(
+    printed = str(verdict) + "".join(
         m["text"] + m["fix"] for m in run.of_kind("warning") if m["code"] == "nan_step"
     )
-    assert "rows.jsonl" not in said
-    assert "optim.lr" not in said
+    assert "rows.jsonl" not in printed
+    assert "optim.lr" not in printed
 
 
 def test_an_eval_loss_that_is_not_a_number_is_never_the_best(

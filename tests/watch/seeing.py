@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from unisono.plan import DeviceChoice, RankPlace
-from unisono.watch import Beat, Collective, Look, NodeView, Picture, ProcessView, RankView
+from unisono.watch import Beat, Collective, Look, NodeView, ProcessView, RankView, RunView
 from unisono.watch.rank_record import PhaseTimes
 
 CPU = DeviceChoice(kind="cpu", name="cpu", memory_bytes=1 << 30, bfloat16=False)
@@ -33,21 +33,21 @@ def beat(phase: str = "compute", *, step: int = 12, comm: int = 40, kind: str = 
 
 
 def view(rank: int, phase: str = "compute", idle_s: float = 0.0, *, pulse_idle_s: float = 0.0, state: str = "S", waits_in: str = "",
-         node_rank: int = 0, children: str = "", told_result: bool = False, has_ended: bool = False, **of_beat: Any) -> RankView:  # fmt: skip
+         node_rank: int = 0, children: str = "", reported_result: bool = False, has_ended: bool = False, **of_beat: Any) -> RankView:  # fmt: skip
     """A rank as its front sees it."""
     process = ProcessView(state=state, waits_in=waits_in, children=children)
     found = beat(phase)
     return RankView(
         rank=rank, node_rank=node_rank, beat=replace(found, **of_beat), idle_s=idle_s, pulse_idle_s=pulse_idle_s, process=process,
-        has_ended=has_ended, told_result=told_result,
+        has_ended=has_ended, reported_result=reported_result,
     )  # fmt: skip
 
 
-def picture(views: Sequence[RankView], *, looks: Sequence[Look] = (), nodes: Sequence[NodeView] = (), per_node: int = 8,
-            world: int | None = None) -> Picture:  # fmt: skip
+def run_view(views: Sequence[RankView], *, looks: Sequence[Look] = (), nodes: Sequence[NodeView] = (), per_node: int = 8,
+            world: int | None = None) -> RunView:  # fmt: skip
     """A run; all ranks of it have been heard of unless `world` says that there are more."""
     seen: Mapping[int, RankView] = {one.rank: one for one in views}
-    return Picture(
+    return RunView(
         places(world or len(views), per_node=per_node), seen, {node.node_rank: node for node in nodes},
         {look.rank: look for look in looks}, 100,
     )  # fmt: skip

@@ -86,7 +86,7 @@ def test_the_digest_of_a_batch_is_the_same_in_every_process_and_another_for_othe
         "from unisono.watch.beat import Beats\nfrom unisono.watch.beat import RECORD_BYTES\nfrom unisono.watch.rank_record import read_beat\n"
         "m = bytearray(RECORD_BYTES); b = Beats(m); b.note_batch([3, 1, 2]); b.enter('data'); print(read_beat(m).digest)"
     )
-    told = subprocess.run(
+    reported = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ, "PYTHONHASHSEED": "7"}
     )  # fmt: skip
     found = []
@@ -97,7 +97,7 @@ def test_the_digest_of_a_batch_is_the_same_in_every_process_and_another_for_othe
         beat = memory.read()
         assert beat is not None
         found.append(beat.digest)
-    assert found[0] == int(told.stdout)
+    assert found[0] == int(reported.stdout)
     assert found[0] != found[1]
 
 

@@ -129,17 +129,17 @@ def test_a_node_tells_how_its_ranks_are_and_what_a_look_has_found(watched: Calla
             telling.send()
         return found[-1]
 
-    until("beats", lambda said: all(view["beat"] is not None for view in said["views"]))
+    until("beats", lambda printed: all(view["beat"] is not None for view in printed["views"]))
     views = [RankView.from_json(view) for view in sent[-1]["views"]]
     assert [view.rank for view in views] == [0, 1]
     # A look ends after 1.5 s with what there is: one that found nothing is made again.
-    said = until(
+    printed = until(
         "looked",
-        lambda said: bool(Look.from_json(said["looks"][0]).stack),
+        lambda printed: bool(Look.from_json(printed["looks"][0]).stack),
         ask=lambda: telling.look({"kind": "look", "ranks": [0, 5]}),
     )
-    assert Look.from_json(said["looks"][0]).stack[0].endswith(" in sleep")
-    assert "most recent call first" in RawEvidence.from_json(said["raw"]["0"]).stacks
+    assert Look.from_json(printed["looks"][0]).stack[0].endswith(" in sleep")
+    assert "most recent call first" in RawEvidence.from_json(printed["raw"]["0"]).stacks
     ranks.local.end("over")
     ranks.local.poll(0)
     before = len(sent)

@@ -42,14 +42,14 @@ def test_where_it_waits_in_none_the_group_of_all_ranks_counts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "told", "completed"), [("all_reduce", "3", 5), ("behind", "3", 5), ("behind", "-1", 5)]
+    ("name", "reported", "completed"), [("all_reduce", "3", 5), ("behind", "3", 5), ("behind", "-1", 5)]
 )
 def test_a_count_of_completed_ones_that_has_gone_back_does_not_count(
-    name: str, told: str, completed: int
+    name: str, reported: str, completed: int
 ) -> None:
     """Gloo's threads write it in any order, the last word wins; seen to fall from 5 to 3."""
     found = json.loads(dump(name))
-    found["pg_status"]["0"]["last_completed_collective"] = told
+    found["pg_status"]["0"]["last_completed_collective"] = reported
     assert read_flight(json.dumps(found)).completed == completed
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from unisono.causes import Verdict
 from unisono.plan import DeviceChoice, RankPlace
-from unisono.watch import Beat, Collective, Look, Picture, ProcessView, RankView, Suspicion
+from unisono.watch import Beat, Collective, Look, ProcessView, RankView, RunView, Suspicion
 from unisono.watch.judge import judge
 from unisono.watch.pace import Patience
 from unisono.watch.rank_record import PhaseTimes
@@ -32,8 +32,8 @@ def judged(*views: RankView, looks: Sequence[Look] = ()) -> Suspicion | Verdict 
     places = {
         v.rank: RankPlace(rank=v.rank, node_rank=0, local_rank=v.rank, host="a", device=_CPU) for v in views
     }
-    picture = Picture(places, {v.rank: v for v in views}, looks={look.rank: look for look in looks})
-    return judge(picture, Patience())
+    run_view = RunView(places, {v.rank: v for v in views}, looks={look.rank: look for look in looks})
+    return judge(run_view, Patience())
 
 
 def begun(
@@ -177,7 +177,7 @@ def test_a_long_collective_of_all_is_no_finding_at_first() -> None:
 
 
 def test_an_interpreter_that_stands_and_sleeps_is_named_where_all_others_are_done() -> None:
-    done = replace(rank(0), told_result=True, has_ended=True)
+    done = replace(rank(0), reported_result=True, has_ended=True)
     stands = rank(1, idle=12, pulse_idle=12)
     assert named(judged(done, stands, looks=[Look(1, stack=("x.py:1 in f",))])) == ("gil_held", (1,))
     assert isinstance(judged(done, rank(1, idle=601, pulse_idle=601)), Verdict)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.watch.seeing import QUICK, UNSEEN, look, picture, view
+from tests.watch.seeing import QUICK, UNSEEN, look, run_view, view
 from unisono.causes import Verdict
 from unisono.watch import PHASES, NodeView, RankView, Suspicion
 from unisono.watch.judge import judge
@@ -33,10 +33,10 @@ def waiting(rank: int, idle_s: float, **more: Any) -> RankView:
 
 
 def test_a_stopped_rank_is_named_and_ends_the_run_after_three_seconds() -> None:
-    early = judge(picture([waiting(0, 2.0), view(1, "compute", 2.0, state="T")]), AUTO)
+    early = judge(run_view([waiting(0, 2.0), view(1, "compute", 2.0, state="T")]), AUTO)
     assert isinstance(early, Suspicion)
     assert not early.is_named
-    found = judge(picture([waiting(0, 3.1), view(1, "compute", 3.1, pulse_idle_s=3.1, state="T")]), AUTO)
+    found = judge(run_view([waiting(0, 3.1), view(1, "compute", 3.1, pulse_idle_s=3.1, state="T")]), AUTO)
     assert isinstance(found, Verdict)
     assert (found.cause, found.ranks, found.hosts) == ("rank_stopped", (1,), ("a",))
     assert "state T" in found.summary
@@ -47,7 +47,7 @@ def test_a_stopped_rank_is_named_and_ends_the_run_after_three_seconds() -> None:
 
 def test_a_rank_in_a_frozen_control_group_is_stopped_and_not_blocked_on_storage() -> None:
     found = judge(
-        picture([waiting(0, 3.1), view(1, "compute", 3.1, state="D", waits_in="__refrigerator")]), AUTO
+        run_view([waiting(0, 3.1), view(1, "compute", 3.1, state="D", waits_in="__refrigerator")]), AUTO
     )
     assert isinstance(found, Verdict)
     assert (found.cause, found.ranks) == ("rank_stopped", (1,))
@@ -55,11 +55,11 @@ def test_a_rank_in_a_frozen_control_group_is_stopped_and_not_blocked_on_storage(
 
 
 def test_a_rank_held_by_a_debugger_is_not_taken_for_stopped() -> None:
-    assert judge(picture([waiting(0, 2.9), view(1, "compute", 2.9, state="t")]), AUTO) is None
+    assert judge(run_view([waiting(0, 2.9), view(1, "compute", 2.9, state="t")]), AUTO) is None
 
 
 def test_a_rank_whose_second_thread_is_silent_too_holds_the_interpreters_lock() -> None:
-    found = judge(picture([waiting(0, 5.0), view(1, "compute", 5.0, pulse_idle_s=5.0, state="R")]), AUTO)
+    found = judge(run_view([waiting(0, 5.0), view(1, "compute", 5.0, pulse_idle_s=5.0, state="R")]), AUTO)
     verdict = named(found)
     assert (verdict.cause, verdict.ranks) == ("gil_held", (1,))
     assert isinstance(found, Suspicion), "naming is fast, acting is slow"
@@ -80,7 +80,7 @@ def test_a_rank_that_does_not_come_back_is_named_by_what_it_waits_for(
     phase: str, more: dict[str, Any], cause: str
 ) -> None:
     def seen(idle_s: float) -> Suspicion | Verdict | None:
-        return judge(picture([waiting(0, idle_s), view(1, phase, idle_s, **more), waiting(2, idle_s)]), AUTO)
+        return judge(run_view([waiting(0, idle_s), view(1, phase, idle_s, **more), waiting(2, idle_s)]), AUTO)
 
     assert seen(2.9) is None
     assert (named(seen(4.6)).cause, named(seen(4.6)).ranks) == (cause, (1,))
@@ -91,13 +91,13 @@ def test_a_rank_that_does_not_come_back_is_named_by_what_it_waits_for(
 
 
 def test_one_rank_alone_that_does_not_come_back_is_named_too() -> None:
-    verdict = named(judge(picture([view(0, "compute", 5.0)]), AUTO))
+    verdict = named(judge(run_view([view(0, "compute", 5.0)]), AUTO))
     assert (verdict.cause, verdict.ranks) == ("user_code_stuck", (0,))
 
 
 def test_the_stack_of_the_culprit_is_in_the_verdict() -> None:
     views = [waiting(0, 5.0), view(1, "compute", 5.0)]
-    verdict = named(judge(picture(views, looks=[look(1, "hooks.py:7 in wait", "loop.py:3 in train")]), AUTO))
+    verdict = named(judge(run_view(views, looks=[look(1, "hooks.py:7 in wait", "loop.py:3 in train")]), AUTO))
     assert "hooks.py:7 in wait" in verdict.summary
     assert [item.text for item in verdict.evidence if item.where.endswith("stack")] == [
         "hooks.py:7 in wait",
@@ -107,7 +107,7 @@ def test_the_stack_of_the_culprit_is_in_the_verdict() -> None:
 
 def test_sharded_ranks_that_wait_inside_of_forward_are_victims_by_their_stack() -> None:
     views = [view(0, "compute", 5.0), view(1, "compute", 5.0), view(2, "compute", 5.0)]
-    unsure = judge(picture(views), AUTO)
+    unsure = judge(run_view(views), AUTO)
     assert isinstance(unsure, Suspicion)
     assert not unsure.is_named
     assert set(unsure.wanted) == {0, 1, 2}
@@ -116,15 +116,15 @@ def test_sharded_ranks_that_wait_inside_of_forward_are_victims_by_their_stack() 
         look(0, waits, name="all_gather", number=9, completed=8), look(1, "mine.py:3 in slow", name="all_gather", number=8, completed=8),
         look(2, waits, name="all_gather", number=9, completed=8),
     ]  # fmt: skip
-    assert named(judge(picture(views, looks=looks), AUTO)).ranks == (1,)
+    assert named(judge(run_view(views, looks=looks), AUTO)).ranks == (1,)
 
 
 def test_another_collective_names_the_odd_rank() -> None:
     views = [waiting(0, 5.0), waiting(1, 5.0, kind="all_gather"), waiting(2, 5.0)]
-    early = judge(picture(views), AUTO)
+    early = judge(run_view(views), AUTO)
     assert isinstance(early, Suspicion)
     assert set(early.wanted) == {0, 1, 2}, "the flight recorder is asked first"
-    verdict = judge(picture([replace(v, idle_s=6.1) for v in views]), AUTO)
+    verdict = judge(run_view([replace(v, idle_s=6.1) for v in views]), AUTO)
     assert isinstance(verdict, Verdict)
     assert (verdict.cause, verdict.ranks) == ("collective_mismatch", (1,))
     assert "all_gather" in verdict.summary
@@ -133,7 +133,7 @@ def test_another_collective_names_the_odd_rank() -> None:
 
 def test_another_size_names_the_odd_rank() -> None:
     views = [waiting(0, 6.1), waiting(1, 6.1), waiting(2, 6.1, elements=1001)]
-    assert named(judge(picture(views), AUTO)).ranks == (2,)
+    assert named(judge(run_view(views), AUTO)).ranks == (2,)
 
 
 def test_equal_counts_with_other_kinds_are_told_apart_by_the_flight_recorder() -> None:
@@ -141,35 +141,35 @@ def test_equal_counts_with_other_kinds_are_told_apart_by_the_flight_recorder() -
     looks = [
         look(rank, name=name, number=18) for rank, name in enumerate(["all_reduce", "barrier", "all_reduce"])
     ]
-    verdict = named(judge(picture(views, looks=looks), AUTO))
+    verdict = named(judge(run_view(views, looks=looks), AUTO))
     assert (verdict.cause, verdict.ranks) == ("collective_mismatch", (1,))
 
 
 def test_two_ranks_in_different_collectives_are_both_shown_and_neither_is_blamed() -> None:
-    verdict = named(judge(picture([waiting(0, 6.1), waiting(1, 6.1, kind="barrier", elements=0)]), AUTO))
+    verdict = named(judge(run_view([waiting(0, 6.1), waiting(1, 6.1, kind="barrier", elements=0)]), AUTO))
     assert (verdict.cause, verdict.ranks, verdict.hosts) == ("collective_mismatch", (), ())
 
 
 def test_a_rank_with_fewer_steps_is_named_where_it_waits_in_a_later_collective() -> None:
     views = [waiting(0, 6.1), waiting(1, 6.1, step=11, kind="barrier"), waiting(2, 6.1)]
-    verdict = named(judge(picture(views), AUTO))
+    verdict = named(judge(run_view(views), AUTO))
     assert (verdict.cause, verdict.ranks) == ("unequal_steps", (1,))
 
 
 def test_a_rank_that_has_handed_over_its_result_while_others_wait_left_early() -> None:
-    views = [waiting(0, 2.5), view(1, "close", 2.5, told_result=True, has_ended=True)]
-    verdict = judge(picture(views), AUTO)
+    views = [waiting(0, 2.5), view(1, "close", 2.5, reported_result=True, has_ended=True)]
+    verdict = judge(run_view(views), AUTO)
     assert isinstance(verdict, Verdict)
     assert (verdict.cause, verdict.ranks) == ("unequal_steps", (1,))
 
 
 def test_a_rank_that_has_left_after_the_same_collective_did_not_leave_early() -> None:
     """Its part of it is on a way that a checkpoint fills, too."""
-    left = view(1, "close", 9.0, comm=41, told_result=True)
-    found = judge(picture([waiting(0, 9.0), left]), AUTO)
+    left = view(1, "close", 9.0, comm=41, reported_result=True)
+    found = judge(run_view([waiting(0, 9.0), left]), AUTO)
     assert isinstance(found, Suspicion), "what fills the way may end"
     assert (found.verdict.cause, found.verdict.ranks) == ("rank_stalled", ())
-    found = judge(picture([waiting(0, 9.0), replace(left, beat=None)]), AUTO)
+    found = judge(run_view([waiting(0, 9.0), replace(left, beat=None)]), AUTO)
     assert isinstance(found, Verdict)
     assert (found.cause, found.ranks) == ("unequal_steps", (1,)), "nothing is known of its collectives"
 
@@ -177,27 +177,30 @@ def test_a_rank_that_has_left_after_the_same_collective_did_not_leave_early() ->
 def test_a_rank_that_has_just_fallen_silent_is_not_the_one_for_which_another_has_waited_long() -> None:
     """Though it is behind: it moved while the other did not."""
     views = [view(0, "data", 33.0), view(1, "compute", 3.0, step=11)]
-    verdict = judge(picture(views), AUTO)
+    verdict = judge(run_view(views), AUTO)
     assert isinstance(verdict, Verdict)
     assert (verdict.cause, verdict.ranks) == ("data_starved", (0,))
     views = [view(0, "data", 33.0), view(1, "compute", 32.0, step=11)]
-    assert named(judge(picture(views), AUTO)).ranks == (1,)
+    assert named(judge(run_view(views), AUTO)).ranks == (1,)
 
 
 def test_nothing_is_said_of_those_that_wait_for_a_rank_that_is_on_its_way_out() -> None:
     """Which storage that hangs makes long; what it has said itself is the cause."""
     out = view(0, "save", 25.0, comm=39, state="D", pulse_idle_s=25.0, has_ended=True)
-    assert judge(picture([out, waiting(1, 25.0)]), AUTO) is None
-    assert judge(picture([out, waiting(1, 99.0), waiting(2, 99.0)]), AUTO) is None
-    assert judge(picture([replace(out, has_ended=False), waiting(1, 25.0)]), AUTO) is not None
+    assert judge(run_view([out, waiting(1, 25.0)]), AUTO) is None
+    assert judge(run_view([out, waiting(1, 99.0), waiting(2, 99.0)]), AUTO) is None
+    assert judge(run_view([replace(out, has_ended=False), waiting(1, 25.0)]), AUTO) is not None
 
 
 def test_a_rank_that_stands_still_on_its_way_out_is_no_trouble_of_the_run() -> None:
-    views = [view(0, "finish", 9.0), view(1, "close", 99.0, state="T", pulse_idle_s=99.0, told_result=True)]
-    found = judge(picture([replace(views[0], idle_s=0.1), views[1]]), AUTO)
+    views = [
+        view(0, "finish", 9.0),
+        view(1, "close", 99.0, state="T", pulse_idle_s=99.0, reported_result=True),
+    ]
+    found = judge(run_view([replace(views[0], idle_s=0.1), views[1]]), AUTO)
     assert found is None, "rank 0 writes the result"
-    views = [view(rank, "close", 99.0, state="T", pulse_idle_s=99.0, told_result=True) for rank in (0, 1)]
-    assert judge(picture(views), AUTO) is None
+    views = [view(rank, "close", 99.0, state="T", pulse_idle_s=99.0, reported_result=True) for rank in (0, 1)]
+    assert judge(run_view(views), AUTO) is None
 
 
 def test_who_has_waited_long_for_one_that_evaluates_alone_is_still_quick_to_see_a_collective_that_does_not_end() -> (
@@ -205,9 +208,9 @@ def test_who_has_waited_long_for_one_that_evaluates_alone_is_still_quick_to_see_
 ):
     patient = replace(QUICK, longest_s=60.0)
     views = [waiting(0, 5.0), waiting(1, 5.0, times=patient), waiting(2, 5.0, times=patient)]
-    assert named(judge(picture(views), AUTO)).cause == "rank_stalled"
+    assert named(judge(run_view(views), AUTO)).cause == "rank_stalled"
     odd = [*views[:2], waiting(2, 6.1, times=patient, kind="barrier")]
-    verdict = judge(picture([replace(one, idle_s=6.1) for one in odd]), AUTO)
+    verdict = judge(run_view([replace(one, idle_s=6.1) for one in odd]), AUTO)
     assert isinstance(verdict, Verdict)
     assert (verdict.cause, verdict.ranks) == ("collective_mismatch", (2,))
 
@@ -215,14 +218,14 @@ def test_who_has_waited_long_for_one_that_evaluates_alone_is_still_quick_to_see_
 def test_a_silent_node_is_named_where_all_others_wait_in_one_collective() -> None:
     views = [waiting(0, 5.0), waiting(1, 5.0)]
     nodes = [NodeView(0, "a"), NodeView(1, "b", silent_s=4.8)]
-    verdict = named(judge(picture(views, nodes=nodes, world=3, per_node=2), AUTO))
+    verdict = named(judge(run_view(views, nodes=nodes, world=3, per_node=2), AUTO))
     assert (verdict.cause, verdict.ranks, verdict.hosts) == ("node_unreachable", (), ("b",))
 
 
 def test_a_link_that_acknowledges_nothing_is_told_without_blaming_a_rank() -> None:
     views = [waiting(0, 5.0), waiting(1, 5.0, node_rank=1)]
     nodes = [NodeView(0, "a", links=("→ 10.0.0.2:4000: 5 retransmissions",)), NodeView(1, "b")]
-    verdict = named(judge(picture(views, nodes=nodes, per_node=1), AUTO))
+    verdict = named(judge(run_view(views, nodes=nodes, per_node=1), AUTO))
     assert (verdict.cause, verdict.ranks) == ("node_unreachable", ())
     assert "10.0.0.2:4000" in verdict.summary
 
@@ -230,15 +233,15 @@ def test_a_link_that_acknowledges_nothing_is_told_without_blaming_a_rank() -> No
 def test_a_rank_behind_what_the_network_did_not_carry_is_not_blamed() -> None:
     views = [waiting(0, 7.0), waiting(1, 7.0), view(2, "comm", 7.0, comm=40, elements=999, node_rank=1)]
     cut = [NodeView(0, "a", links=("→ 10.0.0.2:4000: 5 retransmissions",)), NodeView(1, "b")]
-    found = judge(picture(views, nodes=cut, per_node=2), AUTO)
+    found = judge(run_view(views, nodes=cut, per_node=2), AUTO)
     assert isinstance(found, Suspicion), "it may come back"
     assert (found.verdict.cause, found.verdict.ranks) == ("node_unreachable", ())
     healthy = [NodeView(0, "a"), NodeView(1, "b")]
-    assert named(judge(picture(views, nodes=healthy, per_node=2), AUTO)).cause == "collective_mismatch"
+    assert named(judge(run_view(views, nodes=healthy, per_node=2), AUTO)).cause == "collective_mismatch"
 
 
 def test_nobody_is_blamed_for_a_collective_that_does_not_end_without_a_reason() -> None:
-    found = judge(picture([waiting(0, 5.0), waiting(1, 5.0)]), AUTO)
+    found = judge(run_view([waiting(0, 5.0), waiting(1, 5.0)]), AUTO)
     assert named(found).ranks == ()
     assert isinstance(found, Suspicion)
 
@@ -249,7 +252,7 @@ def test_nobody_is_blamed_for_a_collective_that_does_not_end_without_a_reason() 
 def test_a_phase_whose_length_is_not_known_yet_is_given_ten_minutes(phase: str) -> None:
     def seen(idle_s: float) -> Suspicion | Verdict | None:
         return judge(
-            picture([waiting(0, idle_s, times=UNSEEN), view(1, phase, idle_s, times=UNSEEN, step=1)]), AUTO
+            run_view([waiting(0, idle_s, times=UNSEEN), view(1, phase, idle_s, times=UNSEEN, step=1)]), AUTO
         )
 
     assert seen(599.0) is None
@@ -260,9 +263,9 @@ def test_the_configs_patience_replaces_what_is_learnt_and_the_ten_minutes() -> N
     patience = Patience.of("2 minutes")
     for times in (UNSEEN, QUICK):
         views = [waiting(0, 119.0), view(1, "compute", 119.0, times=times)]
-        assert not isinstance(judge(picture(views), patience), Verdict)
+        assert not isinstance(judge(run_view(views), patience), Verdict)
         views = [replace(one, idle_s=120.0) for one in views]
-        assert isinstance(judge(picture(views), patience), Verdict)
+        assert isinstance(judge(run_view(views), patience), Verdict)
 
 
 _moving = st.builds(
@@ -285,7 +288,7 @@ _victims = st.builds(
 @given(st.lists(_moving, min_size=1, max_size=8))
 def test_a_run_that_moves_is_never_judged(views: list[RankView]) -> None:
     numbered = [replace(one, rank=rank) for rank, one in enumerate(views)]
-    assert judge(picture(numbered), AUTO) is None
+    assert judge(run_view(numbered), AUTO) is None
 
 
 @given(st.lists(_victims, min_size=1, max_size=6), _stuck, st.randoms())
@@ -294,7 +297,7 @@ def test_who_waits_is_never_blamed(victims: list[RankView], culprit: RankView, c
     chance.shuffle(views)
     numbered = [replace(one, rank=rank) for rank, one in enumerate(views)]
     (guilty,) = [one.rank for one in numbered if one.beat and one.beat.phase != "comm"]
-    assert named(judge(picture(numbered), AUTO)).ranks == (guilty,)
+    assert named(judge(run_view(numbered), AUTO)).ranks == (guilty,)
 
 
 @given(st.lists(st.one_of(_moving, _stuck, _victims), min_size=1, max_size=6), st.randoms())
@@ -302,12 +305,12 @@ def test_the_order_of_ranks_does_not_matter(views: list[RankView], chance: rando
     numbered = [replace(one, rank=rank) for rank, one in enumerate(views)]
     other = list(numbered)
     chance.shuffle(other)
-    assert judge(picture(numbered), AUTO) == judge(picture(other), AUTO)
+    assert judge(run_view(numbered), AUTO) == judge(run_view(other), AUTO)
 
 
 @given(st.lists(st.one_of(_moving, _stuck, _victims), min_size=1, max_size=6), st.floats(0, 1000))
 def test_more_silence_never_takes_a_verdict_back(views: list[RankView], more_s: float) -> None:
     numbered = [replace(one, rank=rank) for rank, one in enumerate(views)]
-    found = judge(picture(numbered), AUTO)
-    later = judge(picture([replace(v, idle_s=v.idle_s + more_s) for v in numbered]), AUTO)
+    found = judge(run_view(numbered), AUTO)
+    later = judge(run_view([replace(v, idle_s=v.idle_s + more_s) for v in numbered]), AUTO)
     assert not isinstance(found, Verdict) or isinstance(later, Verdict)

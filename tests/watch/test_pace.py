@@ -3,14 +3,14 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.watch.seeing import picture, view
+from tests.watch.seeing import run_view, view
 from unisono.causes import Verdict
 from unisono.watch.pace import Pace
 
 
 def run(step_times: list[tuple[float, float]], *, steps: int) -> list[Verdict]:
     """What is told of a run whose ranks take (data, computing) seconds a step; all wait for the slowest."""
-    pace, told = Pace(), []
+    pace, reported = Pace(), []
     longest = max(sum(times) for times in step_times)
     for step in range(1, steps + 1):
         views = {
@@ -20,10 +20,10 @@ def run(step_times: list[tuple[float, float]], *, steps: int) -> list[Verdict]:
             for rank, (data, compute) in enumerate(step_times)
         }  # fmt: skip
         pace.note(views, now=longest * step)
-        found = pace.straggler(picture(list(views.values())))
+        found = pace.straggler(run_view(list(views.values())))
         if found is not None:
-            told.append(found)
-    return told
+            reported.append(found)
+    return reported
 
 
 def test_a_slow_rank_is_told_once_with_the_part_of_the_step_in_which_it_is_slow() -> None:

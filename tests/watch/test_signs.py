@@ -139,7 +139,7 @@ def test_a_rank_that_has_ended_says_so_and_leaves_its_last_beat(watched: Start) 
     assert view.beat is not None
     assert view.beat.step == 7
     assert view.process.state in ("", "Z")
-    assert not view.told_result
+    assert not view.reported_result
     ranks.until(lambda _: ranks.local.all_ended)
     look = ranks.look(0)[0]
     assert (look.stack, look.how, look.rows) == ((), "the process has ended", (11, 12, 13))

@@ -178,7 +178,7 @@ def _own_names(members: Members) -> Agreement:
     """Own names that resolve to loopback: a warning, since ranks get their interface by name, and addresses are numeric."""
     rule = NODE_RULES["names"]
     inside = [who for who, report in members if _only_loopback(report.host_addresses)]
-    nameless = [who for who, report in members if not report.host_addresses]
+    without_addresses = [who for who, report in members if not report.host_addresses]
     found = Agreement.noted(rule.id, "pass", "host names resolve to addresses that others can use")
     if inside:
         reports = dict(members)
@@ -190,9 +190,9 @@ def _own_names(members: Members) -> Agreement:
             f"on {name_all(inside)}: fix the line of /etc/hosts; `getent hosts $(hostname)` must return a non-loopback address"
         ]
         found = violation(replace(rule, violated="warn"), summary, people=inside, fix=fix)
-    if nameless:
-        text = f"the own name of {name_all(nameless)} does not resolve"
-        found = found.merged(Agreement.noted(rule.id, "unknown", text, where=name_all(nameless)))
+    if without_addresses:
+        text = f"the own name of {name_all(without_addresses)} does not resolve"
+        found = found.merged(Agreement.noted(rule.id, "unknown", text, where=name_all(without_addresses)))
     return found
 
 
@@ -237,39 +237,39 @@ def judge_interfaces(members: Members) -> Agreement:
     named = [
         (who, r) for who, r in members if any(settings_of(r).get(name) for name in (*LITERAL, *PATTERNS))
     ]
-    blind = [who for who, report in named if not report.interfaces]
-    troubles = [
-        (who, trouble)
+    without_interfaces = [who for who, report in named if not report.interfaces]
+    problems = [
+        (who, problem)
         for who, report in named
         if report.interfaces
-        for trouble in _interface_problems(report, several=len(members) > 1 and not together)
+        for problem in _interface_problems(report, several=len(members) > 1 and not together)
     ]
     found = Agreement()
-    for group in sorted(partition(troubles), key=lambda group: (not group.value.fatal, group.members)):
+    for group in sorted(partition(problems), key=lambda group: (not group.value.fatal, group.members)):
         found = found.merged(_found_problem(group, members))
-    if blind:
-        text = f"the interfaces of {name_all(blind)} could not be listed"
-        found = found.merged(Agreement.noted(rule.id, "unknown", text, where=name_all(blind)))
-    if not troubles and not blind:
+    if without_interfaces:
+        text = f"the interfaces of {name_all(without_interfaces)} could not be listed"
+        found = found.merged(Agreement.noted(rule.id, "unknown", text, where=name_all(without_interfaces)))
+    if not problems and not without_interfaces:
         names = f"those set on {name_all(who for who, _ in named)} exist" if named else "none is set"
         return Agreement.noted(rule.id, "pass", names)
     return found
 
 
 def _found_problem(group: Group[InterfaceProblem], members: Members) -> Agreement:
-    trouble = group.value
-    cause = "nccl_socket_iface" if trouble.variable in PATTERNS else "address_unreachable"
-    rule = replace(NODE_RULES["interfaces"], cause=cause, violated="fail" if trouble.fatal else "warn")
+    problem = group.value
+    cause = "nccl_socket_iface" if problem.variable in PATTERNS else "address_unreachable"
+    rule = replace(NODE_RULES["interfaces"], cause=cause, violated="fail" if problem.fatal else "warn")
     reports = dict(members)
     there = partition((who, _listed_interfaces(reports[who].interfaces)) for who in group.members)
     return violation(
         rule,
-        f"{trouble.variable}={trouble.value} on {name_all(group.members)}: {trouble.text}",
+        f"{problem.variable}={problem.value} on {name_all(group.members)}: {problem.text}",
         people=group.members,
         evidence=[
             Evidence(where=name_all(one.members), text=f"its interfaces: {one.value}") for one in there[:6]
         ],
-        fix=[trouble.fix.replace("{who}", name_all(group.members))],
+        fix=[problem.fix.replace("{who}", name_all(group.members))],
     )
 
 
@@ -289,7 +289,7 @@ def _interface_problems(report: NodeReport, *, several: bool) -> list[InterfaceP
     found += [
         _pattern(name, settings[name], report, several=several) for name in PATTERNS if settings.get(name)
     ]
-    return [trouble for trouble in found if trouble is not None]
+    return [problem for problem in found if problem is not None]
 
 
 def _literal(variable: str, value: str, report: NodeReport, *, several: bool) -> InterfaceProblem | None:
@@ -312,7 +312,9 @@ def _literal(variable: str, value: str, report: NodeReport, *, several: bool) ->
             variable, setting, text, variable == "GLOO_SOCKET_IFNAME", _set_to(variable, report)
         )
     chosen = [known[word] for word in words]
-    return _unfit(variable, setting, chosen, report, fatal=variable == "GLOO_SOCKET_IFNAME", several=several)
+    return _unusable(
+        variable, setting, chosen, report, fatal=variable == "GLOO_SOCKET_IFNAME", several=several
+    )
 
 
 def _pattern(variable: str, value: str, report: NodeReport, *, several: bool) -> InterfaceProblem | None:
@@ -323,7 +325,7 @@ def _pattern(variable: str, value: str, report: NodeReport, *, several: bool) ->
     if not chosen:
         text = "no interface matches"
         return InterfaceProblem(variable, setting, text, fatal, _set_to(variable, report))
-    return _unfit(variable, setting, chosen, report, fatal=fatal, several=several)
+    return _unusable(variable, setting, chosen, report, fatal=fatal, several=several)
 
 
 def matching(value: str, interfaces: Sequence[Interface]) -> list[Interface]:
@@ -343,7 +345,7 @@ def matching(value: str, interfaces: Sequence[Interface]) -> list[Interface]:
     return [one for one in interfaces if named(one) != excluding]
 
 
-def _unfit(
+def _unusable(
     variable: str,
     setting: str,
     chosen: Sequence[Interface],

@@ -22,10 +22,10 @@ class Group(Generic[Value]):
     members: tuple[Member, ...]
 
 
-def partition(said: Iterable[tuple[Member, Value]]) -> list[Group[Value]]:
+def partition(reported: Iterable[tuple[Member, Value]]) -> list[Group[Value]]:
     """Groups of equal values, the largest first; among equally large ones, the one with the first member."""
     by_value: dict[Value, list[Member]] = {}
-    for who, value in said:
+    for who, value in reported:
         by_value.setdefault(value, []).append(who)
     groups = [Group(value, tuple(sorted(members))) for value, members in by_value.items()]
     return sorted(groups, key=lambda group: (-len(group.members), group.members))
@@ -73,14 +73,14 @@ def odd_first(groups: Sequence[Group[Value]], odd: Iterable[Member]) -> list[Gro
     )
 
 
-def differing(said: Sequence[tuple[Member, Mapping[str, Hashable]]]) -> dict[str, list[Group[Hashable]]]:
+def differing(reported: Sequence[tuple[Member, Mapping[str, Hashable]]]) -> dict[str, list[Group[Hashable]]]:
     """For each key that is not equal everywhere, its groups; a missing key has the value None.
 
     Equal mappings are grouped first, so that a thousand equal ones cost little more than one.
     """
     members: dict[frozenset[tuple[str, Hashable]], list[Member]] = {}
     examples: dict[frozenset[tuple[str, Hashable]], Mapping[str, Hashable]] = {}
-    for who, mapping in said:
+    for who, mapping in reported:
         content = frozenset(mapping.items())
         members.setdefault(content, []).append(who)
         examples.setdefault(content, mapping)
@@ -304,9 +304,9 @@ class Wording:
     good: str = "the same everywhere"
 
 
-def judge_keys(rule: Rule, said: Keyed, wording: Wording, *, stage: Stage = NODES) -> Agreement:
+def judge_keys(rule: Rule, reported: Keyed, wording: Wording, *, stage: Stage = NODES) -> Agreement:
     """The verdict on all keys that differ: the first is in the summary, the others in the evidence."""
-    found = differing(said)
+    found = differing(reported)
     if not found:
         return Agreement.noted(rule.id, "pass", wording.good)
     keys = sorted(found, key=wording.order) if wording.order else list(found)

@@ -184,9 +184,11 @@ def _place(report: NodeReport) -> Hashable:
 
 def judge_config(members: Members) -> Agreement:
     """All keys of the resolved config are equal."""
-    said = [(who, {key: freeze(value) for key, value in report.config.items()}) for who, report in members]
+    reported = [
+        (who, {key: freeze(value) for key, value in report.config.items()}) for who, report in members
+    ]
     good = f"{len(members[0][1].config)} keys, the same everywhere"
-    return judge_keys(NODE_RULES["config"], said, Wording(good=good))
+    return judge_keys(NODE_RULES["config"], reported, Wording(good=good))
 
 
 IN_ORDER: tuple[Callable[[Members], Agreement], ...] = (
@@ -329,8 +331,10 @@ def _free_key(found: Mapping[str, str], name: str) -> str:
 
 
 def _judge_command(members: Members) -> Agreement:
-    said = [(who, {key: freeze(value) for key, value in report.config.items()}) for who, report in members]
-    return judge_keys(_COMMAND, said, Wording(good="the same command on every node"))
+    reported = [
+        (who, {key: freeze(value) for key, value in report.config.items()}) for who, report in members
+    ]
+    return judge_keys(_COMMAND, reported, Wording(good="the same command on every node"))
 
 
 def _with_uneven(agreement: Agreement) -> Agreement:
@@ -369,26 +373,28 @@ def _as_started(report: NodeReport, nproc: int | None) -> NodeReport:
     return report.model_copy(update={"nproc": nproc, "nproc_declared": False, "nproc_origin": origin})
 
 
-def compare_rank_facts(name: str, brought: Mapping[int, tuple[int, str, Mapping[str, Any]]]) -> Agreement:
+def compare_rank_facts(
+    name: str, facts_by_rank: Mapping[int, tuple[int, str, Mapping[str, Any]]]
+) -> Agreement:
     """The comparison of facts that ranks of a foreign program report.
 
     Args:
         name: of the comparison.
-        brought: by rank: its node rank, host and facts.
+        facts_by_rank: by rank: its node rank, host and facts.
     """
-    first = sorted({key for _, _, facts in brought.values() for key in facts})
+    first = sorted({key for _, _, facts in facts_by_rank.values() for key in facts})
     cause, subject, remedy = next(
         (value for key, value in _RANK_FACTS.items() if key in name), _RANK_FACTS["rows"]
     )
     rule = Rule(f"program.{name}", subject, "equal", "fail", cause, remedy)
-    said = [
+    reported = [
         (Member(node_rank, rank, host), {key: freeze(value) for key, value in facts.items()})
-        for rank, (node_rank, host, facts) in sorted(brought.items())
+        for rank, (node_rank, host, facts) in sorted(facts_by_rank.items())
     ]
     order = {key: number for number, key in enumerate(first)}
     return judge_keys(
         rule,
-        said,
+        reported,
         Wording(order=lambda key: order.get(key, 0), good=f"{name}: the same on all ranks"),
         stage=_RANK_STAGE,
     )

@@ -11,8 +11,8 @@ from unisono.causes import Evidence
 from unisono.text import one_line
 
 _STAGE = Stage("agree.network")
-_SHOWN_WAYS = 10
-_UNSURE = 0.8  # only one node reports that it cannot reach another: the fault may be on either side
+_SHOWN_LINKS = 10
+_UNCERTAIN = 0.8  # only one node reports that it cannot reach another: the fault may be on either side
 
 _OUTCOMES: dict[str, str] = {
     "refused": "connection refused: nothing listens there, or a firewall rejects it",
@@ -55,11 +55,11 @@ def compare_network(reached: Sequence[DialReport], reports: Sequence[NodeReport]
     }
     if len(nodes) < 2:
         return Agreement()
-    ways = _ways(dial for dial in reached if dial.source in nodes and dial.target in nodes)
-    return _judge_dials(ways, nodes).merged(_judge_sizes(ways, nodes), _judge_silence(ways, nodes))
+    links = _links(dial for dial in reached if dial.source in nodes and dial.target in nodes)
+    return _judge_dials(links, nodes).merged(_judge_sizes(links, nodes), _judge_silence(links, nodes))
 
 
-def _ways(reached: Iterable[DialReport]) -> list[Link]:
+def _links(reached: Iterable[DialReport]) -> list[Link]:
     dials: dict[tuple[int, int], list[DialReport]] = {}
     for dial in reached:
         if dial.source != dial.target:
@@ -74,9 +74,9 @@ def _ways(reached: Iterable[DialReport]) -> list[Link]:
     ]
 
 
-def _judge_silence(ways: Sequence[Link], nodes: Mapping[int, NodeReport]) -> Agreement:
+def _judge_silence(links: Sequence[Link], nodes: Mapping[int, NodeReport]) -> Agreement:
     """A node without any attempt from or to it is unknown, which differs from unreachable."""
-    dialled = {way.source for way in ways} & {way.target for way in ways}
+    dialled = {link.source for link in links} & {link.target for link in links}
     silent = _people([rank for rank in nodes if rank not in dialled], nodes)
     if not silent:
         return Agreement()
@@ -86,45 +86,45 @@ def _judge_silence(ways: Sequence[Link], nodes: Mapping[int, NodeReport]) -> Agr
     )
 
 
-def _judge_dials(ways: Sequence[Link], nodes: Mapping[int, NodeReport]) -> Agreement:
+def _judge_dials(links: Sequence[Link], nodes: Mapping[int, NodeReport]) -> Agreement:
     rule = NETWORK_RULES["network.dial"]
-    cut = [way for way in ways if way.bad]
+    cut = [link for link in links if link.bad]
     if not cut:
-        return Agreement.noted(rule.id, "pass", _good(ways)) if ways else Agreement()
-    culprits, sure = _to_blame(cut, ways)
+        return Agreement.noted(rule.id, "pass", _good(links)) if links else Agreement()
+    culprits, is_certain = _find_culprits(cut, links)
     people = _people(culprits, nodes)
     return violation(
         rule,
-        _summary(cut, ways, people, nodes),
+        _summary(cut, links, people, nodes),
         stage=_STAGE,
         people=people,
-        evidence=_evidence(cut, ways, nodes),
+        evidence=_evidence(cut, links, nodes),
         fix=_fixes(cut, nodes),
-        confidence=1.0 if sure else _UNSURE,
+        confidence=1.0 if is_certain else _UNCERTAIN,
     )
 
 
-def _good(ways: Sequence[Link]) -> str:
-    dials = [dial for way in ways for dial in way.dials]
+def _good(links: Sequence[Link]) -> str:
+    dials = [dial for link in links for dial in link.dials]
     ports = count(len({(dial.target, dial.port) for dial in dials}), "port")
     times = [dial.rtt_s for dial in dials if dial.rtt_s is not None]
     slowest = f", at most {max(times) * 1000:.1f} ms round trip" if times else ""
-    return f"{count(len(ways), 'connection')} tested on {ports}, all open{slowest}"
+    return f"{count(len(links), 'connection')} tested on {ports}, all open{slowest}"
 
 
-def _to_blame(cut: Sequence[Link], ways: Sequence[Link]) -> tuple[list[int], bool]:
+def _find_culprits(cut: Sequence[Link], links: Sequence[Link]) -> tuple[list[int], bool]:
     """The nodes that no other reaches, else those that reach no other, else none: then it is the link between two. And whether that is certain."""
-    broken = {(way.source, way.target) for way in cut}
+    broken = {(link.source, link.target) for link in cut}
     sources: dict[int, list[bool]] = {}
     targets: dict[int, list[bool]] = {}
-    for way in ways:
-        failed = (way.source, way.target) in broken
-        sources.setdefault(way.source, []).append(failed)
-        targets.setdefault(way.target, []).append(failed)
-    everybody = set(sources) | set(targets)
+    for link in links:
+        failed = (link.source, link.target) in broken
+        sources.setdefault(link.source, []).append(failed)
+        targets.setdefault(link.target, []).append(failed)
+    all_ranks = set(sources) | set(targets)
     for side in (targets, sources):
         lost = sorted(node for node, failed in side.items() if all(failed))
-        if lost and len(lost) < len(everybody):
+        if lost and len(lost) < len(all_ranks):
             return lost, any(len(side[node]) > 1 for node in lost)
         if lost:
             return [], True
@@ -140,45 +140,47 @@ def _name(rank: int, nodes: Mapping[int, NodeReport]) -> str:
 
 
 def _summary(
-    cut: Sequence[Link], ways: Sequence[Link], people: Sequence[Member], nodes: Mapping[int, NodeReport]
+    cut: Sequence[Link], links: Sequence[Link], people: Sequence[Member], nodes: Mapping[int, NodeReport]
 ) -> str:
     """One line: which node cannot reach which, and how attempts fail."""
     first = cut[0].bad[0]
     how = _OUTCOMES[first.outcome] + _ports(cut[0])
-    unreached = _unreached(cut, ways)
+    unreached = _unreached(cut, links)
     blamed = {who.node_rank for who in people}
-    if blamed and blamed <= unreached and len(ways) > 2:
+    if blamed and blamed <= unreached and len(links) > 2:
         also = (
-            ", and it reaches no other node" if blamed == _reaching_nobody(ways) and len(blamed) == 1 else ""
+            ", and it reaches no other node" if blamed == _reaching_nobody(links) and len(blamed) == 1 else ""
         )
         return f"no node reaches {name_all(people)} at {_address(cut, blamed)}{also}: {how}"
     if people and not blamed & unreached:
         return f"{name_all(people)} reach{'es' if len(people) == 1 else ''} no other node: {how}"
-    if len(cut) == len(ways) == 2:
+    if len(cut) == len(links) == 2:
         both = _people([first.source, first.target], nodes)
         return f"{name_all(both)} cannot reach each other ({_endpoint(first)}): {how}"
-    if len(cut) == len(ways) and len(ways) > 2:
+    if len(cut) == len(links) and len(links) > 2:
         return f"no node reaches any other ({count(len(cut), 'connection')} tested): {how}"
     text = (
         f"{_name(first.source, nodes)} cannot reach {_name(first.target, nodes)} at {_endpoint(first)}: {how}"
     )
     if len(cut) > 1:
         return f"{text}; and {count(len(cut) - 1, 'more connection')}"
-    back = any((way.source, way.target) == (first.target, first.source) for way in ways)
+    back = any((link.source, link.target) == (first.target, first.source) for link in links)
     return f"{text}; the other direction works" if back else text
 
 
-def _unreached(cut: Sequence[Link], ways: Sequence[Link]) -> set[int]:
-    open_ways = {way.target for way in ways if not way.bad}
-    return {way.target for way in cut} - open_ways
+def _unreached(cut: Sequence[Link], links: Sequence[Link]) -> set[int]:
+    open_links = {link.target for link in links if not link.bad}
+    return {link.target for link in cut} - open_links
 
 
-def _reaching_nobody(ways: Sequence[Link]) -> set[int]:
-    return {way.source for way in ways} - {way.source for way in ways if not way.bad}
+def _reaching_nobody(links: Sequence[Link]) -> set[int]:
+    return {link.source for link in links} - {link.source for link in links if not link.bad}
 
 
 def _address(cut: Sequence[Link], targets: set[int]) -> str:
-    found = dict.fromkeys(one_line(dial.address) for way in cut for dial in way.bad if way.target in targets)
+    found = dict.fromkeys(
+        one_line(dial.address) for link in cut for dial in link.bad if link.target in targets
+    )
     return enumerate_words(list(found), at_most=3)
 
 
@@ -186,30 +188,31 @@ def _endpoint(dial: DialReport) -> str:
     return f"{one_line(dial.address)} port {dial.port}"
 
 
-def _ports(way: Link) -> str:
+def _ports(link: Link) -> str:
     """Which ports are open and which are not, if that differs, as with a firewall's port range."""
-    bad = sorted({dial.port for dial in way.bad})
-    good = sorted({dial.port for dial in way.dials}.difference(bad))
+    bad = sorted({dial.port for dial in link.bad})
+    good = sorted({dial.port for dial in link.dials}.difference(bad))
     if not good or not bad:
         return ""
     return f" (port {enumerate_words([str(p) for p in bad], at_most=3)}; open: {enumerate_words([str(p) for p in good], at_most=3)})"
 
 
-def _evidence(cut: Sequence[Link], ways: Sequence[Link], nodes: Mapping[int, NodeReport]) -> list[Evidence]:
+def _evidence(cut: Sequence[Link], links: Sequence[Link], nodes: Mapping[int, NodeReport]) -> list[Evidence]:
     found = [
         Evidence(
-            where=f"{_name(way.source, nodes)} → {_name(way.target, nodes)}",
-            text=f"{_endpoint(way.bad[0])}: {_OUTCOMES[way.bad[0].outcome]}{_ports(way)}{_note(way.bad[0])}",
+            where=f"{_name(link.source, nodes)} → {_name(link.target, nodes)}",
+            text=f"{_endpoint(link.bad[0])}: {_OUTCOMES[link.bad[0].outcome]}{_ports(link)}{_note(link.bad[0])}",
         )
-        for way in cut[:_SHOWN_WAYS]
+        for link in cut[:_SHOWN_LINKS]
     ]
-    if len(cut) > _SHOWN_WAYS:
+    if len(cut) > _SHOWN_LINKS:
         found.append(
-            Evidence(where="the network", text=f"{len(cut) - _SHOWN_WAYS:,} more connections are blocked")
+            Evidence(where="the network", text=f"{len(cut) - _SHOWN_LINKS:,} more connections are blocked")
         )
     found.append(
         Evidence(
-            where="the network", text=f"{len(ways) - len(cut):,} of {count(len(ways), 'connection')} are open"
+            where="the network",
+            text=f"{len(links) - len(cut):,} of {count(len(links), 'connection')} are open",
         )
     )
     return found
@@ -221,11 +224,11 @@ def _note(dial: DialReport) -> str:
 
 def _fixes(cut: Sequence[Link], nodes: Mapping[int, NodeReport]) -> list[str]:
     """Commands for the observed failures; ports are chosen at run time, so opening single ones does not help."""
-    outcomes = {dial.outcome for way in cut for dial in way.bad}
+    outcomes = {dial.outcome for link in cut for dial in link.bad}
     first = cut[0]
     source, target = nodes[first.source], nodes[first.target]
     callers = ",".join(
-        one_line(nodes[way.source].address) for way in cut[:_SHOWN_WAYS] if way.target == first.target
+        one_line(nodes[link.source].address) for link in cut[:_SHOWN_LINKS] if link.target == first.target
     )
     fixes = []
     if "stranger" in outcomes:
@@ -260,11 +263,11 @@ def _passes(n_bytes: int) -> str:
     return "1 byte passes" if n_bytes == 1 else f"{n_bytes:,} bytes pass"
 
 
-def _judge_sizes(ways: Sequence[Link], nodes: Mapping[int, NodeReport]) -> Agreement:
+def _judge_sizes(links: Sequence[Link], nodes: Mapping[int, NodeReport]) -> Agreement:
     rule = NETWORK_RULES["network.size"]
-    stalled = [way for way in ways if way.stalled]
+    stalled = [link for link in links if link.stalled]
     if not stalled:
-        whole = [[dial.largest_bytes for dial in way.dials if dial.outcome == "ok"] for way in ways]
+        whole = [[dial.largest_bytes for dial in link.dials if dial.outcome == "ok"] for link in links]
         largest = [max(sizes) for sizes in whole if sizes]  # the largest goes to one port of a peer only
         return (
             Agreement.noted(rule.id, "pass", f"up to {show_bytes(min(largest))} returned complete")
@@ -273,21 +276,21 @@ def _judge_sizes(ways: Sequence[Link], nodes: Mapping[int, NodeReport]) -> Agree
         )
     first = stalled[0].stalled[0]
     lost = min((size for size in first.tried_bytes if size > first.largest_bytes), default=0)
-    people = _people(_always_there(stalled, ways), nodes)
+    people = _people(_always_there(stalled, links), nodes)
     summary = (
         f"{_passes(first.largest_bytes)} from {_name(first.source, nodes)} to {_name(first.target, nodes)}, {lost:,} do not:"
         " packets are larger than the path MTU and are dropped silently"
     )
     if len(stalled) > 1:
         summary += f"; and {count(len(stalled) - 1, 'more connection')}"
-    ends = _people({rank for way in stalled for rank in (way.source, way.target)}, nodes)
+    ends = _people({rank for link in stalled for rank in (link.source, link.target)}, nodes)
     evidence = [
         Evidence(
-            where=f"{_name(way.source, nodes)} → {_name(way.target, nodes)}",
-            text=f"{_endpoint(way.stalled[0])}: the largest that returned has {way.stalled[0].largest_bytes:,} bytes",
+            where=f"{_name(link.source, nodes)} → {_name(link.target, nodes)}",
+            text=f"{_endpoint(link.stalled[0])}: the largest that returned has {link.stalled[0].largest_bytes:,} bytes",
         )
-        for way in stalled[:_SHOWN_WAYS]
-    ] + [Evidence(where=name_all([who]), text=_mtu_text(nodes[who.node_rank])) for who in ends[:_SHOWN_WAYS]]
+        for link in stalled[:_SHOWN_LINKS]
+    ] + [Evidence(where=name_all([who]), text=_mtu_text(nodes[who.node_rank])) for who in ends[:_SHOWN_LINKS]]
     device = next((name for who in ends if (name := _interface(nodes[who.node_rank])[0])), "IFACE")
     fix = [
         f"workaround on {name_all(ends)}: `sudo ip link set dev {device} mtu 1400`; then find the switch or tunnel with the smaller MTU",
@@ -296,19 +299,19 @@ def _judge_sizes(ways: Sequence[Link], nodes: Mapping[int, NodeReport]) -> Agree
     return violation(rule, summary, stage=_STAGE, people=people, evidence=evidence, fix=fix, where=ends)
 
 
-def _always_there(stalled: Sequence[Link], ways: Sequence[Link]) -> list[int]:
+def _always_there(stalled: Sequence[Link], links: Sequence[Link]) -> list[int]:
     """The node that is in every stalled link, if several partners report it; a single link blames no node."""
     partners: dict[int, set[int]] = {}
-    for way in stalled:
-        partners.setdefault(way.source, set()).add(way.target)
-        partners.setdefault(way.target, set()).add(way.source)
+    for link in stalled:
+        partners.setdefault(link.source, set()).add(link.target)
+        partners.setdefault(link.target, set()).add(link.source)
     always = [
         node
         for node, others in partners.items()
         if len(others) > 1 and all(node in (w.source, w.target) for w in stalled)
     ]
-    everybody = {rank for way in ways for rank in (way.source, way.target)}
-    return always if len(always) == 1 and len(everybody) > 2 else []
+    all_ranks = {rank for link in links for rank in (link.source, link.target)}
+    return always if len(always) == 1 and len(all_ranks) > 2 else []
 
 
 def _interface(report: NodeReport) -> tuple[str, int | None]:

@@ -38,9 +38,9 @@ def name_node(node_rank: int, host: str) -> str:
     return f"node {node_rank} ({plain_host(host)})"
 
 
-def name_all(everybody: Iterable[Member]) -> str:
+def name_all(members: Iterable[Member]) -> str:
     """`node 1 (b)`, `nodes 0 (a) and 2 (c)`, `nodes 0–511 and 513–1023`, `rank 3, node 1 (b)`, `ranks 2 and 3, node 1 (b)`."""
-    people = sorted(set(everybody))
+    people = sorted(set(members))
     if not people:
         return "nobody"
     nodes = _name_nodes(sorted({(who.node_rank, who.host) for who in people}))
@@ -50,9 +50,9 @@ def name_all(everybody: Iterable[Member]) -> str:
     return f"{number_list('rank', ranks)}, {nodes}"
 
 
-def name_ranks(everybody: Iterable[Member]) -> str:
+def name_ranks(members: Iterable[Member]) -> str:
     """Ranks without hosts, `ranks 0 and 3`: for members that are all on one machine."""
-    return number_list("rank", [who.rank for who in everybody])
+    return number_list("rank", [who.rank for who in members])
 
 
 def _name_nodes(nodes: Sequence[tuple[int, str]]) -> str:
@@ -106,14 +106,14 @@ def count(number: int, noun: str, plural: str = "") -> str:
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
-def culprit_hosts(everybody: Iterable[Member]) -> tuple[str, ...]:
+def culprit_hosts(members: Iterable[Member]) -> tuple[str, ...]:
     """The members' hosts, each once, in node order."""
-    return tuple(dict.fromkeys(plain_host(who.host) for who in sorted(set(everybody))))
+    return tuple(dict.fromkeys(plain_host(who.host) for who in sorted(set(members))))
 
 
-def culprit_ranks(everybody: Iterable[Member]) -> tuple[int, ...]:
+def culprit_ranks(members: Iterable[Member]) -> tuple[int, ...]:
     """The members' ranks, in order; empty for whole nodes."""
-    return tuple(sorted({who.rank for who in everybody if who.is_rank}))
+    return tuple(sorted({who.rank for who in members if who.is_rank}))
 
 
 _LONGEST = 80

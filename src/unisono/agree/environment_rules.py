@@ -74,7 +74,7 @@ DEFAULTS: dict[str, str] = {
 
 _ANY_CASE = {"TORCH_DISTRIBUTED_DEBUG", "NCCL_ALGO", "NCCL_PROTO", "NCCL_SOCKET_FAMILY"}
 _EQUAL_FAMILY = re.compile(r"^(ACCELERATE|FSDP|DS|TORCHINDUCTOR|TORCH_COMPILE)_")
-_OURS_TO_KNOW = re.compile(r"^(NCCL|TORCH_NCCL|GLOO)_")
+_CHECKED_NAMES = re.compile(r"^(NCCL|TORCH_NCCL|GLOO)_")
 
 
 def need_of(name: str) -> Need:
@@ -82,7 +82,7 @@ def need_of(name: str) -> Need:
     known = find_variable(name)
     if known is not None:
         return _NEED[known.group]
-    return "equal" if _EQUAL_FAMILY.match(name) or _OURS_TO_KNOW.match(name) else "free"
+    return "equal" if _EQUAL_FAMILY.match(name) or _CHECKED_NAMES.match(name) else "free"
 
 
 def compared(name: str) -> bool:
@@ -96,7 +96,7 @@ def only_warns(name: str) -> bool:
     return name in ONLY_WARN or find_variable(name) is None
 
 
-def meant(name: str, value: str) -> str | None:
+def normalized(name: str, value: str) -> str | None:
     """The normalized value: None for the default; equivalent spellings are equal."""
     spelt = value.strip().upper() if name in _ANY_CASE else value.strip()
     return None if spelt == DEFAULTS.get(name) else spelt
@@ -108,7 +108,7 @@ def unknown_names(names: Iterable[str]) -> dict[str, str | None]:
     return {
         name: nearest(name, known)
         for name in sorted(set(names) - KNOWN_TO_LIBRARIES)
-        if _OURS_TO_KNOW.match(name) and find_variable(name) is None
+        if _CHECKED_NAMES.match(name) and find_variable(name) is None
     }
 
 
@@ -121,22 +121,22 @@ def judge_environment(members: Members) -> Agreement:
     settings = [(who, report, settings_of(report)) for who, report in members]
     names = {name for _, _, values in settings for name in values if compared(name)}
     fatal = sorted(name for name in names if not only_warns(name))
-    mild = sorted(names.difference(fatal))
+    nonfatal = sorted(names.difference(fatal))
     good = (
         f"{len(fatal)} that must be equal are equal" if fatal else "none of those that must be equal is set"
     )
     wording = Wording(shown=_shown(settings), typed=_typed(settings), remedies=_filed(members), good=good)
     found = judge_keys(rule, _effects(settings, fatal), wording)
-    if not mild:
+    if not nonfatal:
         return found
     rule = replace(rule, violated="warn", subject="environment variables that should be equal")
-    wording = replace(wording, label=_with_reason, good=f"{len(mild)} that should be equal are equal")
-    return found.merged(judge_keys(rule, _effects(settings, mild), wording))
+    wording = replace(wording, label=_with_reason, good=f"{len(nonfatal)} that should be equal are equal")
+    return found.merged(judge_keys(rule, _effects(settings, nonfatal), wording))
 
 
 def _effects(settings: NodeSettings, names: Sequence[str]) -> Keyed:
     return [
-        (who, {name: meant(name, values[name]) for name in names if name in values})
+        (who, {name: normalized(name, values[name]) for name in names if name in values})
         for who, _, values in settings
     ]
 
@@ -146,7 +146,7 @@ def _spelt(settings: NodeSettings, name: str, value: Hashable) -> list[tuple[Nod
     return [
         (report, values[name])
         for _, report, values in settings
-        if name in values and meant(name, values[name]) == value
+        if name in values and normalized(name, values[name]) == value
     ]
 
 
@@ -244,7 +244,7 @@ def _short_heartbeat(value: str, _settings: Settings, _report: NodeReport) -> bo
     return (_number(value) or 480) < 120
 
 
-def _talkative(value: str, settings: Settings, _report: NodeReport) -> bool:
+def _is_verbose(value: str, settings: Settings, _report: NodeReport) -> bool:
     return value.strip().upper() in ("INFO", "TRACE") and not settings.get("NCCL_DEBUG_FILE")
 
 
@@ -267,11 +267,11 @@ def _foreign_nccl(value: str, _settings: Settings, _report: NodeReport) -> bool:
     return "nccl" in value.lower()
 
 
-def _lonely_address(value: str, _settings: Settings, report: NodeReport) -> bool:
+def _is_loopback_address(value: str, _settings: Settings, report: NodeReport) -> bool:
     return report.nodes > 1 and is_loopback(value) and not is_loopback(report.address)
 
 
-def _odd_port(value: str, _settings: Settings, report: NodeReport) -> bool:
+def _is_invalid_port(value: str, _settings: Settings, report: NodeReport) -> bool:
     port = _number(value)
     return report.nodes > 1 and (port is None or port < 1024 or port > 65535)
 
@@ -288,7 +288,7 @@ def _words(value: str) -> list[str]:
     return [word.strip() for word in value.split(",") if word.strip()]
 
 
-def _twice(value: str, _settings: Settings, _report: NodeReport) -> bool:
+def _has_duplicates(value: str, _settings: Settings, _report: NodeReport) -> bool:
     words = _words(value)
     return len(set(words)) < len(words)
 
@@ -309,12 +309,12 @@ _OLD = "deprecated: newer NCCL versions may ignore it"
 LINTS: tuple[Lint, ...] = (
     Lint("CUDA_VISIBLE_DEVICES", _beyond, "no device has this index, and CUDA ignores all devices after it",
          "`nvidia-smi -L` lists the devices; indices start at 0", "invalid_device_ordinal"),
-    Lint("CUDA_VISIBLE_DEVICES", _twice, "a device is listed twice, so CUDA shows fewer devices, or none", "list each device once",
+    Lint("CUDA_VISIBLE_DEVICES", _has_duplicates, "a device is listed twice, so CUDA shows fewer devices, or none", "list each device once",
          "duplicate_gpu"),
     Lint("CUDA_VISIBLE_DEVICES", _mixed, "indices and UUIDs are mixed, which CUDA does not support", "use indices, or use UUIDs"),
     Lint("CUDA_VISIBLE_DEVICES", _hides_all, "hides all devices", "unset it, or set `device: cpu` in the config"),
-    Lint("MASTER_ADDR", _lonely_address, "a loopback address in a job of several nodes", "use the head's address, or --head HOST:PORT"),
-    Lint("MASTER_PORT", _odd_port, "not a valid port for a user's program", "choose one from 1024 to 32767, for example 29500"),
+    Lint("MASTER_ADDR", _is_loopback_address, "a loopback address in a job of several nodes", "use the head's address, or --head HOST:PORT"),
+    Lint("MASTER_PORT", _is_invalid_port, "not a valid port for a user's program", "choose one from 1024 to 32767, for example 29500"),
     Lint("MASTER_PORT", _random_port, "in the system's ephemeral port range: it may be in use",
          "choose one from 1024 to 32767, for example 29500"),
     Lint("TORCH_NCCL_ASYNC_ERROR_HANDLING", _off, "failed collectives hang forever", "unset it: the default, 3, kills the process"),
@@ -334,7 +334,7 @@ LINTS: tuple[Lint, ...] = (
          "unset it on all nodes; give a container --shm-size=8g"),
     Lint("NCCL_ALGO", _no_ring, "without ring: since NCCL 2.24 collectives that support only ring have no fallback",
          "add ring, or unset it on all nodes"),
-    Lint("NCCL_DEBUG", _talkative, "excessive output in a long run", "NCCL_DEBUG=WARN, or NCCL_DEBUG_FILE=/tmp/nccl.%h.%p"),
+    Lint("NCCL_DEBUG", _is_verbose, "excessive output in a long run", "NCCL_DEBUG=WARN, or NCCL_DEBUG_FILE=/tmp/nccl.%h.%p"),
     Lint("TORCH_DISTRIBUTED_DEBUG", _detail, "small collectives take about twice as long", "unset it on all nodes after debugging"),
     Lint("CUDA_LAUNCH_BLOCKING", _on_cuda, _DEBUGGING, "unset it on all nodes"),
     Lint("NCCL_CHECK_POINTERS", _on_cuda, _DEBUGGING, "unset it on all nodes"),
@@ -392,10 +392,10 @@ def _unknown(members: Members) -> Agreement:
     names = unknown_names(name for _, report in members for name in settings_of(report))
     for name, close in names.items():
         people = [who for who, report in members if name in settings_of(report)]
-        meant = f"did you mean {close}?" if close else "it may have no effect"
+        normalized = f"did you mean {close}?" if close else "it may have no effect"
         fix = [f"`unisono explain {close}`"] if close else []
         fix.append(f"`unset {show(name)}` on {name_all(people)}, unless it is needed")
-        summary = f"{show(name)} on {name_all(people)}: unknown variable; {meant}"
+        summary = f"{show(name)} on {name_all(people)}: unknown variable; {normalized}"
         found = found.merged(violation(NODE_RULES["settings"], summary, people=people, fix=fix))
     return found
 

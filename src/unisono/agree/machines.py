@@ -74,8 +74,8 @@ def _named(device: Device) -> str:
 def _judge_choice(cuda: Members) -> Agreement:
     """Each rank has a device that is visible on its node."""
     rule = NODE_RULES["device.choice"]
-    troubles = partition((who, _choice_trouble(report)) for who, report in cuda)
-    bad = [group for group in troubles if group.value]
+    problems = partition((who, _choice_problem(report)) for who, report in cuda)
+    bad = [group for group in problems if group.value]
     if not bad:
         return Agreement.noted(rule.id, "pass", "every rank has a visible device")
     people = sorted(who for group in bad for who in group.members)
@@ -88,7 +88,7 @@ def _judge_choice(cuda: Members) -> Agreement:
     )
 
 
-def _choice_trouble(report: NodeReport) -> str:
+def _choice_problem(report: NodeReport) -> str:
     if len(report.chosen) < report.nproc:
         return (
             f"{count(report.nproc, 'rank')} and {count(len(report.chosen), 'device')}"
@@ -106,30 +106,30 @@ def _judge_unique(cuda: Members) -> Agreement:
     """No device is used twice, neither on one node nor by two nodes that are the same machine."""
     rule = NODE_RULES["device.unique"]
     taken = [(who, device) for who, report in cuda for device in report.chosen[: report.nproc]]
-    nameless = sorted({who for who, device in taken if not device.uuid})
-    twice = {
+    without_uuid = sorted({who for who, device in taken if not device.uuid})
+    duplicates = {
         uuid
         for uuid, times in Counter(device.uuid for _, device in taken if device.uuid).items()
         if times > 1
     }
-    if not twice:
-        if nameless:
+    if not duplicates:
+        if without_uuid:
             return Agreement.noted(
                 rule.id,
                 "unknown",
-                f"devices without a UUID on {name_all(nameless)}",
-                where=name_all(nameless),
+                f"devices without a UUID on {name_all(without_uuid)}",
+                where=name_all(without_uuid),
             )
         return Agreement.noted(rule.id, "pass", f"{count(len(taken), 'device')}, each used by one rank")
-    culprits = sorted({who for who, device in taken if device.uuid in twice})
-    summary, evidence = _sharing(taken, sorted(twice))
+    culprits = sorted({who for who, device in taken if device.uuid in duplicates})
+    summary, evidence = _sharing(taken, sorted(duplicates))
     return violation(rule, summary, people=culprits, evidence=evidence, fix=rule.remedy)
 
 
-def _sharing(taken: Sequence[tuple[Member, Device]], twice: Sequence[str]) -> tuple[str, list[Evidence]]:
-    holders = {uuid: [who for who, device in taken if device.uuid == uuid] for uuid in twice}
+def _sharing(taken: Sequence[tuple[Member, Device]], duplicates: Sequence[str]) -> tuple[str, list[Evidence]]:
+    holders = {uuid: [who for who, device in taken if device.uuid == uuid] for uuid in duplicates}
     names = {device.uuid: _named(device) for _, device in taken}
-    uuid = twice[0]
+    uuid = duplicates[0]
     people = holders[uuid]
     if len(set(people)) == 1:
         summary = f"{name_all(people)} would put {len(people)} ranks on one device ({names[uuid]})"
@@ -137,14 +137,14 @@ def _sharing(taken: Sequence[tuple[Member, Device]], twice: Sequence[str]) -> tu
         summary = f"{name_all(people)} would use the same device ({names[uuid]}, {one_line(uuid)})"
         if len({who.host for who in people}) > 1:
             summary += ": they are one machine with several names"
-    if len(twice) > 1:
-        summary += f"; and {count(len(twice) - 1, 'more device')}"
+    if len(duplicates) > 1:
+        summary += f"; and {count(len(duplicates) - 1, 'more device')}"
     evidence = [
         Evidence(
             where=name_all(holders[uuid]),
             text=f"{names[uuid]}, {one_line(uuid)}, chosen {len(holders[uuid])} times",
         )
-        for uuid in twice[:8]
+        for uuid in duplicates[:8]
     ]
     return summary, evidence
 
@@ -167,9 +167,9 @@ def _judge_alike(cuda: Members) -> Agreement:
             evidence=evidence_of(texts, NODES, str),
             fix=rule.remedy,
         )
-    said = [(who, {"devices": kinds(report)}) for who, report in cuda]
+    reported = [(who, {"devices": kinds(report)}) for who, report in cuda]
     return judge_keys(
-        rule, said, Wording(shown=lambda _, value: _type_text(value), good="one model, one memory size")
+        rule, reported, Wording(shown=lambda _, value: _type_text(value), good="one model, one memory size")
     )
 
 
@@ -239,10 +239,10 @@ def judge_limits(members: Members) -> Agreement:
 
 
 def _judge(
-    rule: Rule, members: Members, trouble: Callable[[NodeReport], str], good: str, *, fatal: bool = False
+    rule: Rule, members: Members, problem_of: Callable[[NodeReport], str], good: str, *, fatal: bool = False
 ) -> Agreement:
-    """One check; `trouble` returns an empty string if there is no problem; a leading `!` marks a fatal one."""
-    groups = partition((who, trouble(report)) for who, report in members)
+    """One check; `problem_of` returns an empty string if there is no problem; a leading `!` marks a fatal one."""
+    groups = partition((who, problem_of(report)) for who, report in members)
     bad = [group for group in groups if group.value]
     if not bad:
         return Agreement.noted(rule.id, "pass", good)
@@ -383,8 +383,12 @@ def _reserves(members: Members) -> str:
         f"{show_bytes(kept['shm_bytes'])} of /dev/shm" if kept["shm_bytes"] else "",
         count(kept["cores"], "core") if kept["cores"] else "",
     ]
-    said = ", ".join(part for part in parts if part)
-    return f"{said} reserved for the system on each node" if said else "nothing is reserved for the system"
+    reported = ", ".join(part for part in parts if part)
+    return (
+        f"{reported} reserved for the system on each node"
+        if reported
+        else "nothing is reserved for the system"
+    )
 
 
 _TOO_FAR_S = 2.0

@@ -42,13 +42,13 @@ def judge_identity(members: Members) -> Agreement:
         ("use node rank {0}", partition((who, who.node_rank) for who, _ in members)),
         ("are the same process {1}", partition((who, (r.host, r.pid, r.address)) for who, r in members)),
     ):
-        twice = [group for group in same if len(group.members) > 1]
-        if twice:
-            return _twice(text, twice[0].members, members)
+        duplicates = [group for group in same if len(group.members) > 1]
+        if duplicates:
+            return _duplicate(text, duplicates[0].members, members)
     return Agreement.noted(rule.id, "pass", f"{count(len(members), 'node')}, each with its own node rank")
 
 
-def _twice(text: str, same: Sequence[Member], members: Members) -> Agreement:
+def _duplicate(text: str, same: Sequence[Member], members: Members) -> Agreement:
     rule = NODE_RULES["identity"]
     reports = [report for who, report in members if who in same]
     pids = ", ".join(f"pid {report.pid} on {report.host} ({report.address})" for report in reports[:6])
@@ -106,7 +106,7 @@ def judge_nproc(members: Members, *, may_differ: bool = True) -> Agreement:
     if not inferring and may_differ:
         described = describe_groups(odd_first(groups, ()), NODES, lambda value: count(value, "rank"))
         return Agreement.noted(rule.id, "pass", f"different, as declared on every node: {described}")
-    odd = _blamed(groups, inferring, everybody=len(members))
+    odd = _blamed(groups, inferring, total=len(members))
     return violation(
         rule,
         _would_start(odd_first(groups, odd)),
@@ -116,9 +116,9 @@ def judge_nproc(members: Members, *, may_differ: bool = True) -> Agreement:
     )
 
 
-def _blamed(groups: Sequence[Group[int]], inferring: set[Member], *, everybody: int) -> tuple[Member, ...]:
+def _blamed(groups: Sequence[Group[int]], inferring: set[Member], *, total: int) -> tuple[Member, ...]:
     """Explicit beats inferred: if there are both, only nodes that inferred a number different from the majority's are blamed."""
-    if len(inferring) in (0, everybody):
+    if len(inferring) in (0, total):
         return odd_out(groups)
     most = majority(groups)
     return tuple(
@@ -234,13 +234,15 @@ def missing_nodes(
     absent = [rank for rank in range(nodes) if rank not in present]
     named = [Member(rank, -1, names[rank]) for rank in absent if rank in names]
     missing = name_all(named) if named and len(named) == len(absent) else number_list("node", absent)
-    here = name_all(Member(rank, -1, host) for rank, host in present.items()) if present else "nobody"
+    present_names = (
+        name_all(Member(rank, -1, host) for rank, host in present.items()) if present else "nobody"
+    )
     summary = (
-        f"{missing} {'has' if len(absent) == 1 else 'have'} never connected; {here} {'is' if len(present) < 2 else 'are'} connected"
+        f"{missing} {'has' if len(absent) == 1 else 'have'} never connected; {present_names} {'is' if len(present) < 2 else 'are'} connected"
         f" ({len(present):,} of {nodes:,}, waited {waited_s:.0f} s)"
     )
     calls = sorted(rejected, key=lambda call: (call.claims not in absent, call.address))
-    turned_away = [call for call in calls if call.claims in absent]
+    turned_down = [call for call in calls if call.claims in absent]
     return Verdict(
         cause="node_missing",
         when="before",
@@ -248,15 +250,15 @@ def missing_nodes(
         hosts=tuple(plain_host(who.host) for who in named),
         phase=_PHASE,
         evidence=tuple(_call_evidence(calls)),
-        fix=tuple(_missing_fix(missing, turned_away)),
+        fix=tuple(_missing_fix(missing, turned_down)),
     )
 
 
-def _missing_fix(missing: str, turned_away: Sequence[RejectedCall]) -> list[str]:
-    if any(call.kind == "token" for call in turned_away):
+def _missing_fix(missing: str, turned_down: Sequence[RejectedCall]) -> list[str]:
+    if any(call.kind == "token" for call in turned_down):
         first = f"give {missing} the token of this job: --token-file, or UNISONO_TOKEN"
-    elif turned_away:
-        first = f"{missing} was rejected: {one_line(turned_away[0].why, limit=120)}"
+    elif turned_down:
+        first = f"{missing} was rejected: {one_line(turned_down[0].why, limit=120)}"
     else:
         first = f"check the terminal of {missing} for an error, or start it"
     return [
@@ -278,12 +280,12 @@ def _call_evidence(calls: Iterable[RejectedCall]) -> list[Evidence]:
 
 def wrong_token(call: RejectedCall) -> Verdict:
     """The verdict on a caller with a wrong or missing token. Its claims are not authenticated, so no host is blamed."""
-    says = "" if call.claims is None else f" (claims to be node {call.claims})"
+    claim = "" if call.claims is None else f" (claims to be node {call.claims})"
     return Verdict(
         cause="token_rejected",
         when="before",
         phase=_PHASE,
-        summary=f"a caller from {one_line(call.address, limit=60)}{says} does not have the token of this job",
+        summary=f"a caller from {one_line(call.address, limit=60)}{claim} does not have the token of this job",
         evidence=tuple(_call_evidence([call])),
         fix=(
             "copy one token to all nodes: --token-file FILE, or UNISONO_TOKEN in the environment",
@@ -330,13 +332,13 @@ def refused_node(
     first = verdict.summary if verdict else (texts[0] if texts else "no reason was given")
     more = f"; and {count(len(texts) - 1, 'more problem')}" if not verdict and len(texts) > 1 else ""
     fixes = [one_line(str(problem["fix"]), limit=200) for problem in problems if problem.get("fix")]
-    whys = [one_line(str(problem.get("why") or ""), limit=300) for problem in problems]
+    reasons = [one_line(str(problem.get("why") or ""), limit=300) for problem in problems]
     evidence = [
         Evidence(
             where=one_line(str(problem.get("where") or who), limit=120),
             text=f"{text}: {why}" if why else text,
         )
-        for problem, text, why in zip(problems[:_SHOWN_CALLS], texts, whys, strict=False)
+        for problem, text, why in zip(problems[:_SHOWN_CALLS], texts, reasons, strict=False)
     ]
     return Verdict(
         cause=verdict.cause if verdict and find_cause(verdict.cause) else "node_refused",

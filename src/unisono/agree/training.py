@@ -74,11 +74,13 @@ def compare_prepared(prepared: Mapping[int, PreparedFacts], reports: Sequence[No
     The model comes first: a different vocabulary gives different tokens.
     """
     hosts = {report.node_rank: report.host for report in reports}
-    said = [(Member(rank, -1, hosts.get(rank, "?")), prepared[rank]) for rank in sorted(prepared)]
+    reported = [(Member(rank, -1, hosts.get(rank, "?")), prepared[rank]) for rank in sorted(prepared)]
     absent = [Member(rank, -1, host) for rank, host in sorted(hosts.items()) if rank not in prepared]
     found = Agreement()
-    if said:
-        found = _judge_prepared(PREPARED_RULES["prepared.model"], said, _model).merged(_judge_rows(said))
+    if reported:
+        found = _judge_prepared(PREPARED_RULES["prepared.model"], reported, _model).merged(
+            _judge_rows(reported)
+        )
     if absent:
         where = name_all(absent)
         text = f"{where} did not prepare"
@@ -87,22 +89,22 @@ def compare_prepared(prepared: Mapping[int, PreparedFacts], reports: Sequence[No
 
 
 def _judge_prepared(
-    rule: Rule, said: Prepared, read: Callable[[PreparedFacts], dict[str, Hashable]]
+    rule: Rule, reported: Prepared, read: Callable[[PreparedFacts], dict[str, Hashable]]
 ) -> Agreement:
-    order = list(read(said[0][1]))
-    values = [(who, read(facts)) for who, facts in said]
+    order = list(read(reported[0][1]))
+    values = [(who, read(facts)) for who, facts in reported]
     return judge_keys(rule, values, Wording(shown=_shown_prepared, order=order.index), stage=_STAGE)
 
 
-def _judge_rows(said: Prepared) -> Agreement:
+def _judge_rows(reported: Prepared) -> Agreement:
     """The check of the content; if it differs, formats and templates may explain why, though their text may have paths."""
-    same_rows = len({(facts.rows, tuple(sorted(facts.ledger.items()))) for _, facts in said}) == 1
+    same_rows = len({(facts.rows, tuple(sorted(facts.ledger.items()))) for _, facts in reported}) == 1
     rule = PREPARED_RULES["prepared.tokens" if same_rows else "prepared.rows"]
-    found = _judge_prepared(rule, said, _rows)
+    found = _judge_prepared(rule, reported, _rows)
     if not found.fatal:
         return found
     verdict = found.fatal[0]
-    reasons = partition((who, (*facts.formats, facts.template)) for who, facts in said)
+    reasons = partition((who, (*facts.formats, facts.template)) for who, facts in reported)
     if len(reasons) > 1:
         more = evidence_of(reasons, _STAGE, lambda words: one_line("; ".join(words), limit=200))
         verdict = verdict.model_copy(update={"evidence": (*verdict.evidence, *more)})
@@ -226,14 +228,14 @@ def _judge_complete(members: RankMembers, world_size: int, stage: Stage) -> Agre
     rule = RANK_RULES["ranks.complete"]
     ranks = [report.rank for _, report in members]
     missing = [rank for rank in range(min(world_size, max(ranks) + 2 + len(ranks))) if rank not in set(ranks)]
-    twice = [
+    duplicates = [
         group for group in partition((who, report.rank) for who, report in members) if len(group.members) > 1
     ]
     outside = [who for who, report in members if not 0 <= report.rank < world_size]
-    if twice:
-        people = twice[0].members
-        processes = [report for _, report in members if report.rank == twice[0].value][:6]
-        text = f"rank {twice[0].value} has reported {len(people)} times: " + ", ".join(
+    if duplicates:
+        people = duplicates[0].members
+        processes = [report for _, report in members if report.rank == duplicates[0].value][:6]
+        text = f"rank {duplicates[0].value} has reported {len(people)} times: " + ", ".join(
             f"pid {report.pid} on {one_line(report.host)}" for report in processes
         )
     elif outside:
@@ -275,11 +277,11 @@ def _judge_places(members: RankMembers, stage: Stage) -> Agreement:
     """Ranks of one node have different local ranks."""
     rule = RANK_RULES["ranks.place"]
     taken = partition((who, (report.node_rank, report.local_rank)) for who, report in members)
-    twice = [group for group in taken if len({who.rank for who in group.members}) > 1]
-    if not twice:
+    duplicates = [group for group in taken if len({who.rank for who in group.members}) > 1]
+    if not duplicates:
         return Agreement.noted(rule.id, "pass", "each has its own local rank")
-    people = twice[0].members
-    text = f"{stage.name(people)} have the same local rank {twice[0].value[1]}"
+    people = duplicates[0].members
+    text = f"{stage.name(people)} have the same local rank {duplicates[0].value[1]}"
     return violation(rule, text, stage=stage, people=people, fix=rule.remedy)
 
 
@@ -289,13 +291,13 @@ def _judge_devices(members: RankMembers, stage: Stage) -> Agreement:
     bound = [(who, report.device_uuid) for who, report in members if report.device_kind == "cuda"]
     if not bound:
         return Agreement.noted(rule.id, "pass", "ranks run on CPU")
-    nameless = [who for who, uuid in bound if not uuid]
-    twice = [
+    without_uuid = [who for who, uuid in bound if not uuid]
+    duplicates = [
         group for group in partition((who, uuid) for who, uuid in bound if uuid) if len(group.members) > 1
     ]
-    if twice:
-        people = sorted(who for group in twice for who in group.members)
-        text = f"{stage.name(twice[0].members)} are bound to the same device {one_line(twice[0].value or '')}"
+    if duplicates:
+        people = sorted(who for group in duplicates for who in group.members)
+        text = f"{stage.name(duplicates[0].members)} are bound to the same device {one_line(duplicates[0].value or '')}"
         places = dict(members)
         evidence = [
             Evidence(
@@ -305,12 +307,12 @@ def _judge_devices(members: RankMembers, stage: Stage) -> Agreement:
             for who in people[:8]
         ]
         return violation(rule, text, stage=stage, people=people, evidence=evidence, fix=rule.remedy)
-    if nameless:
+    if without_uuid:
         return Agreement.noted(
             rule.id,
             "unknown",
-            f"no UUID for the device of {stage.name(nameless)}",
-            where=stage.name(nameless),
+            f"no UUID for the device of {stage.name(without_uuid)}",
+            where=stage.name(without_uuid),
         )
     return Agreement.noted(rule.id, "pass", f"{count(len(bound), 'rank')}, each on its own device")
 
@@ -318,18 +320,21 @@ def _judge_devices(members: RankMembers, stage: Stage) -> Agreement:
 def _judge(compared: Compared, members: RankMembers, stage: Stage) -> Agreement:
     rule = RANK_RULES[compared.rule]
     values = [(who, compared.read(report)) for who, report in members]
-    unmade = sorted({label for _, said in values for label, value in said.items() if value == ""})
-    silent = [who for who, said in values if any(said.get(label) == "" for label in unmade)]
+    missing_labels = sorted(
+        {label for _, reported in values for label, value in reported.items() if value == ""}
+    )
+    silent = [who for who, reported in values if any(reported.get(label) == "" for label in missing_labels)]
     known = [
-        (who, {label: value for label, value in said.items() if label not in unmade}) for who, said in values
+        (who, {label: value for label, value in reported.items() if label not in missing_labels})
+        for who, reported in values
     ]
     missing = Agreement()
-    if unmade:
-        text = f"{', '.join(unmade)}: no digest was made by {stage.name(silent)}"
+    if missing_labels:
+        text = f"{', '.join(missing_labels)}: no digest was made by {stage.name(silent)}"
         missing = Agreement.noted(rule.id, "unknown", text, where=stage.name(silent))
-    if not any(said for _, said in known):
+    if not any(reported for _, reported in known):
         return missing
-    order = list(known[0][1]) + [label for _, said in known for label in said]
+    order = list(known[0][1]) + [label for _, reported in known for label in reported]
     found = judge_keys(
         rule, known, Wording(shown=_shown, typed=_shown, order=order.index, good=compared.good), stage=stage
     )
@@ -352,7 +357,7 @@ def _with_details(found: Agreement, members: RankMembers, stage: Stage) -> Agree
     if verdict.cause == "split_mismatch":
         more = _first_rows(members, stage)
     elif verdict.cause == "weights_mismatch" and verdict.summary.startswith("frozen weights"):
-        tensor = _odd_tensor(members, stage)
+        tensor = _differing_tensor(members, stage)
         if tensor:
             verdict = verdict.model_copy(update={"summary": f"{verdict.summary}; first in {tensor[0]}"})
             more = tensor[1]
@@ -380,7 +385,7 @@ def _first_rows(members: RankMembers, stage: Stage) -> list[Evidence]:
     ]
 
 
-def _odd_tensor(members: RankMembers, stage: Stage) -> tuple[str, list[Evidence]] | None:
+def _differing_tensor(members: RankMembers, stage: Stage) -> tuple[str, list[Evidence]] | None:
     """The first tensor whose digest is not the same everywhere, among those that all ranks digested."""
     tables = [report.odd_tensors for _, report in members]
     common = set(tables[0]).intersection(*tables[1:])

@@ -136,24 +136,24 @@ def judge_packages(members: Members) -> Agreement:
     if len(digests) == 1:
         return Agreement.noted(rule.id, "pass", text).merged(missing)
     reports = dict(members)
-    said = [
+    reported = [
         (who, {name: version for name, version in packages.items() if name not in VERSION_RULES})
         for group in digests
         for packages in [reports[group.members[0]].packages]
         for who in group.members
     ]
-    return judge_keys(rule, said, Wording(shown=_version, good=text)).merged(missing)
+    return judge_keys(rule, reported, Wording(shown=_version, good=text)).merged(missing)
 
 
 def judge_code(members: Members) -> Agreement:
     """The source files that will run are equal."""
     rule = NODE_RULES["code"]
-    said = [(who, report.code) for who, report in members if report.code]
+    reported = [(who, report.code) for who, report in members if report.code]
     missing = unknown_for(rule, [who for who, r in members if not r.code], "no source files hashed")
-    if not said:
+    if not reported:
         return missing
-    good = f"{len(said[0][1])} source files, equal on all nodes"
-    return judge_keys(rule, said, Wording(shown=_digest, good=good)).merged(missing)
+    good = f"{len(reported[0][1])} source files, equal on all nodes"
+    return judge_keys(rule, reported, Wording(shown=_digest, good=good)).merged(missing)
 
 
 def _digest(_: str, value: Hashable) -> str:
@@ -195,7 +195,7 @@ class KnownBad:
         return bool(installed) and installed >= self.since and (not self.before or installed < self.before)
 
 
-def _several_here(report: NodeReport) -> bool:
+def _has_several(report: NodeReport) -> bool:
     return report.device_kind == "cuda" and report.nproc > 1
 
 
@@ -204,7 +204,7 @@ def _cuda(report: NodeReport) -> bool:
 
 
 def _cumem_host(report: NodeReport) -> bool:
-    return _several_here(report) and settings_of(report).get("NCCL_CUMEM_HOST_ENABLE", "1").strip() != "0"
+    return _has_several(report) and settings_of(report).get("NCCL_CUMEM_HOST_ENABLE", "1").strip() != "0"
 
 
 def _cumem_without_peers(report: NodeReport) -> bool:

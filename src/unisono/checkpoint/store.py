@@ -164,10 +164,10 @@ class CheckpointStore:
             )
             self._publish(directory, target, manifest.signed(self._key))
         except BaseException as error:  # Ctrl-C leaves no partial directory either; raised again
-            trouble = write_failure(error, target, directory)
+            failure = write_failure(error, target, directory)
             shutil.rmtree(directory, ignore_errors=True)
-            if trouble is not None:
-                raise trouble from error
+            if failure is not None:
+                raise failure from error
             raise
         finally:
             if lock is not None:

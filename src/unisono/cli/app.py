@@ -140,21 +140,23 @@ def _show(error: Exception, *, command: str) -> int:
     """Shows an error for the user in plain lines, and a bug with its traceback; returns the exit code."""
     from unisono.errors import UnisonoError, storage_failure, unusable_path
 
-    speak = output()
+    printer = output()
     if not isinstance(error, UnisonoError):
-        error = unusable_path(error, has_begun=command in ("train", "run")) or storage_failure(error) or error
+        error = (
+            unusable_path(error, has_started=command in ("train", "run")) or storage_failure(error) or error
+        )
     defect = not isinstance(error, UnisonoError)
-    if speak.debug or defect:
-        speak.warn(traceback.format_exc().rstrip())
+    if printer.debug or defect:
+        printer.warn(traceback.format_exc().rstrip())
     body: dict[str, Any]
     if isinstance(error, UnisonoError):
         body = error.to_json()
         for line in error.lines():
-            speak.warn(line)
+            printer.warn(line)
     else:
         body = {"exit_code": 1, "problems": [{"what": repr(error)}], "verdict": None}
-        speak.warn("This is a defect of unisono, not of yours. Please report it with the lines above.")
-    if speak.json:
+        printer.warn("This is a defect of unisono, not of yours. Please report it with the lines above.")
+    if printer.json:
         _emit_refusal(body, command=command)
     return error.exit_code if isinstance(error, UnisonoError) else 1
 

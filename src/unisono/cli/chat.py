@@ -48,33 +48,33 @@ def chat(
         "top_p": top_p,
         "seed": seed,
     }
-    speak = output()
+    printer = output()
     with TaskProcess("chat", request, has_input=True) as task:
         messages = task.messages()
-        with Progress(speak) as progress:
+        with Progress(printer) as progress:
             for message in messages:
                 if message["kind"] == "ready":
                     break
                 progress.show(message)
-        _greet(speak, message["facts"])
-        Talk(task, messages, speak, system=system).run()
+        _show_header(printer, message["facts"])
+        ChatSession(task, messages, printer, system=system).run()
 
 
-def _greet(speak: Output, facts: dict[str, Any]) -> None:
+def _show_header(printer: Output, facts: dict[str, Any]) -> None:
     if facts["note"]:
-        speak.warn(f"warning: {facts['note']}")
-    speak.say(f"talking to {facts['description']}; /help lists the commands")
+        printer.warn(f"warning: {facts['note']}")
+    printer.notify(f"talking to {facts['description']}; /help lists the commands")
 
 
-class Talk:
+class ChatSession:
     """The front's side of a conversation: reads lines, sends them, and writes the answers."""
 
     def __init__(
-        self, task: "TaskProcess", messages: Iterator[dict[str, Any]], speak: Output, *, system: str | None
+        self, task: "TaskProcess", messages: Iterator[dict[str, Any]], printer: Output, *, system: str | None
     ) -> None:
         self._task = task
         self._messages = messages
-        self._speak = speak
+        self._printer = printer
         self._system = system
         self._saved: set[Path] = set()
         self._answer = AnswerWriter()
@@ -91,7 +91,7 @@ class Talk:
                     return
                 self._command(text)
             else:
-                self._say(text.removeprefix("/") if text.startswith("//") else line)
+                self._notify(text.removeprefix("/") if text.startswith("//") else line)
 
     def _forget(self) -> None:
         self._turns = [{"role": "system", "content": self._system}] if self._system is not None else []
@@ -101,41 +101,41 @@ class Talk:
         if name == "/clear":
             self._forget()
             self._task.send({"kind": "clear"})
-            self._speak.say("forgotten")
+            self._printer.notify("forgotten")
         elif name == "/save":
             self._save(rest.strip())
         elif name == "/help":
             for line in _HELP:
-                self._speak.warn(line)
+                self._printer.warn(line)
         else:
-            self._speak.warn(f"there is no command {name}; /help lists them")
+            self._printer.warn(f"there is no command {name}; /help lists them")
 
     def _save(self, name: str) -> None:
         from unisono.files import write_text
 
         if not name:
-            self._speak.warn("/save FILE: the name of the file is missing")
+            self._printer.warn("/save FILE: the name of the file is missing")
             return
         path = Path(name).expanduser().absolute()
         if path.exists() and path not in self._saved:
-            self._speak.warn(f"{path} exists and is not overwritten; name a new file")
+            self._printer.warn(f"{path} exists and is not overwritten; name a new file")
             return
         try:
             write_text(path, json.dumps({"messages": self._turns}, ensure_ascii=False) + "\n")
         except OSError as error:
-            self._speak.warn(f"{path} cannot be written: {error.strerror}")
+            self._printer.warn(f"{path} cannot be written: {error.strerror}")
             return
         self._saved.add(path)
-        self._speak.say(f"saved {len(self._turns)} messages to {path}")
+        self._printer.notify(f"saved {len(self._turns)} messages to {path}")
 
-    def _say(self, text: str) -> None:
+    def _notify(self, text: str) -> None:
         self._task.send({"kind": "say", "text": text})
         with _ctrl_c_ends_the_answer(self._task):
             for message in self._messages:
                 if message["kind"] == "token":
                     self._show(message["text"])
                 elif message["kind"] == "refused_turn":
-                    self._speak.warn(f"error: {message['text']}; {message['fix']}")
+                    self._printer.warn(f"error: {message['text']}; {message['fix']}")
                     return
                 elif message["kind"] == "answer":
                     self._turns += [
@@ -146,12 +146,12 @@ class Talk:
                     return
 
     def _show(self, piece: str) -> None:
-        if not self._speak.json:
+        if not self._printer.json:
             self._answer.write(piece)
 
     def _end(self, message: dict[str, Any]) -> None:
-        if self._speak.json:
-            self._speak.emit(
+        if self._printer.json:
+            self._printer.emit(
                 {
                     "kind": "answer",
                     "text": message["text"],
@@ -162,9 +162,9 @@ class Talk:
             return
         self._answer.end()
         if message["ended"] == "length":
-            self._speak.say(f"(cut at {message['tokens']} tokens; --max-tokens sets the limit)")
+            self._printer.notify(f"(cut at {message['tokens']} tokens; --max-tokens sets the limit)")
         elif message["ended"] == "interrupted":
-            self._speak.say("(ended)")
+            self._printer.notify("(ended)")
 
 
 def _lines() -> Iterator[str]:

@@ -29,16 +29,16 @@ def export(
     from unisono.cli.progress import Progress
     from unisono.supervise.task_process import run_task
 
-    speak = output()
-    with Progress(speak) as progress:
+    printer = output()
+    with Progress(printer) as progress:
         result = run_task(
             "export", {"target": target, "step": step, "out": out, "merge": merge}, on_message=progress.show
         )
-    if speak.json:
-        speak.emit({"schema": 1, **result})
+    if printer.json:
+        printer.emit({"schema": 1, **result})
         return
     for text in _lines(result):
-        speak.result(text)
+        printer.result(text)
 
 
 def _lines(result: dict[str, Any]) -> list[str]:
@@ -84,14 +84,14 @@ def list_(run: Run) -> None:
         row_of(path, key=key) | {"best": _step(path) == best, "for_ever": rules.are_permanent(_step(path))}
         for path in store.list()
     ]
-    speak = output()
-    if speak.json:
-        speak.emit({"schema": 1, "checkpoints": rows})
+    printer = output()
+    if printer.json:
+        printer.emit({"schema": 1, "checkpoints": rows})
     elif not rows:
-        speak.result(f"no checkpoints yet in {store.root}")
+        printer.result(f"no checkpoints yet in {store.root}")
     else:
         for line in table(rows):
-            speak.result(line)
+            printer.result(line)
 
 
 @app.command("prune", epilog="For example: unisono checkpoint prune runs/demo --keep 1")
@@ -120,30 +120,30 @@ def prune(
             why="it prunes its checkpoints itself",
             fix="wait until it has ended",
         )
-    _refuse_odd_plan(files)
+    _refuse_damaged_plan(files)
     section, every = _keeping(files)
     best = _best_step(store, files) if section.get("best") else None
-    swept = store.sweep()
+    removed = store.sweep()
     deleted = store.prune(
         keep if keep is not None else section.get("keep", 3),
         {best} if best is not None else (),
         every=every,
     )
-    _tell_pruned(store, deleted, swept)
+    _print_pruned(store, deleted, removed)
 
 
-def _tell_pruned(store: "CheckpointStore", deleted: list[Path], swept: list[Path]) -> None:
+def _print_pruned(store: "CheckpointStore", deleted: list[Path], removed: list[Path]) -> None:
     kept = store.list()
-    speak = output()
-    if speak.json:
-        lists = {"deleted": deleted, "kept": kept, "swept": swept}
-        speak.emit({"schema": 1, **{name: [str(path) for path in paths] for name, paths in lists.items()}})
+    printer = output()
+    if printer.json:
+        lists = {"deleted": deleted, "kept": kept, "swept": removed}
+        printer.emit({"schema": 1, **{name: [str(path) for path in paths] for name, paths in lists.items()}})
         return
     for path in deleted:
-        speak.result(f"deleted {path.name}")
-    for path in swept:
-        speak.result(f"removed {path.name}, which a dead writer had left")
-    speak.result(
+        printer.result(f"deleted {path.name}")
+    for path in removed:
+        printer.result(f"removed {path.name}, which a dead writer had left")
+    printer.result(
         f"{len(kept)} checkpoint{'s' * (len(kept) != 1)} stay{'s' * (len(kept) == 1)} in {store.root}"
     )
 
@@ -159,7 +159,7 @@ def _keeping(files: "RunDir") -> tuple[dict[str, Any], int | None]:
     return section if isinstance(section, dict) else {}, every if type(every) is int and every > 0 else None
 
 
-def _refuse_odd_plan(files: "RunDir") -> None:
+def _refuse_damaged_plan(files: "RunDir") -> None:
     """Refuses to prune with an unreadable plan, which says what is kept forever, and whether the best is kept."""
     from unisono.errors import UsageError
     from unisono.files import read_json
@@ -168,7 +168,7 @@ def _refuse_odd_plan(files: "RunDir") -> None:
     if not files.plan.exists():
         return
     try:
-        why = _oddity(read_json(files.plan))
+        why = _plan_problem(read_json(files.plan))
     except (OSError, ValueError) as error:
         why = why_unreadable(error)
     if why:
@@ -180,7 +180,7 @@ def _refuse_odd_plan(files: "RunDir") -> None:
         )
 
 
-def _oddity(plan: Any) -> str:
+def _plan_problem(plan: Any) -> str:
     """What is wrong with the retention settings of a plan."""
     config = plan.get("config") if isinstance(plan, dict) else None
     section = config.get("checkpoint") if isinstance(config, dict) else None

@@ -37,24 +37,24 @@ def verify(
 
     final = _check_final(run) if step is None else None
     readings = _read(run, step, may_be_none=final is not None)
-    speak = output()
-    if not speak.json:
-        _tell(readings)
-        _tell_final(final)
+    printer = output()
+    if not printer.json:
+        _print_readings(readings)
+        _print_final(final)
     replayed = _replay(run, step, replay) if replay is not None else None
     problems = _problems(readings)
     if final is not None and not final.intact:
         problems += final.refusal(restore=_restore(run, readings)).problems
     if replayed is not None and not replayed.is_right:
         problems += replayed.error(str(run)).problems
-    if speak.json:
+    if printer.json:
         rows = [_row(reading) for reading in readings]
         more = {"replay": replayed.to_json()} if replayed is not None else {}
-        speak.emit({"schema": 1, "checkpoints": rows, "final": _final_row(final), **more})
+        printer.emit({"schema": 1, "checkpoints": rows, "final": _final_row(final), **more})
         raise typer.Exit(IntegrityError.exit_code if problems else 0)
     if replayed is not None and replayed.is_right:
         for line in replayed.lines():
-            speak.result(line)
+            printer.result(line)
     if problems:
         raise IntegrityError(*problems)
 
@@ -99,28 +99,28 @@ def _replay(run: Path, step: int | None, steps: int) -> "Replayed":
         return Replay(RunDir(run), steps, step, progress.show).carry_out()
 
 
-def _tell(readings: "list[Reading]") -> None:
-    speak = output()
+def _print_readings(readings: "list[Reading]") -> None:
+    printer = output()
     for reading in readings:
-        speak.result(f"{reading.path.name}  {'intact' if reading.intact else 'DAMAGED'}")
+        printer.result(f"{reading.path.name}  {'intact' if reading.intact else 'DAMAGED'}")
         for finding in reading.findings:
             if not finding.is_fatal:
-                speak.result(f"               {finding}")
+                printer.result(f"               {finding}")
 
 
-def _tell_final(final: "ModelCheck | None") -> None:
+def _print_final(final: "ModelCheck | None") -> None:
     if final is None:
         return
-    speak = output()
+    printer = output()
     state = (
         ("intact" if final.intact else "DAMAGED")
         if final.listed
         else "not verified: it was written without a list of digests"
     )
-    speak.result(f"{final.path.name:<13}  {state}")
+    printer.result(f"{final.path.name:<13}  {state}")
     for finding in final.findings:
         if not finding.is_fatal:
-            speak.result(f"               {finding}")
+            printer.result(f"               {finding}")
 
 
 def _final_row(final: "ModelCheck | None") -> dict[str, Any] | None:

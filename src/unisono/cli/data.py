@@ -27,7 +27,7 @@ def preview(
     from unisono.facts import read_environment
     from unisono.supervise.task_process import run_task
 
-    speak = output()
+    printer = output()
     loaded = load_config(config, tuple(overrides or ()))
     request = {
         "config": loaded.config.model_dump(mode="json", by_alias=True),
@@ -35,11 +35,11 @@ def preview(
         "rows": rows,
     }
     found = run_task("preview", request)
-    if speak.json:
-        speak.emit({"schema": 1, **found})
+    if printer.json:
+        printer.emit({"schema": 1, **found})
         return
     for warning in found["data"]["warnings"]:
-        speak.warn(f"warning: {warning}")
+        printer.warn(f"warning: {warning}")
     _show(found)
 
 

@@ -43,7 +43,7 @@ def _of_logs(paths: list[str]) -> "Diagnosis":
     from unisono.errors import UsageError
     from unisono.text import plain
 
-    speak = output()
+    printer = output()
     try:
         sources = find_sources(paths)
     except FileNotFoundError as error:
@@ -56,7 +56,7 @@ def _of_logs(paths: list[str]) -> "Diagnosis":
     finally:
         line.close()
     for refused in read.refused:
-        speak.warn(f"not read: {plain(refused)}")
+        printer.warn(f"not read: {plain(refused)}")
     if paths and not read.scanned and not read.recordings:
         raise UsageError.of(
             "there is no log that can be read",
@@ -72,14 +72,14 @@ def _show(found: "Diagnosis", *, every: bool, timeline: bool) -> None:
         return
     from unisono.diagnose.lines import redacted
 
-    speak = output()
+    printer = output()
     for line in _lines(found, every=every):
-        speak.result(redacted(line))
+        printer.result(redacted(line))
     if timeline:
-        speak.result("")
+        printer.result("")
         for line in _drawn(found):  # contains labels only, and colours
-            speak.verbatim(line)
-    speak.say(f"More on it: unisono explain {found.verdict.cause}")
+            printer.verbatim(line)
+    printer.notify(f"More on it: unisono explain {found.verdict.cause}")
 
 
 def _lines(found: "Diagnosis", *, every: bool) -> Iterator[str]:
@@ -138,12 +138,14 @@ def logs(
     from unisono.rundir.merged_logs import followed_logs, merged_logs
     from unisono.text import plain
 
-    speak = output()
-    for line in (followed_logs if follow else merged_logs)(run, on_skip=lambda text: speak.warn(plain(text))):
+    printer = output()
+    for line in (followed_logs if follow else merged_logs)(
+        run, on_skip=lambda text: printer.warn(plain(text))
+    ):
         if rank is not None and line.rank != rank:
             continue
-        if speak.json:
-            speak.emit(
+        if printer.json:
+            printer.emit(
                 {
                     "time": line.time,
                     "host": line.host,
@@ -155,4 +157,4 @@ def logs(
             )
             continue
         clock = time.strftime("%H:%M:%S", time.localtime(line.time)) if line.time else "--:--:--"
-        speak.result(f"{clock} [{plain(line.label)}] {plain(line.text)}")
+        printer.result(f"{clock} [{plain(line.label)}] {plain(line.text)}")

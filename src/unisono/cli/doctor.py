@@ -72,8 +72,8 @@ def doctor(
 
     if report is not None:
         refuse_unwritable(report, f"--report {report}", replaces=True)
-    speak = output()
-    screen = Screen(speak)
+    printer = output()
+    screen = Screen(printer)
     request = DoctorRequest(
         config,
         tuple(overrides or ()),
@@ -101,14 +101,14 @@ def doctor(
         raise typer.Exit(exit_code_of(stopped.number)) from None
     finally:
         screen.close()
-    if speak.json:
-        speak.emit({"schema": 1, "checks": [finding.to_json() for finding in examination.findings]})
+    if printer.json:
+        printer.emit({"schema": 1, "checks": [finding.to_json() for finding in examination.findings]})
     else:
         for line in report_lines(examination):
-            speak.result(line)
+            printer.result(line)
     if report is not None:
         _write(report, examination)
-        speak.say(f"the same as one page: {report}")
+        printer.notify(f"the same as one page: {report}")
     raise typer.Exit(examination.exit_code(strict=strict))
 
 

@@ -27,21 +27,21 @@ def drill(
     from unisono.drill.drills import choose
     from unisono.drill.results import drills_table, results_table
 
-    speak = output()
+    printer = output()
     chosen = choose(tuple(faults or ()))
     if list_:
-        if speak.json:
-            speak.emit({"schema": 1, "faults": [_known(drill) for drill in chosen]})
+        if printer.json:
+            printer.emit({"schema": 1, "faults": [_known(drill) for drill in chosen]})
         else:
             for line in drills_table(chosen, width=terminal_width(sys.stdout)):
-                speak.result(line)
+                printer.result(line)
         return
     with _ended_tidily():
         rows = _carry_out(chosen)
-    if speak.json:
-        speak.emit({"schema": 1, "faults": [row.to_json() for row in rows]})
+    if printer.json:
+        printer.emit({"schema": 1, "faults": [row.to_json() for row in rows]})
     for line in results_table(rows, width=terminal_width(sys.stdout)):
-        speak.result(line)
+        printer.result(line)
     raise typer.Exit(0 if all(row.is_good for row in rows) else 6)
 
 
@@ -53,11 +53,11 @@ def _carry_out(chosen: "tuple[Drill, ...]") -> "list[DrillResult]":
     rows: list[DrillResult] = []
     with Progress(output()) as progress:
 
-        def tell(drill: "Drill", text: str) -> None:
+        def on_progress(drill: "Drill", text: str) -> None:
             what = f"{len(rows) + 1} of {len(chosen)}, {drill.fault} ({drill.text}): {text}"
             progress.show({"kind": "phase", "text": what})
 
-        for drill, row in zip(chosen, run_drills(chosen, tell), strict=True):
+        for drill, row in zip(chosen, run_drills(chosen, on_progress), strict=True):
             rows.append(row)
             progress.show(
                 {"kind": "phase", "text": f"{len(rows)} of {len(chosen)}, {drill.fault}: {result_line(row)}"}

@@ -106,13 +106,13 @@ def _more(variable: "Variable") -> dict[str, object]:
 
 
 def _show(value: dict[str, object], lines: list[str]) -> None:
-    speak = output()
-    if speak.json:
-        speak.emit({"schema": 1, **value})
+    printer = output()
+    if printer.json:
+        printer.emit({"schema": 1, **value})
         return
     width = min(terminal_width(sys.stdout), _WIDEST)
     for line in lines:
-        speak.result(wrapped(line, width, hanging=0))
+        printer.result(wrapped(line, width, hanging=0))
 
 
 def _list_all() -> None:

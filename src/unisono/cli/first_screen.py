@@ -30,7 +30,7 @@ def first_screen(plan: RunPlan, facts: Mapping[str, Any]) -> list[str]:
         ("memory", _memory(plan, facts)),
         ("start", plan.resume_reason),
         ("results", plan.output_dir),
-        ("", _blind(plan)),
+        ("", _without_shared_output(plan)),
         ("", _copies(plan)),
     ]
     if plan.ignored_variables:
@@ -40,13 +40,13 @@ def first_screen(plan: RunPlan, facts: Mapping[str, Any]) -> list[str]:
     return [f"{label:<{_LABEL}}{one_line(text)}" for label, text in rows if text.strip("; ")]
 
 
-def _blind(plan: RunPlan) -> str:
+def _without_shared_output(plan: RunPlan) -> str:
     """The nodes that do not share output_dir; empty if all do."""
-    blind = [f"node {node.node_rank} ({node.host})" for node in plan.nodes if not node.shares_output]
-    if not blind:
+    names = [f"node {node.node_rank} ({node.host})" for node in plan.nodes if not node.shares_output]
+    if not names:
         return ""
-    shown = ", ".join(blind[:4]) + (f" and {len(blind) - 4} more" if len(blind) > 4 else "")
-    does, parts = ("do", "their parts") if len(blind) > 1 else ("does", "its part")
+    shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    does, parts = ("do", "their parts") if len(names) > 1 else ("does", "its part")
     how = f"; {parts} of it come over the control channel" if plan.strategy == "fsdp" else ""
     return f"{shown} {does} not see this output_dir: the complete checkpoints are here, on {plan.nodes[0].host}{how}"
 

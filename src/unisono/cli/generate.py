@@ -117,7 +117,7 @@ def _prompt(prompt: str | None) -> str:
     if prompt is not None:
         return prompt
     if sys.stdin.isatty():
-        output().say("the prompt, ended by Ctrl-D:")
+        output().notify("the prompt, ended by Ctrl-D:")
     return sys.stdin.read().rstrip("\n")
 
 
@@ -131,7 +131,7 @@ def _run(request: dict[str, Any], *, streams: bool) -> dict[str, Any]:
         def show(message: dict[str, Any]) -> None:
             if message["kind"] == "token" and shown is not None:
                 shown.show(message["text"])
-            elif shown is None or not shown.begun:
+            elif shown is None or not shown.started:
                 progress.show(message)
 
         result = run_task("generate", request, on_message=show)
@@ -146,12 +146,12 @@ class _Tokens:
     def __init__(self, progress: "Progress") -> None:
         self._progress = progress
         self._answer = AnswerWriter()
-        self.begun = False
+        self.started = False
 
     def show(self, text: str) -> None:
-        if not self.begun:
+        if not self.started:
             self._progress.close()
-            self.begun = True
+            self.started = True
         self._answer.write(text)
 
     def end(self) -> None:
@@ -165,18 +165,18 @@ def _hand_over(answers: list[dict[str, Any]], *, out: Path | None, single: bool)
     from unisono.files import write_text
     from unisono.text import plain
 
-    speak = output()
+    printer = output()
     if out is not None:
         write_text(out, "".join(json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers))
-        speak.say(f"wrote {len(answers)} answers to {out}")
-    if speak.json:
+        printer.notify(f"wrote {len(answers)} answers to {out}")
+    if printer.json:
         for answer in answers:
-            speak.emit({"schema": 1, **answer})
+            printer.emit({"schema": 1, **answer})
     elif out is None and not single:  # a single answer was streamed
         for answer in answers:
-            speak.result(f"{answer['where']}\n{plain(answer['answer'])}\n")
+            printer.result(f"{answer['where']}\n{plain(answer['answer'])}\n")
     if single and answers[0]["ended"] == "length":
-        speak.say(f"(cut at {answers[0]['tokens']} tokens; --max-tokens sets the limit)")
+        printer.notify(f"(cut at {answers[0]['tokens']} tokens; --max-tokens sets the limit)")
 
 
 _LABELS = {
@@ -233,18 +233,18 @@ def evaluate(
         "limit": limit,
         "cache_dir": str(read_environment().cache_dir),
     }
-    speak = output()
-    with Progress(speak) as progress:
+    printer = output()
+    with Progress(printer) as progress:
         result = run_task("eval", request, on_message=progress.show)
     if out is not None:
         write_text(out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in result["rows"]))
-        speak.say(f"wrote {len(result['rows'])} answers to {out}")
-    if speak.json:
+        printer.notify(f"wrote {len(result['rows'])} answers to {out}")
+    if printer.json:
         others = {name: result[name] for name in ("description", "ledger", "formats")}
-        speak.emit({"schema": 1, **result["figures"], **others})
+        printer.emit({"schema": 1, **result["figures"], **others})
         return
     for text in table(result, data):
-        speak.result(text)
+        printer.result(text)
 
 
 def table(result: dict[str, Any], data: str) -> list[str]:

@@ -29,8 +29,8 @@ def init(
     name = template or _DEFAULT
     text = template_text(name)
     if out is None:
-        speak = output()
-        speak.emit({"schema": 1, "template": name, "text": text}) if speak.json else speak.verbatim(
+        printer = output()
+        printer.emit({"schema": 1, "template": name, "text": text}) if printer.json else printer.verbatim(
             text.rstrip("\n")
         )
         return
@@ -42,7 +42,7 @@ def init(
         if name in job_names()
         else f"set `model` and `data.train` in it, then `unisono train {out}`"
     )
-    output().say(f"wrote {out}: {rest}")
+    output().notify(f"wrote {out}: {rest}")
 
 
 def template_names() -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any, TextIO
 from unisono.text import wrapped
 
 GLOBAL_FLAGS = ("--json", "--quiet", "--debug", "--version")
-_READER_GONE = (errno.EPIPE, errno.EIO)
+_READER_CLOSED = (errno.EPIPE, errno.EIO)
 """Of a pipe (`| head`); of a terminal."""
 
 
@@ -41,7 +41,7 @@ class _Stream(io.TextIOWrapper):
 
     def _lose(self, error: OSError) -> None:
         silence(self)
-        if error.errno not in _READER_GONE:
+        if error.errno not in _READER_CLOSED:
             self.lost = self.lost or error
 
 
@@ -55,8 +55,8 @@ def open_streams() -> None:
         try:
             os.fstat(fd)
         except OSError:
-            nowhere = os.open(os.devnull, flags)  # gets the lowest free number, which is this one
-            os.set_inheritable(nowhere, True)
+            devnull = os.open(os.devnull, flags)  # gets the lowest free number, which is this one
+            os.set_inheritable(devnull, True)
     if sys.stdin is None:
         sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - of a number, for the life of the process
     sys.stdout, sys.stderr = _stream(1, sys.stdout, "strict"), _stream(2, sys.stderr, "backslashreplace")
@@ -90,7 +90,7 @@ class Output:
     quiet: bool = False
     debug: bool = False
 
-    def say(self, text: str) -> None:
+    def notify(self, text: str) -> None:
         """Writes a line to stderr, unless `--quiet`."""
         if not self.quiet:
             _write(sys.stderr, text)
@@ -153,7 +153,7 @@ def _write(stream: TextIO, text: str, *, wrap: bool = True) -> None:
         stream.write(text + "\n")
         stream.flush()
     except OSError as error:
-        if error.errno not in _READER_GONE:
+        if error.errno not in _READER_CLOSED:
             raise
         silence(stream)
     except UnicodeEncodeError:  # the terminal's encoding cannot represent it, e.g. with LANG=C
@@ -178,9 +178,9 @@ def until_unread(show: Callable[[Any], None]) -> Callable[[Any], None]:
 
 def silence(stream: TextIO) -> None:
     """Discards further output, so that Python's flush at exit finds no broken pipe either."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, stream.fileno())
+    os.close(devnull)
 
 
 def terminal_width(stream: TextIO) -> int:

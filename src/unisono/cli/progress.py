@@ -80,13 +80,13 @@ class LiveLine:
 class Progress:
     """Shows the messages of a task on stderr. A context manager; the line is removed at its end."""
 
-    def __init__(self, speak: Output) -> None:
-        self._speak = speak
+    def __init__(self, printer: Output) -> None:
+        self._printer = printer
         self._line: Any = None
         self._said = ""
 
     def __enter__(self) -> Self:
-        if not self._speak.quiet and sys.stderr.isatty():
+        if not self._printer.quiet and sys.stderr.isatty():
             self._line = LiveLine()
         return self
 
@@ -114,19 +114,19 @@ class Progress:
         if self._line is not None:
             self._line.show(counted, share=done / total if total and done is not None else None)
         elif text != self._said:
-            self._speak.say(text)
+            self._printer.notify(text)
         self._said = text
 
     def _above(self, text: str) -> None:
         if self._line is not None:
             self._line.above(text)
         else:
-            self._speak.warn(text)
+            self._printer.warn(text)
 
 
 QUIET_S = 2.0
 """Shorter work shows no bar."""
-SAY_EVERY_S = 10.0
+NOTIFY_EVERY_S = 10.0
 _REDRAW_S = 0.2
 
 
@@ -147,7 +147,7 @@ class ReadingLine:
     def show(self, read_bytes: int) -> None:
         """Shows the progress, at a limited rate."""
         now = self._clock()
-        every = _REDRAW_S if self._live else SAY_EVERY_S
+        every = _REDRAW_S if self._live else NOTIFY_EVERY_S
         if now - self._began < QUIET_S or now - self._said < every:
             return
         self._said = now
@@ -155,7 +155,7 @@ class ReadingLine:
         if self._live:
             self._live.show(text, share=min(read_bytes / self._total, 1.0) if self._total else None)
         else:
-            output().say(text)
+            output().notify(text)
 
     def close(self) -> None:
         """Removes the bar."""

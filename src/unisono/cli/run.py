@@ -65,7 +65,7 @@ def run(
     from unisono.guard.guarded_run import GuardedRun
     from unisono.guard.program_request import RunRequest
 
-    speak = output()
+    printer = output()
     request = RunRequest(
         tuple(command),
         nproc=nproc,
@@ -77,13 +77,13 @@ def run(
         output_dir=output_dir,
         uneven=uneven,
         debug_comm=debug_comm,
-        json=speak.json,
+        json=printer.json,
         devices=devices,
         hosts=hosts,
         grace_s=grace,
         launcher=launcher,
     )
-    show = until_unread(RunOutput(speak).show)
+    show = until_unread(RunOutput(printer).show)
     raise typer.Exit(int(GuardedRun(request, show, _diagnosis).run()["exit_code"]))
 
 

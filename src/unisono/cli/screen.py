@@ -38,8 +38,8 @@ class Line(Protocol):
 class PlainLine:
     """Plain lines for files and pipes: at each tenth of the run, and at intervals in between."""
 
-    def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
-        self._say = say
+    def __init__(self, notify: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._notify = notify
         self._clock = clock
         self._share = 0.0
         self._next_part = 0
@@ -58,11 +58,11 @@ class PlainLine:
         if share is not None:
             self._next_part = part + 1
         self._next_time = now + _PLAIN_EVERY_S
-        self._say(text)
+        self._notify(text)
 
     def above(self, text: str) -> None:
         """Prints the line."""
-        self._say(text)
+        self._notify(text)
 
     def close(self) -> None:
         """Does nothing."""
@@ -93,13 +93,13 @@ class Screen:
     """Shows the messages of a run on stderr, and its result on stdout."""
 
     def __init__(
-        self, speak: Output, line: Line | None = None, clock: Callable[[], float] = time.monotonic
+        self, printer: Output, line: Line | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._speak = speak
-        self._line = line or _line_for(speak)
+        self._printer = printer
+        self._line = line or _line_for(printer)
         self._pace = Pace(clock)
         self._plan: RunPlan | None = None
-        self._greeted = False
+        self._header_shown = False
         self._verdict: Verdict | None = None
         self._figures: dict[str, str] = {}
 
@@ -133,21 +133,21 @@ class Screen:
 
     def _on_ready(self, message: Message) -> None:
         facts = message.get("facts")
-        if not self._greeted:
-            self._greet(facts if isinstance(facts, dict) else {})
+        if not self._header_shown:
+            self._show_header(facts if isinstance(facts, dict) else {})
 
-    def _greet(self, facts: dict[str, Any]) -> None:
+    def _show_header(self, facts: dict[str, Any]) -> None:
         assert self._plan is not None
-        self._greeted = True
+        self._header_shown = True
         for text in first_screen(self._plan, facts):
-            self._talk(text)
+            self._notify(text)
         for text in [*self._plan.warnings, *self._plan.data.warnings]:
             self._line.above(f"warning: {one_line(text)}")
 
     def _on_phase(self, message: Message) -> None:
         done, total = message.get("done"), message.get("total")
         share = done / total if isinstance(done, int | float) and total else None
-        if self._speak.quiet:
+        if self._printer.quiet:
             return
         counted = f" {min(done, total):,} of {total:,}" if share is not None and done else ""
         trains = self._pace.rate() is not None  # then the bar shows the steps
@@ -156,7 +156,7 @@ class Screen:
     def _on_step(self, message: Message) -> None:
         step = int(message["step"])
         self._pace.note(step)
-        if self._speak.quiet:
+        if self._printer.quiet:
             return
         total = self._plan.total_steps if self._plan else 0
         rate = self._pace.rate()
@@ -174,27 +174,27 @@ class Screen:
         if "eval_loss" in figures:
             self._figures["eval_loss"] = _figure(figures["eval_loss"])
         shown = ", ".join(f"{name} {_figure(value)}" for name, value in figures.items())
-        self._talk(f"evaluation at step {message.get('step')}: {shown}")
+        self._notify(f"evaluation at step {message.get('step')}: {shown}")
 
     def _on_sample(self, message: Message) -> None:
         width = terminal_width(sys.stderr) or _SAMPLE_WIDTH
         prompt = shortened(one_line(str(message.get("prompt", ""))), width * 2 // 5)
         answer = one_line(str(message.get("text", "")))
-        self._talk(f"  {prompt} → {shortened(answer, width - columns(prompt) - len('   → '))}")
+        self._notify(f"  {prompt} → {shortened(answer, width - columns(prompt) - len('   → '))}")
 
     def _on_checkpoint(self, message: Message) -> None:
         size = f", {show_bytes(message['bytes'])}" if message.get("bytes") else ""
-        took = f" in {show_seconds(message['seconds'])}" if message.get("seconds") is not None else ""
-        self._talk(f"checkpoint at step {message.get('step')}{size}{took}")
+        duration = f" in {show_seconds(message['seconds'])}" if message.get("seconds") is not None else ""
+        self._notify(f"checkpoint at step {message.get('step')}{size}{duration}")
 
     def _on_warning(self, message: Message) -> None:
         fix = f" ({one_line(str(message['fix']))})" if message.get("fix") else ""
-        whose = message.get("place") or (f"rank {message['rank']}" if "rank" in message else "")
-        whose = f"{one_line(str(whose))}: " if whose else ""
-        self._line.above(f"warning: {whose}{one_line(str(message.get('text', '')))}{fix}")
+        source = message.get("place") or (f"rank {message['rank']}" if "rank" in message else "")
+        source = f"{one_line(str(source))}: " if source else ""
+        self._line.above(f"warning: {source}{one_line(str(message.get('text', '')))}{fix}")
 
     def _on_note(self, message: Message) -> None:
-        self._talk(one_line(str(message.get("text", ""))))
+        self._notify(one_line(str(message.get("text", ""))))
 
     def _on_verdict(self, message: Message) -> None:
         """Shows the summary immediately; the block with evidence and fix follows at the end."""
@@ -218,12 +218,12 @@ class Screen:
         self.close()
         alone = self._plan is not None and len(self._plan.nodes) == 1
         for text in ending(message, Path.cwd(), alone=alone):
-            self._speak.result(text)
+            self._printer.result(text)
         self._verdict = verdict
         self._show_verdict()
 
-    def _talk(self, text: str) -> None:
-        if not self._speak.quiet:
+    def _notify(self, text: str) -> None:
+        if not self._printer.quiet:
             self._line.above(text)
 
 
@@ -232,20 +232,20 @@ class JsonLines:
 
     _KINDS = ("plan", "step", "eval", "checkpoint", "warning", "verdict", "result")
 
-    def __init__(self, speak: Output) -> None:
-        self._speak = speak
+    def __init__(self, printer: Output) -> None:
+        self._printer = printer
 
     def show(self, message: Message) -> None:
         """Writes the message if programs need it."""
         if message["kind"] in self._KINDS:
-            self._speak.emit(message)
+            self._printer.emit(message)
 
     def close(self) -> None:
         """Does nothing."""
 
 
-def ending(result: Message, here: Path, *, alone: bool = False) -> list[str]:
-    """The last lines: the outcome, the path of the result, and the next command; paths relative to `here`. `alone`: the job has one node."""
+def ending(result: Message, cwd: Path, *, alone: bool = False) -> list[str]:
+    """The last lines: the outcome, the path of the result, and the next command; paths relative to `cwd`. `alone`: the job has one node."""
     output_dir = str(result.get("output_dir", ""))
     figures = [f"step {result.get('step', 0):,}"]
     if result.get("loss") is not None:
@@ -269,13 +269,13 @@ def ending(result: Message, here: Path, *, alone: bool = False) -> list[str]:
             return [*lines, f"checkpoints: on {result['held_by']}, in its output_dir"]
         return [*lines, f"result: {found or output_dir}, on {result['held_by']}"]
     if result.get("outcome") == "completed":
-        weights = _near(str(result.get("weights") or output_dir), here)
-        return [*lines, f"result: {weights}", f"next:   unisono chat {_near(output_dir, here)}"]
+        weights = _near(str(result.get("weights") or output_dir), cwd)
+        return [*lines, f"result: {weights}", f"next:   unisono chat {_near(output_dir, cwd)}"]
     checkpoint = result.get("checkpoint")
     none = "there is no checkpoint yet"
     if verdict.get("cause") == "output_removed":  # its checkpoints are where the directory went
-        none = f"checkpoint: none of this run is at {_near(output_dir, here)}"
-    lines.append(f"checkpoint: {_near(checkpoint, here)}" if checkpoint else none)
+        none = f"checkpoint: none of this run is at {_near(output_dir, cwd)}"
+    lines.append(f"checkpoint: {_near(checkpoint, cwd)}" if checkpoint else none)
     if result.get("exit_code") in (75, 130):
         lines.append("next:   the same command " + ("resumes from it" if checkpoint else "starts at step 1"))
     return lines
@@ -293,17 +293,17 @@ def _evaluation(figures: dict[str, Any]) -> list[str]:
     return [f"evaluation: {', '.join(shown)}"] if shown else []
 
 
-def _near(path: str, here: Path) -> str:
+def _near(path: str, cwd: Path) -> str:
     """A path to type."""
-    return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
+    return str(Path(path).relative_to(cwd)) if Path(path).is_relative_to(cwd) else path
 
 
-def _line_for(speak: Output) -> Line:
-    if sys.stderr.isatty() and not speak.quiet:
+def _line_for(printer: Output) -> Line:
+    if sys.stderr.isatty() and not printer.quiet:
         from unisono.cli.progress import LiveLine
 
         return LiveLine()
-    return PlainLine(speak.warn)
+    return PlainLine(printer.warn)
 
 
 def _is_number(value: Any) -> bool:
@@ -320,20 +320,20 @@ _FOR_PROGRAMS = ("verdict", "result")
 class RunOutput:
     """Shows messages as lines with the prefix `unisono:`, to tell them apart from the program's output."""
 
-    def __init__(self, speak: Output) -> None:
-        self._speak = speak
+    def __init__(self, printer: Output) -> None:
+        self._printer = printer
         self._verdict: Verdict | None = None
 
     def show(self, message: Message) -> None:
         """Shows one message."""
-        if self._speak.json and message["kind"] in _FOR_PROGRAMS:
-            self._speak.emit(message)
+        if self._printer.json and message["kind"] in _FOR_PROGRAMS:
+            self._printer.emit(message)
         match message["kind"]:
             case "note":
-                self._speak.say(f"unisono: {one_line(str(message.get('text', '')))}")
+                self._printer.notify(f"unisono: {one_line(str(message.get('text', '')))}")
             case "warning":
                 fix = f" ({one_line(str(message['fix']))})" if message.get("fix") else ""
-                self._speak.warn(f"unisono: warning: {one_line(str(message.get('text', '')))}{fix}")
+                self._printer.warn(f"unisono: warning: {one_line(str(message.get('text', '')))}{fix}")
             case "verdict":
                 self._on_verdict(message)
             case "result":
@@ -345,20 +345,20 @@ class RunOutput:
         """Shows the summary immediately; the block with evidence and fix follows at the end."""
         body = {name: value for name, value in message.items() if name not in ("kind", "time")}
         self._verdict = Verdict.from_json(body)
-        self._speak.warn(f"unisono: {self._verdict.summary}  [{self._verdict.cause}]")
+        self._printer.warn(f"unisono: {self._verdict.summary}  [{self._verdict.cause}]")
 
     def _on_result(self, message: Message) -> None:
         verdict = Verdict.from_json(message["verdict"]) if message.get("verdict") else None
         for line in verdict.lines() if verdict is not None else ():
-            self._speak.warn(line)
-        took = show_seconds(float(message.get("wall_time_s") or 0.0))
+            self._printer.warn(line)
+        duration = show_seconds(float(message.get("wall_time_s") or 0.0))
         outcome = message.get("outcome")
         where = f" · {message['output_dir']}" if message.get("output_dir") else ""
         if outcome == "disagreed":
-            self._speak.warn(
+            self._printer.warn(
                 "unisono: disagreed: the program was started on no node"
                 if not where
-                else f"unisono: disagreed · {took}{where}"
+                else f"unisono: disagreed · {duration}{where}"
             )
             return
-        self._speak.say(f"unisono: {outcome}: exit code {message.get('exit_code')} · {took}{where}")
+        self._printer.notify(f"unisono: {outcome}: exit code {message.get('exit_code')} · {duration}{where}")

@@ -143,8 +143,8 @@ def _train(request: "TrainRequest") -> int:
     from unisono.cli.screen import JsonLines, Screen
     from unisono.cluster.launchers import run_launcher
 
-    speak = output()
-    screen = JsonLines(speak) if speak.json else Screen(speak)
+    printer = output()
+    screen = JsonLines(printer) if printer.json else Screen(printer)
 
     try:
         return int(run_launcher(request, until_unread(screen.show))["exit_code"])
@@ -158,44 +158,44 @@ def _show_plan(request: "TrainRequest") -> None:
     from unisono.cluster.launchers import plan_only
     from unisono.launch.outcome import dry_result
 
-    speak = output()
+    printer = output()
     if request.launcher == "slurm":
         from unisono.cluster.slurm.batch_job import script_for
 
         script = script_for(request)
-        speak.emit({"kind": "script", "text": script}) if speak.json else speak.verbatim(script)
+        printer.emit({"kind": "script", "text": script}) if printer.json else printer.verbatim(script)
         return
-    screen = Screen(speak)
+    screen = Screen(printer)
     try:
         plan = plan_only(request, screen.show)
     finally:
         screen.close()
-    if speak.json:
-        speak.emit({"kind": "plan", **plan.to_json()})
-        speak.emit({"kind": "result", **dry_result(plan)})
+    if printer.json:
+        printer.emit({"kind": "plan", **plan.to_json()})
+        printer.emit({"kind": "result", **dry_result(plan)})
         return
     for text in first_screen(plan, {}):
-        speak.result(text)
-    speak.result("")
+        printer.result(text)
+    printer.result("")
     for name, origin in sorted(plan.origins.items()):
-        speak.result(f"{name:<28} {origin}")
+        printer.result(f"{name:<28} {origin}")
     for text in [*plan.warnings, *plan.data.warnings]:
-        speak.result(f"warning: {text}")
+        printer.result(f"warning: {text}")
 
 
 def _rehearse(request: "TrainRequest") -> int:
     from unisono.cli.screen import Screen
     from unisono.launch.rehearsal import rehearse, summary
 
-    speak = output()
-    screen = Screen(speak)
+    printer = output()
+    screen = Screen(printer)
     try:
         done = rehearse(request, screen.show)
     finally:
         screen.close()
-    if speak.json:
-        speak.emit({"kind": "result", **done.to_json()})
+    if printer.json:
+        printer.emit({"kind": "result", **done.to_json()})
     else:
         for text in summary(done):
-            speak.result(text)
+            printer.result(text)
     return done.exit_code

@@ -64,7 +64,7 @@ class Connection(asyncio.Protocol, ABC):
         self.parser = parser
         self.seal: Seal | None = None
         self.transport: asyncio.Transport | None = None
-        self.heard = self.spoke = time.monotonic()
+        self.last_received = self.last_sent = time.monotonic()
         self.address = ""
         self.silence: Silence | None = None
         """Why the connection was ended, by this side or (`gave_up`) by the other one."""
@@ -93,7 +93,7 @@ class Connection(asyncio.Protocol, ABC):
         """Called by asyncio."""
         if self._ending:
             return
-        self.heard = time.monotonic()
+        self.last_received = time.monotonic()
         try:
             self.parser.feed(data)
             while (frame := self.parser.take()) is not None:
@@ -125,7 +125,7 @@ class Connection(asyncio.Protocol, ABC):
         """Seconds since the last received byte if suspiciously long, else 0."""
         if self.silence is not None:
             return self.silence.silent_s
-        passed = time.monotonic() - self.heard
+        passed = time.monotonic() - self.last_received
         return passed if passed > SUSPECT_S else 0.0
 
     def write(self, body: bytes) -> None:
@@ -135,14 +135,14 @@ class Connection(asyncio.Protocol, ABC):
         if self.transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
             self.abort(f"it left {MAX_UNREAD_BYTES >> 20} MiB unread")
             return
-        self.spoke = time.monotonic()
+        self.last_sent = time.monotonic()
         self.transport.write(self.seal.close(body))
 
     def beat(self, now: float) -> None:
         """Sends a ping if nothing was sent for a while; ends the connection if the other side is silent for too long."""
-        if now - self.heard > SILENCE_S:
-            self._give_up(now - self.heard)
-        elif now - self.spoke >= BEAT_S * 0.9:
+        if now - self.last_received > SILENCE_S:
+            self._give_up(now - self.last_received)
+        elif now - self.last_sent >= BEAT_S * 0.9:
             self.write(PING)
 
     def _give_up(self, silent_s: float) -> None:
@@ -209,7 +209,7 @@ class Heartbeats:
         for connection in present():
             if pause_s > BEAT_S:
                 # This process was stopped or starved: that is not the peer's silence.
-                connection.heard = min(now, connection.heard + pause_s)
+                connection.last_received = min(now, connection.last_received + pause_s)
             connection.beat(now)
         self._again(present)
 

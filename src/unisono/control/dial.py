@@ -117,14 +117,14 @@ def dial_head(
         Disagreed: with a verdict; see NodeLink.connect.
     """
     began = time.monotonic()
-    strange = 0
+    foreign = 0
     while True:
         try:
             return _dial_once(caller, began + timeout_s)
         except _NoAnswer as error:
             waited_s = time.monotonic() - began
-            strange = strange + 1 if error.believed_after else 0
-            if strange and strange >= error.believed_after:
+            foreign = foreign + 1 if error.believed_after else 0
+            if foreign and foreign >= error.believed_after:
                 raise foreign_program_error(caller.me, caller.address, str(error)) from error
             if waited_s >= timeout_s or (error.lasting and waited_s > _UNKNOWN_HOST_S):
                 raise _timeout_error(caller, error, waited_s) from error

@@ -58,9 +58,9 @@ class EchoSession:
     reader: Reader
     writer: Writer
     sends: bytes
-    hears: bytes
+    receives: bytes
     _sent: int = 0
-    _heard: int = 0
+    _received: int = 0
 
     async def send(self, body: bytes) -> None:
         """Sends one message."""
@@ -88,10 +88,10 @@ class EchoSession:
             NotOurs: if it does not fit.
         """
         body = await self.reader.readexactly(length)
-        wanted = hmac.digest(self.key, self.hears + self._heard.to_bytes(8, "big") + body, "sha256")
+        wanted = hmac.digest(self.key, self.receives + self._received.to_bytes(8, "big") + body, "sha256")
         if not hmac.compare_digest(mac, wanted):
             raise ForeignPeer("a message whose proof does not fit")
-        self._heard += 1
+        self._received += 1
         return body
 
 
@@ -105,18 +105,18 @@ async def prove_as_dialer(reader: Reader, writer: Writer, key: bytes) -> EchoSes
         NotOurs: if the other side is a different program, or of a different job.
         asyncio.IncompleteReadError: if it closes.
     """
-    mine = secrets.token_bytes(NONCE_BYTES)
-    writer.write(CALLS + mine)
+    own_nonce = secrets.token_bytes(NONCE_BYTES)
+    writer.write(CALLS + own_nonce)
     await writer.drain()
-    said = await reader.readexactly(len(ANSWERS))
-    if said != ANSWERS:
-        raise ForeignPeer(f"a different program: it begins with `{repr(said)[2:-1]}`")
-    theirs = await reader.readexactly(NONCE_BYTES)
-    if not hmac.compare_digest(await reader.readexactly(MAC_BYTES), _proof(key, b"<", mine, theirs)):
+    answer = await reader.readexactly(len(ANSWERS))
+    if answer != ANSWERS:
+        raise ForeignPeer(f"a different program: it begins with `{repr(answer)[2:-1]}`")
+    peer_nonce = await reader.readexactly(NONCE_BYTES)
+    if not hmac.compare_digest(await reader.readexactly(MAC_BYTES), _proof(key, b"<", own_nonce, peer_nonce)):
         raise ForeignPeer("unisono with a different job or token")
-    writer.write(_proof(key, b">", mine, theirs))
+    writer.write(_proof(key, b">", own_nonce, peer_nonce))
     await writer.drain()
-    return EchoSession(_proof(key, b"=", mine, theirs), reader, writer, b">", b"<")
+    return EchoSession(_proof(key, b"=", own_nonce, peer_nonce), reader, writer, b">", b"<")
 
 
 async def prove_as_listener(reader: Reader, writer: Writer, key: bytes) -> EchoSession:
@@ -128,13 +128,13 @@ async def prove_as_listener(reader: Reader, writer: Writer, key: bytes) -> EchoS
     """
     if await reader.readexactly(len(CALLS)) != CALLS:
         raise ForeignPeer("a different program")
-    theirs = await reader.readexactly(NONCE_BYTES)
-    mine = secrets.token_bytes(NONCE_BYTES)
-    writer.write(ANSWERS + mine + _proof(key, b"<", theirs, mine))
+    peer_nonce = await reader.readexactly(NONCE_BYTES)
+    own_nonce = secrets.token_bytes(NONCE_BYTES)
+    writer.write(ANSWERS + own_nonce + _proof(key, b"<", peer_nonce, own_nonce))
     await writer.drain()
-    if not hmac.compare_digest(await reader.readexactly(MAC_BYTES), _proof(key, b">", theirs, mine)):
+    if not hmac.compare_digest(await reader.readexactly(MAC_BYTES), _proof(key, b">", peer_nonce, own_nonce)):
         raise ForeignPeer("no proof")
-    return EchoSession(_proof(key, b"=", theirs, mine), reader, writer, b"<", b">")
+    return EchoSession(_proof(key, b"=", peer_nonce, own_nonce), reader, writer, b"<", b">")
 
 
 def _proof(key: bytes, side: bytes, called: bytes, answered: bytes) -> bytes:
@@ -150,7 +150,7 @@ class EchoListener:
     """
 
     def __init__(
-        self, address: str, key: bytes, *, ports: int = PORTS, talk: "SessionHandler | None" = None
+        self, address: str, key: bytes, *, ports: int = PORTS, handler: "SessionHandler | None" = None
     ) -> None:
         """Binds.
 
@@ -158,14 +158,14 @@ class EchoListener:
             address: literal, one of this machine's; never 0.0.0.0.
             key: of `reach_key`.
             ports: how many.
-            talk: handles an authenticated caller; None: messages are echoed.
+            handler: handles an authenticated caller; None: messages are echoed.
 
         Raises:
             OSError: if the address is not this machine's.
         """
         self.address = address
         self._key = key
-        self._talk = talk
+        self._handler = handler
         self._sockets = list(_bound(address, ports))
         self.ports = [sock.getsockname()[1] for sock in self._sockets]
         self._handlers: set[asyncio.Task[None]] = set()
@@ -238,8 +238,8 @@ class EchoListener:
                 session = await prove_as_listener(reader, writer, self._key)
         finally:
             self._unproven -= 1
-        if self._talk is not None:
-            await self._talk(session)
+        if self._handler is not None:
+            await self._handler(session)
             return
         for _ in range(_MAX_MESSAGES):
             async with asyncio.timeout(_IDLE_S):

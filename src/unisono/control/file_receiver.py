@@ -124,7 +124,7 @@ class FileReceiver:
         for thread in threads:
             thread.join(max(0.0, limit - time.monotonic()))  # one whose disk does not answer is left behind
 
-    def heard(self, caller: IncomingConnection, item: Body | Piece) -> None:
+    def receive(self, caller: IncomingConnection, item: Body | Piece) -> None:
         """A frame of a file transfer. Runs in the channel's thread."""
         if isinstance(item, Piece):
             incoming = self._known.get((caller, item.transfer))
@@ -139,7 +139,7 @@ class FileReceiver:
             why = one_line(str(item.get("why", "")), limit=500)
             incoming.items.put(None if item["t"] == "sent" else _StopReason(why))
 
-    def gone(self, caller: IncomingConnection) -> None:
+    def drop(self, caller: IncomingConnection) -> None:
         """The end of a connection. Runs in the channel's thread."""
         with self._lock:
             found = [incoming for (of, _), incoming in self._known.items() if of is caller]
@@ -255,7 +255,7 @@ class FileReceiver:
                 _subtract(self._open, incoming.caller)
         seconds = time.monotonic() - incoming.began
         size, digest = offer.content.bytes, offer.content.xxh3_128
-        self._server.tell(FileReceived(offer.node_rank, offer.label, path, size, digest, seconds, why))
+        self._server.post(FileReceived(offer.node_rank, offer.label, path, size, digest, seconds, why))
         self._server.reply(incoming.caller, {"t": "done", "id": offer.transfer, "why": why})
 
 

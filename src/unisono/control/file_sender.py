@@ -152,7 +152,7 @@ class FileSender:
         self._may_send = 0
         self._done: str | None = None
         self._lost = ""
-        link.hear_of_files(self._heard)
+        link.set_file_handler(self._on_body)
         self._thread = threading.Thread(target=self._work, name="unisono.transfers", daemon=True)
         self._thread.start()
 
@@ -194,7 +194,7 @@ class FileSender:
         self._thread.join(_CLOSING_S)  # a disk that does not answer is left behind
         self._ended.close()
 
-    def _heard(self, body: Body) -> None:
+    def _on_body(self, body: Body) -> None:
         """In the channel's thread."""
         with self._changed:
             match body:

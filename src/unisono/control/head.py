@@ -41,10 +41,10 @@ _MAX_REJECTIONS = 256
 class FileSink(Protocol):
     """Receives files that nodes send. Runs in the channel's thread, so it must not block."""
 
-    def heard(self, caller: "IncomingConnection", item: Body | Piece) -> None:
+    def receive(self, caller: "IncomingConnection", item: Body | Piece) -> None:
         """An offer, a piece, or the end of a file. Raises Malformed for anything that a valid node never sends."""
 
-    def gone(self, caller: "IncomingConnection") -> None:
+    def drop(self, caller: "IncomingConnection") -> None:
         """The connection has ended."""
 
 
@@ -74,9 +74,11 @@ class Head:
         self.open: set[IncomingConnection] = (
             set()
         )  # all of these, and those whose last bytes are on their way
-        self.last_word: bytes | None = None
-        self.words = 0  # how many last words there have been: an acknowledgement says which one it means
-        self.taker: FileSink | None = None
+        self.last_body: bytes | None = None
+        self.last_number = (
+            0  # how many last words there have been: an acknowledgement says which one it means
+        )
+        self.file_sink: FileSink | None = None
         self.left_out: dict[int, str] = {}  # nodes that may not come in any more, and why
         self.closing = False
         self.empty = asyncio.Event()
@@ -92,7 +94,7 @@ class Head:
         """All authenticated connections."""
         return [*self.members.values(), *self.late]
 
-    def came(self, caller: "IncomingConnection") -> None:
+    def on_connected(self, caller: "IncomingConnection") -> None:
         """A new connection, not yet authenticated."""
         self.unproven[caller] = None
         self.open.add(caller)
@@ -112,7 +114,7 @@ class Head:
             epoch=self.epoch,
             nodes=self.nodes,
             holder=holder,
-            settled=self.last_word is not None,
+            settled=self.last_body is not None,
             left_out=self.left_out.get(hello.node_rank, ""),
         )
 
@@ -121,7 +123,7 @@ class Head:
         self.unproven.pop(caller, None)
         welcome = {"t": "welcome", "run_nonce": self.run, "epoch": self.epoch, "wall": time.time()}
         caller.write(encode({**welcome, "welcome": self.welcome}))
-        if self.last_word is None:
+        if self.last_body is None:
             earlier = self.members.get(hello.node_rank)
             self.members[hello.node_rank] = caller
             if earlier is not None:
@@ -139,15 +141,15 @@ class Head:
                 hello.node_rank,
             ),
         )
-        caller.write(self.last_word)
+        caller.write(self.last_body)
 
     def left(self, caller: "IncomingConnection", why: str) -> None:
         """A connection has ended."""
         self.open.discard(caller)
         self.unproven.pop(caller, None)
         self.late.discard(caller)
-        if self.taker is not None:
-            self.taker.gone(caller)
+        if self.file_sink is not None:
+            self.file_sink.drop(caller)
         hello = caller.hello
         if hello is not None and self.members.get(hello.node_rank) is caller:
             del self.members[hello.node_rank]
@@ -164,11 +166,11 @@ class Head:
     def turn_away(self, caller: "IncomingConnection", event: Rejected) -> None:
         """Reports a rejection to the front; for unauthenticated callers at a limited rate, so that memory is bounded."""
         self.unproven.pop(caller, None)
-        if event.kind in ("token", "malformed") and not self._is_news(caller, event):
+        if event.kind in ("token", "malformed") and not self._is_new(caller, event):
             return
         self.inbox.put(event)
 
-    def _is_news(self, caller: "IncomingConnection", event: Rejected) -> bool:
+    def _is_new(self, caller: "IncomingConnection", event: Rejected) -> bool:
         """Whether this rejection was not reported in the last seconds, and the limit is not reached."""
         now = time.monotonic()
         recent = {key: at for key, at in self._rejections.items() if now - at < _SAME_REJECTION_S}
@@ -177,14 +179,14 @@ class Head:
         self._rejections = {**recent, key: now} if is_new else recent
         return is_new
 
-    def said(self, node_rank: int, message: dict[str, Any]) -> None:
+    def on_message(self, node_rank: int, message: dict[str, Any]) -> None:
         """A message of a node."""
         self.inbox.put(NodeMessage(node_rank, message))
 
     def transfers(self, caller: "IncomingConnection", item: Body | Piece) -> None:
         """A frame of a file transfer of a node."""
-        if self.taker is not None:
-            self.taker.heard(caller, item)
+        if self.file_sink is not None:
+            self.file_sink.receive(caller, item)
         elif isinstance(item, dict) and item["t"] == "offer":
             caller.write(
                 encode({"t": "done", "id": item["id"], "why": "the head is not accepting files now"})
@@ -199,21 +201,21 @@ class Head:
         if node_rank in self.members:
             self.members[node_rank].write(body)
 
-    def tell_all(self, body: bytes) -> None:
+    def broadcast(self, body: bytes) -> None:
         """Sends to all connected nodes."""
         for member in list(self.members.values()):
             member.write(body)
 
-    def settle(self, message: dict[str, Any]) -> None:
+    def send_last(self, message: dict[str, Any]) -> None:
         """Sends the last message to all connected nodes; nodes that connect later receive it in `admit`."""
-        self.words += 1
-        self.last_word = encode({"t": "last", "n": self.words, "m": message})
+        self.last_number += 1
+        self.last_body = encode({"t": "last", "n": self.last_number, "m": message})
         for caller in self.present():
-            caller.write(self.last_word)
+            caller.write(self.last_body)
 
     def acknowledged(self, caller: "IncomingConnection") -> bool:
         """Whether it has acknowledged the last message."""
-        return self.last_word is not None and caller.acknowledged == self.words
+        return self.last_body is not None and caller.acknowledged == self.last_number
 
     def close(self) -> None:
         """Says goodbye to every node that has the last message, or to all at once if there is none."""
@@ -224,7 +226,7 @@ class Head:
 
     def dismiss(self, caller: "IncomingConnection") -> None:
         """Says goodbye to a node once it has the last message. The node then closes."""
-        if self.closing and (self.last_word is None or self.acknowledged(caller)):
+        if self.closing and (self.last_body is None or self.acknowledged(caller)):
             caller.write(BYE)
 
     def look_whether_empty(self) -> None:
@@ -266,7 +268,7 @@ class IncomingConnection(Connection):
         """The node, for messages."""
         assert self.hello is not None
         now = time.monotonic()
-        silent_s = now - self.heard
+        silent_s = now - self.last_received
         silent = f", silent for {silent_s:.0f} s" if silent_s > SUSPECT_S else ""
         return f"{self.hello.host} ({self.ip()}, process {self.hello.pid}, connected for {now - self._came:.0f} s{silent})"
 
@@ -281,7 +283,7 @@ class IncomingConnection(Connection):
         self._deadline = loop.call_later(
             PROOF_S, self.give_up, "malformed", f"did not authenticate within {PROOF_S:.0f} s"
         )
-        self._head.came(self)
+        self._head.on_connected(self)
 
     def data_received(self, data: bytes) -> None:
         """Called by asyncio; sends the greeting after the caller's preamble."""
@@ -295,7 +297,7 @@ class IncomingConnection(Connection):
             self._prove(frame)
         else:
             assert self.seal is not None
-            self._hear(decode_frame(self.seal.unseal(frame)))
+            self._on_body(decode_frame(self.seal.unseal(frame)))
 
     def malformed(self, error: Malformed) -> None:
         """The received bytes are not valid."""
@@ -347,9 +349,9 @@ class IncomingConnection(Connection):
             self.write(encode(refusal.to_body()))  # without proof: it could not check one
             self.give_up("token", f"{name or 'a caller'} {refusal.text}", node_rank=node_rank)
             return
-        self._let_in(Hello.from_body(body), self._greeting)
+        self._authenticate(Hello.from_body(body), self._greeting)
 
-    def _let_in(self, hello: Hello, greeting: Greeting) -> None:
+    def _authenticate(self, hello: Hello, greeting: Greeting) -> None:
         self.seal = session_seal(self._head.token, greeting, hello, sends=TO_NODE)
         refusal = self._head.refusal_of(hello)
         if refusal is not None and refusal.kind != "late":
@@ -364,7 +366,7 @@ class IncomingConnection(Connection):
         self.parser.limit = PROVEN_BYTES
         self._head.admit(self, hello)
 
-    def _hear(self, body: Body | Piece) -> None:
+    def _on_body(self, body: Body | Piece) -> None:
         assert self.hello is not None
         match body:
             case Piece() | {"t": "offer" | "sent" | "withdraw", "id": int()}:
@@ -372,7 +374,7 @@ class IncomingConnection(Connection):
             case {"t": "ping"}:
                 pass
             case {"t": "say", "m": dict() as message}:
-                self._head.said(self.hello.node_rank, message)
+                self._head.on_message(self.hello.node_rank, message)
             case {"t": "clock"}:
                 self.write(encode({"t": "clock", "wall": time.time()}))
             case {"t": "ack", "n": int() as number}:

@@ -75,7 +75,7 @@ class NodeLink:
         self._inbox: Inbox[NodeMessage | Left] = Inbox()
         self._closed = False
         CHANNEL_THREAD.enter()
-        self._line = CHANNEL_THREAD.run(_bring_to_life(called, head_host, self._inbox))
+        self._line = CHANNEL_THREAD.run(_start_line(called, head_host, self._inbox))
 
     def receive(self, timeout_s: float) -> list[NodeMessage | Left]:
         """Everything received since the last call, in order; waits up to `timeout_s` for the first."""
@@ -97,17 +97,17 @@ class NodeLink:
         """Sends a piece of a file, or what is to be said of one. For control.file_sender, which bounds how much is on its way."""
         CHANNEL_THREAD.post(self._line.write, encode_piece(part) if isinstance(part, Piece) else encode(part))
 
-    def hear_of_files(self, heard: Callable[[Body], None]) -> None:
+    def set_file_handler(self, handler: Callable[[Body], None]) -> None:
         """Sets the receiver of the head's messages about files, called in the channel's thread; at the end of the connection with {"t": "gone", "why"}."""
-        CHANNEL_THREAD.run(self._line.hear_of_files(heard))
+        CHANNEL_THREAD.run(self._line.set_file_handler(handler))
 
     def close(self) -> None:
         """Says goodbye, and waits a moment until the head has received it and everything sent before."""
         if self._closed:
             return
         self._closed = True
-        CHANNEL_THREAD.post(self._line.say_goodbye)
-        self._line.gone.wait(_GOODBYE_S)
+        CHANNEL_THREAD.post(self._line.send_goodbye)
+        self._line.closed_event.wait(_GOODBYE_S)
         CHANNEL_THREAD.run(self._line.cut())
         CHANNEL_THREAD.leave()
         self._inbox.close()
@@ -120,7 +120,7 @@ class _Line(Connection):
         super().__init__(called.parser)
         self.seal = called.seal
         self.parser.limit = PROVEN_BYTES
-        self.gone = threading.Event()
+        self.closed_event = threading.Event()
         self._early = called.early
         self._of_files: Callable[[Body], None] | None = None
         self._head_host = head_host
@@ -136,7 +136,7 @@ class _Line(Connection):
         self._pulse.start(lambda: [self])
         try:
             for body in self._early:
-                self._hear(body)
+                self._on_body(body)
         except Malformed as error:
             self.malformed(error)
         self.data_received(b"")  # what the dialling has read and not used
@@ -144,7 +144,7 @@ class _Line(Connection):
     def arrived(self, frame: tuple[bytes, bytes]) -> None:
         """A frame of the head."""
         assert self.seal is not None
-        self._hear(self.seal.open(frame))
+        self._on_body(self.seal.open(frame))
 
     def malformed(self, error: Malformed) -> None:
         """Frames were changed, repeated or dropped on the way."""
@@ -163,10 +163,10 @@ class _Line(Connection):
             self._inbox.put(
                 Left(HEAD_RANK, self._head_host, why, self._clean, self.quiet_s, is_cut, self.gave_up)
             )
-        self.gone.set()
+        self.closed_event.set()
         self._over.set()
 
-    def say_goodbye(self) -> None:
+    def send_goodbye(self) -> None:
         """Sends the goodbye after everything else; the head then closes."""
         self._leaving = True
         self.write(BYE)
@@ -176,13 +176,13 @@ class _Line(Connection):
         self.abort("closed")
         await self._over.wait()
 
-    async def hear_of_files(self, heard: Callable[[Body], None]) -> None:
+    async def set_file_handler(self, handler: Callable[[Body], None]) -> None:
         """Sets the receiver of messages about files."""
-        self._of_files = heard
+        self._of_files = handler
         if self._over.is_set():
-            heard({"t": "gone", "why": "the connection has ended"})
+            handler({"t": "gone", "why": "the connection has ended"})
 
-    def _hear(self, body: Body) -> None:
+    def _on_body(self, body: Body) -> None:
         match body:
             case {"t": "ping"} | {"t": "clock"}:
                 pass
@@ -203,7 +203,7 @@ class _Line(Connection):
                 raise Malformed("sent a frame of unknown type")
 
 
-async def _bring_to_life(called: DialedConnection, head_host: str, inbox: Inbox[NodeMessage | Left]) -> _Line:
+async def _start_line(called: DialedConnection, head_host: str, inbox: Inbox[NodeMessage | Left]) -> _Line:
     called.sock.setblocking(False)
     line = _Line(called, head_host, inbox)
     await asyncio.get_running_loop().create_connection(lambda: line, sock=called.sock)

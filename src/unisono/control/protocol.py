@@ -218,8 +218,8 @@ class Seal:
     def __init__(self, key: bytes, *, sends: bytes) -> None:
         self._key = key
         self._sends = sends
-        self._hears = TO_NODE if sends == TO_HEAD else TO_HEAD
-        self._sent = self._heard = 0
+        self._receives = TO_NODE if sends == TO_HEAD else TO_HEAD
+        self._sent = self._received = 0
 
     def close(self, body: bytes) -> bytes:
         """The complete frame of `body`."""
@@ -243,9 +243,9 @@ class Seal:
             Forged: if the check fails.
         """
         mac, body = frame
-        if not hmac.compare_digest(mac, self._mac(self._hears, self._heard, body)):
+        if not hmac.compare_digest(mac, self._mac(self._receives, self._received, body)):
             raise Forged("sent a frame with a wrong MAC")
-        self._heard += 1
+        self._received += 1
         return body
 
     def _mac(self, direction: bytes, sequence: int, body: bytes) -> bytes:

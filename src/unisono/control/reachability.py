@@ -121,10 +121,10 @@ def choose_peers(nodes: Sequence[Peer], node_rank: int, *, most: int = MAX_PEERS
     others = [peer for peer in ordered if peer.node_rank != node_rank]
     if len(others) <= most:
         return others
-    here = next(place for place, peer in enumerate(ordered) if peer.node_rank == node_rank)
+    own_place = next(place for place, peer in enumerate(ordered) if peer.node_rank == node_rank)
     steps = [way * (1 << power) for power in range((most + 1) // 2) for way in (1, -1)][:most]
-    places = dict.fromkeys((here + step) % len(ordered) for step in steps)
-    chosen = [ordered[place] for place in places if place != here]
+    places = dict.fromkeys((own_place + step) % len(ordered) for step in steps)
+    chosen = [ordered[place] for place in places if place != own_place]
     head = ordered[0]
     if head.node_rank != node_rank and head not in chosen:
         chosen.append(Peer(head.node_rank, head.host, head.address, head.ports[:1], brief=True))
@@ -185,12 +185,12 @@ class _Dial:
             return self._ended("unreachable", error.strerror or str(error))
         reader, writer = await asyncio.open_connection(sock=sock)
         try:
-            return await self._talk(reader, writer, key, sock)
+            return await self._run_session(reader, writer, key, sock)
         finally:
             writer.transport.abort()
             await asyncio.sleep(0)  # lets the transport close its socket
 
-    async def _talk(
+    async def _run_session(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes, sock: socket.socket
     ) -> DialResult:
         try:

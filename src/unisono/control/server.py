@@ -86,40 +86,40 @@ class HeadServer:
         """
         CHANNEL_THREAD.post(self._head.send, node_rank, encode({"t": "say", "m": message}))
 
-    def tell_all(self, message: dict[str, Any]) -> None:
+    def broadcast(self, message: dict[str, Any]) -> None:
         """Sends a message to all connected nodes.
 
         Raises:
             ValueError: if the message is larger than 8 MiB or not JSON.
         """
-        CHANNEL_THREAD.post(self._head.tell_all, encode({"t": "say", "m": message}))
+        CHANNEL_THREAD.post(self._head.broadcast, encode({"t": "say", "m": message}))
 
     def leave_out(self, node_rank: int, why: str) -> None:
         """Stops admitting a node until the job ends; `why` continues the sentence after `node R (HOST) `. Its messages are received until it disconnects."""
         CHANNEL_THREAD.post(self._head.leave_out, node_rank, why)
 
-    def settle(self, message: dict[str, Any]) -> None:
+    def send_last(self, message: dict[str, Any]) -> None:
         """Sends the last message to all connected nodes, and until `close` to every node that connects.
 
         Raises:
             ValueError: if the message is larger than 8 MiB or not JSON.
         """
         encode({"t": "last", "n": 0, "m": message})
-        CHANNEL_THREAD.post(self._head.settle, message)
+        CHANNEL_THREAD.post(self._head.send_last, message)
 
-    def take_files(self, taker: FileSink | None) -> None:
+    def take_files(self, file_sink: FileSink | None) -> None:
         """Says who takes the files that nodes send from now on; None: nobody does. See control.file_sender."""
-        CHANNEL_THREAD.run(self._take_files(taker))
+        CHANNEL_THREAD.run(self._take_files(file_sink))
 
     def reply(self, caller: IncomingConnection, body: dict[str, Any]) -> None:
         """Replies to the sender of a file, from any thread."""
         CHANNEL_THREAD.post(caller.write, encode(body))
 
-    def tell(self, event: Event) -> None:
+    def post(self, event: Event) -> None:
         """Adds an event for `receive`."""
         self._inbox.put(event)
 
-    def here(self) -> set[int]:
+    def connected(self) -> set[int]:
         """Node ranks that are connected now."""
         return set(self._head.members)
 
@@ -127,7 +127,11 @@ class HeadServer:
         """Nodes that have been silent for more than 3 s, with the seconds. After 8 s they have Left."""
         now = time.monotonic()
         members = list(self._head.members.items())
-        return {rank: now - member.heard for rank, member in members if now - member.heard > SUSPECT_S}
+        return {
+            rank: now - member.last_received
+            for rank, member in members
+            if now - member.last_received > SUSPECT_S
+        }
 
     def close(self, *, patience_s: float) -> None:
         """Waits up to `patience_s` until all nodes have the last message and have left; then disconnects the rest."""
@@ -147,8 +151,8 @@ class HeadServer:
         head.start()
         return head, server
 
-    async def _take_files(self, taker: FileSink | None) -> None:
-        self._head.taker = taker
+    async def _take_files(self, file_sink: FileSink | None) -> None:
+        self._head.file_sink = file_sink
 
     async def _stop(self, patience_s: float) -> None:
         self._head.close()

@@ -319,12 +319,12 @@ def with_host(finding: Hypothesis, facts: RunFacts) -> Hypothesis:
     if (finding.ranks and finding.cause not in _MACHINES) or finding.cause in _NOBODYS:
         return finding
     cited = [event for event in finding.evidence if event.kind in ("error", "death", "fact")]
-    said = {(event.signature, _words(event)) for event in cited}
+    cited_lines = {(event.signature, _words(event)) for event in cited}
     kinds = {event.signature for event in cited}
     alike = [
         event
         for event in facts.events
-        if event.signature in kinds and (event.signature, _words(event)) in said
+        if event.signature in kinds and (event.signature, _words(event)) in cited_lines
     ]
     shown = {
         event.who.host for event in (*cited, *alike)

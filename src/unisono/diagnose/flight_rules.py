@@ -81,10 +81,10 @@ class _Run:
     def mismatches(self) -> list[Hypothesis]:
         """Ranks with different collectives at the same number of a group; the lowest such number counts."""
         for group, seq in self._compared():
-            came = {rank: entry for rank in self.members[group] if (entry := self.entry(rank, group, seq))}
-            odd = _odd(came)
+            entries = {rank: entry for rank in self.members[group] if (entry := self.entry(rank, group, seq))}
+            odd = _odd(entries)
             if odd is not None:
-                return [self._mismatch(came, odd)]
+                return [self._mismatch(entries, odd)]
         return []
 
     def absences(self) -> list[Hypothesis]:
@@ -97,11 +97,11 @@ class _Run:
         free = sorted(missing - blocked)
         if not free:
             return [self._circle(absent)]
-        here = [rank for rank in free if rank in self.of_rank]
-        gone = [rank for rank in free if rank not in self.of_rank]
+        recorded = [rank for rank in free if rank in self.of_rank]
+        unrecorded = [rank for rank in free if rank not in self.of_rank]
         return [
-            *([self._did_not_come(here, absent)] if here else []),
-            *([self._left_nothing(gone, absent, alone=not here)] if gone else []),
+            *([self._did_not_come(recorded, absent)] if recorded else []),
+            *([self._left_nothing(unrecorded, absent, alone=not recorded)] if unrecorded else []),
         ]
 
     def undecided(self) -> list[Hypothesis]:
@@ -172,12 +172,12 @@ class _Run:
                 found.append(rank)
         return found
 
-    def _mismatch(self, came: dict[int, Entry], odd: list[int]) -> Hypothesis:
-        one = next(iter(came.values()))
-        listed = ", ".join(f"rank {rank}: {entry}" for rank, entry in _shown(came, odd))
+    def _mismatch(self, entries: dict[int, Entry], odd: list[int]) -> Hypothesis:
+        one = next(iter(entries.values()))
+        listed = ", ".join(f"rank {rank}: {entry}" for rank, entry in _shown(entries, odd))
         nobody = "" if odd else "; as many ranks have the one as the other, so nobody can be named"
         why = f"at number {one.seq} of group {one.group} the ranks are in different collectives ({listed}){nobody}"
-        order = [*odd, *(rank for rank in came if rank not in odd)]
+        order = [*odd, *(rank for rank in entries if rank not in odd)]
         return Hypothesis(
             "collective_mismatch",
             why,
@@ -279,25 +279,25 @@ class _Run:
         )
 
 
-def _odd(came: dict[int, Entry]) -> list[int] | None:
+def _odd(entries: dict[int, Entry]) -> list[int] | None:
     """The ranks that differ from the majority; empty if there is none; None if all are equal."""
-    kinds = {rank: entry.kind for rank, entry in came.items()}
-    by_size = all(entry.kind in SIZES_MATCH for entry in came.values())
-    brought = {rank: (entry.kind, _size(entry) if by_size else 0) for rank, entry in came.items()}
-    if len(set(kinds.values())) < 2 and len(set(brought.values())) < 2:
+    kinds = {rank: entry.kind for rank, entry in entries.items()}
+    by_size = all(entry.kind in SIZES_MATCH for entry in entries.values())
+    arguments = {rank: (entry.kind, _size(entry) if by_size else 0) for rank, entry in entries.items()}
+    if len(set(kinds.values())) < 2 and len(set(arguments.values())) < 2:
         return None
-    groups = Counter(brought.values()).most_common()
+    groups = Counter(arguments.values()).most_common()
     if len(groups) > 1 and groups[0][1] == groups[1][1]:
         return []
-    return sorted(rank for rank, what in brought.items() if what != groups[0][0])
+    return sorted(rank for rank, what in arguments.items() if what != groups[0][0])
 
 
 def _size(entry: Entry) -> int:
     return entry.outputs if "reduce_scatter" in entry.kind.lower() else entry.inputs
 
 
-def _shown(came: dict[int, Entry], odd: list[int]) -> list[tuple[int, Entry]]:
-    return sorted(came.items(), key=lambda item: (item[0] not in odd, item[0]))[:_MOST_SHOWN]
+def _shown(entries: dict[int, Entry], odd: list[int]) -> list[tuple[int, Entry]]:
+    return sorted(entries.items(), key=lambda item: (item[0] not in odd, item[0]))[:_MOST_SHOWN]
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -20,15 +20,15 @@ def gather(scanned: Sequence[Scanned]) -> RunFacts:
     """The facts of the last run in these logs."""
     kept, earlier = last_run(scanned)
     logs = with_ranks(kept)
-    whose = Attribution(logs)
-    placed = [whose.events(log) for log in logs]
+    attribution = Attribution(logs)
+    placed = [attribution.events(log) for log in logs]
     events = tuple(event for found in placed for event in found)
-    tracebacks = tuple(trace for log in logs for trace in whose.traces(log))
-    exits = tuple(whose.exit(one) for found in placed for one in find_exits(found))
+    tracebacks = tuple(trace for log in logs for trace in attribution.traces(log))
+    exits = tuple(attribution.exit(one) for found in placed for one in find_exits(found))
     world = _world_size(events, exits, logs)
     step, steps = _steps(events)
     return RunFacts(
-        sources={log.name: whose.source(log) for log in logs},
+        sources={log.name: attribution.source(log) for log in logs},
         events=events,
         ranks=_ranks(logs, events, tracebacks, exits),
         world_size=world,

@@ -208,7 +208,7 @@ def find_undetermined(view: View) -> list[Hypothesis]:
     victims = [*view.consequences, *(trace.event for trace in view.facts.tracebacks if view.is_victim(trace))]
     if victims:
         seen = ranks_of(victims)
-        whose = f"only what ranks {', '.join(map(str, seen[:8]))} suffered" if seen else "only consequences"
+        scope = f"only what ranks {', '.join(map(str, seen[:8]))} suffered" if seen else "only consequences"
         world = view.facts.world_size
         others = [str(rank) for rank in range(min(world or 0, 64)) if rank not in seen]
         logs = (
@@ -219,7 +219,7 @@ def find_undetermined(view: View) -> list[Hypothesis]:
         return [
             Hypothesis(
                 "undetermined",
-                f"{whose} is visible; the log of whoever failed first is missing",
+                f"{scope} is visible; the log of whoever failed first is missing",
                 first_of_each(victims),
                 confidence=0.3,
                 missing=(logs, _RECORD, "dmesg of every rank's host"),

@@ -313,15 +313,15 @@ class CollectorPrefix:
         if not before:
             return
         self._known = True
-        rests = {split_prefix(text, style=style)[1] for text in before}
-        if "" in rests or any(len(text) > _LONGEST for text in rests):
+        texts = {split_prefix(text, style=style)[1] for text in before}
+        if "" in texts or any(len(text) > _LONGEST for text in texts):
             return
-        rests = {_outer(text) for text in rests}
-        if "" in rests:
+        texts = {_outer(text) for text in texts}
+        if "" in texts:
             return
         lines = [split_prefix(line, style=style)[1] for line in _sample(data) if line.strip()]
-        self._pattern = _common(rests, lines)
-        ranked = _common({_NUMBERED.sub("", text) for text in rests} - {""}, lines)
+        self._pattern = _common(texts, lines)
+        ranked = _common({_NUMBERED.sub("", text) for text in texts} - {""}, lines)
         if (
             self._pattern
             and ranked

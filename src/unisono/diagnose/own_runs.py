@@ -147,19 +147,19 @@ def _ended_with_result(run: RunDir, facts: RunFacts) -> Verdict | None:
             step=result.step,
             evidence=earlier,
         )
-    said = tuple(
+    problems = tuple(
         Evidence(where=one_line(problem.get("where") or "result.json"), text=shown(problem.get("what") or ""))
         for problem in result.problems
     )
     fix = tuple(shown(problem["fix"]) for problem in result.problems if problem.get("fix"))
-    known = [signature.cause for item in said for signature in match_line(item.text) if signature.cause]
-    summary = said[0].text if said else f"the run {result.outcome} with exit code {result.exit_code}"
+    known = [signature.cause for item in problems for signature in match_line(item.text) if signature.cause]
+    summary = problems[0].text if problems else f"the run {result.outcome} with exit code {result.exit_code}"
     return Verdict(
         cause=known[0] if known else "undetermined",
         when="after",
         summary=summary,
         step=result.step or facts.step,
-        evidence=said or earlier,
+        evidence=problems or earlier,
         fix=fix,
     )
 
@@ -229,7 +229,7 @@ def _logs(
 def _silent(reports: Sequence[RankEvents], facts: RunFacts) -> Verdict:
     """The verdict without a result, a stored verdict or an exception: which rank is behind, or fell silent first."""
     at = f"after step {facts.step}" if facts.step is not None else "before its first step"
-    heard = sorted(
+    last_seen = sorted(
         (one for one in reports if one.last_time is not None), key=lambda one: one.last_time or 0.0
     )
     evidence = [
@@ -237,18 +237,18 @@ def _silent(reports: Sequence[RankEvents], facts: RunFacts) -> Verdict:
             where=one.events[-1].where,
             text=f"{_rank(one)}, last heard in phase {one.phase or 'start'}: {one.events[-1].text}",
         )
-        for one in heard[:_MOST_RANKS]
+        for one in last_seen[:_MOST_RANKS]
         if one.events
     ]
     behind = _behind(reports)
-    who = behind or _first_silent(heard)
+    who = behind or _first_silent(last_seen)
     absent = [rank for rank in range(facts.world_size or 0) if rank not in {one.rank for one in reports}][
         :_MOST_RANKS
     ]
-    told_of = f"; of rank {', '.join(map(str, absent))} nothing is known" if absent and reports else ""
+    unknown_ranks = f"; of rank {', '.join(map(str, absent))} nothing is known" if absent and reports else ""
     if behind:
         others = max((one.phase for one in reports), key=phase_named)
-        summary = f"the run ended {at} without a result: rank {', '.join(str(one.rank) for one in behind)} was still in phase {behind[0].phase or 'start'}, others in {others}{told_of}"
+        summary = f"the run ended {at} without a result: rank {', '.join(str(one.rank) for one in behind)} was still in phase {behind[0].phase or 'start'}, others in {others}{unknown_ranks}"
         return Verdict(
             cause="rank_stalled",
             when="after",
@@ -264,10 +264,10 @@ def _silent(reports: Sequence[RankEvents], facts: RunFacts) -> Verdict:
         f"; rank {who[0].rank} fell silent first, in phase {who[0].phase or 'start'}"
         if who
         else "; all ranks fell silent together"
-        if len(heard) > 1
+        if len(last_seen) > 1
         else ""
     )
-    summary = f"the run ended {at} without a result or a verdict: its front was killed (kill -9, out of memory, power){first}{told_of}"
+    summary = f"the run ended {at} without a result or a verdict: its front was killed (kill -9, out of memory, power){first}{unknown_ranks}"
     fix = (
         "Look at what the machine says of that time: dmesg -T | grep -i -E 'oom|killed process', journalctl -b -1, the scheduler's messages.",
     )
@@ -275,7 +275,7 @@ def _silent(reports: Sequence[RankEvents], facts: RunFacts) -> Verdict:
         cause="undetermined",
         when="after",
         summary=summary,
-        phase=heard[0].phase or None if heard else None,
+        phase=last_seen[0].phase or None if last_seen else None,
         step=facts.step,
         evidence=tuple(evidence),
         fix=fix,
@@ -291,11 +291,13 @@ def _behind(reports: Sequence[RankEvents]) -> list[RankEvents]:
     return late if lowest < highest and 2 * len(late) < len(reports) + 1 else []
 
 
-def _first_silent(heard: Sequence[RankEvents]) -> list[RankEvents]:
+def _first_silent(last_seen: Sequence[RankEvents]) -> list[RankEvents]:
     """The rank whose last event is clearly earlier than those of all others."""
-    if len(heard) < 2:
+    if len(last_seen) < 2:
         return []
-    return [heard[0]] if (heard[1].last_time or 0.0) - (heard[0].last_time or 0.0) > SILENT_S else []
+    return (
+        [last_seen[0]] if (last_seen[1].last_time or 0.0) - (last_seen[0].last_time or 0.0) > SILENT_S else []
+    )
 
 
 def _program_resume_fix(verdict: Verdict, framework: str) -> list[str]:

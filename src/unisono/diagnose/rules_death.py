@@ -12,7 +12,7 @@ _ABORTED = -6
 _MOST_LOCAL = 64
 """Ranks of one host."""
 _KILLED = re.compile(r"Killed process \d{1,10} \(([^)]{1,40})\)")
-_OURS = re.compile(
+_RUN_PROGRAMS = re.compile(
     r"unisono|python|pt_|ray|torch|train|deepspeed|accelerate|llama|conda|worker|load|fork|bash|sh$|srun|slurm|mpi|orted"
 )
 _SERVICES = re.compile(
@@ -25,14 +25,14 @@ _POD_LINES = 12
 
 def find_out_of_memory(view: View) -> list[Hypothesis]:
     """The kernel, a cgroup or a scheduler ended a process for its memory, or none was left."""
-    said = [
+    stated = [
         event
         for event in view.facts.pointing_to("host_oom_killed")
         if event.kind in ("error", "death") and not view.survived(event) and not _is_strangers(view, event)
     ]
-    if not said:
+    if not stated:
         return []
-    said.sort(key=lambda event: event.signature not in ("kernel_out_of_memory", "loader_killed"))
+    stated.sort(key=lambda event: event.signature not in ("kernel_out_of_memory", "loader_killed"))
     killed = [event.number("pid") for event in view.facts.of("killed_pid")]
     ranks = tuple(
         sorted(
@@ -52,25 +52,25 @@ def find_out_of_memory(view: View) -> list[Hypothesis]:
         )
     if not ranks:
         ranks = ranks_of(view.facts.of("killed_pid")) or ranks_of(
-            event for event in said if event.signature != "kernel_out_of_memory"
+            event for event in stated if event.signature != "kernel_out_of_memory"
         )
-    pods = _pods(view, said)
+    pods = _pods(view, stated)
     if not ranks:
         ranks = ranks_of(
             event for event in view.facts.events if event.rank is not None and _stem(event.source) in pods
         ) or _left_over(view)
     lines = list(view.facts.of("killed_pid"))[:2]
-    kernel = [event for event in said if "Killed process" in event.text] or said
+    kernel = [event for event in stated if "Killed process" in event.text] or stated
     decisive = (
         *kernel[:3],
-        *(event for event in said[:3] if event not in kernel[:3]),
+        *(event for event in stated[:3] if event not in kernel[:3]),
         *[one.event for one in view.failing_exits if one.code == -9][:2],
     )
     who = f"rank {ranks[0]}'s process" if len(ranks) == 1 else "a process"
-    oom = [event for event in said if event.signature == "host_memory_gone"]
+    oom = [event for event in stated if event.signature == "host_memory_gone"]
     why = (
         f"{who} could not get memory of the host"
-        if oom and len(oom) == len(said)
+        if oom and len(oom) == len(stated)
         else f"{who} was killed for its use of host memory"
     )
     return [
@@ -79,7 +79,7 @@ def find_out_of_memory(view: View) -> list[Hypothesis]:
             why,
             tuple(_unique((*decisive, *lines))),
             ranks if len(ranks) <= 1 else (),
-            pods if len(pods) == 1 else _hosts(view, said, ranks),
+            pods if len(pods) == 1 else _hosts(view, stated, ranks),
             confidence=0.95,
             step=view.facts.step,
         )
@@ -88,10 +88,10 @@ def find_out_of_memory(view: View) -> list[Hypothesis]:
 
 def find_ray_deaths(view: View) -> list[Hypothesis]:
     """Ray lost a worker, and no log says why."""
-    said = [event for event in view.facts.pointing_to("ray_worker_died") if not view.survived(event)]
-    if not said:
+    stated = [event for event in view.facts.pointing_to("ray_worker_died") if not view.survived(event)]
+    if not stated:
         return []
-    said.sort(key=lambda event: ("SYSTEM_ERROR" not in event.text, "exit type" not in event.text))
+    stated.sort(key=lambda event: ("SYSTEM_ERROR" not in event.text, "exit type" not in event.text))
     snippets = {event.number("rank") for event in view.facts.of("ray_snippet")}
     dead = {event.number("pid") for event in view.facts.of("ray_pid", "ray_dead")}
     snippets |= {event.number("rank") for event in view.facts.of("ray_health")}
@@ -100,7 +100,7 @@ def find_ray_deaths(view: View) -> list[Hypothesis]:
         rank for pid, rank in members.items() if pid in dead and rank is not None
     }
     ips = [event.fields["ip"] for event in view.facts.of("ray_ip", "ray_dead")] or [
-        event.who.host for event in said if event.who.host
+        event.who.host for event in stated if event.who.host
     ]
     ips = (
         [event.fields["ip"] for event in view.facts.of("ray_node_dead")]
@@ -118,7 +118,7 @@ def find_ray_deaths(view: View) -> list[Hypothesis]:
         Hypothesis(
             "ray_worker_died",
             why,
-            first_of_each(said),
+            first_of_each(stated),
             one,
             hosts if len(hosts) == 1 else (),
             confidence=0.8,
@@ -132,10 +132,10 @@ def find_ray_deaths(view: View) -> list[Hypothesis]:
 
 def find_preemption(view: View) -> list[Hypothesis]:
     """The scheduler took the machine away."""
-    said = [event for event in view.facts.pointing_to("preempted_sigterm") if not view.survived(event)]
-    if not said:
+    stated = [event for event in view.facts.pointing_to("preempted_sigterm") if not view.survived(event)]
+    if not stated:
         return []
-    said.sort(key=lambda event: event.signature != "preempted" or "SignalException" in event.text)
+    stated.sort(key=lambda event: event.signature != "preempted" or "SignalException" in event.text)
     failed = tuple(dict.fromkeys(event.fields["host"] for event in view.facts.of("node_failed")))
     why = (
         f"the job was ended since node {', '.join(failed)} failed"
@@ -146,7 +146,7 @@ def find_preemption(view: View) -> list[Hypothesis]:
         Hypothesis(
             "preempted_sigterm",
             why,
-            first_of_each(said),
+            first_of_each(stated),
             hosts=failed if len(failed) == 1 else (),
             confidence=0.9,
             step=view.facts.step,
@@ -156,7 +156,7 @@ def find_preemption(view: View) -> list[Hypothesis]:
 
 def find_cancelled(view: View) -> list[Hypothesis]:
     """The job was terminated without a known reason, and nothing had failed before."""
-    said = [
+    stated = [
         event
         for event in view.facts.of("cancelled")
         if not view.survived(event) and not _SERVICES.search(event.text)
@@ -164,7 +164,7 @@ def find_cancelled(view: View) -> list[Hypothesis]:
     lost = [
         event
         for event in view.facts.of(*LOST, *WAITED)
-        if any(one.source != event.source or event.order < one.order for one in said)
+        if any(one.source != event.source or event.order < one.order for one in stated)
     ]
     failed = [
         event
@@ -174,13 +174,13 @@ def find_cancelled(view: View) -> list[Hypothesis]:
         and not view.is_victims(event)
         and event.signature not in ("traceback", "exception")
     ]
-    if not said or lost or failed or view.failing_exits:
+    if not stated or lost or failed or view.failing_exits:
         return []
     return [
         Hypothesis(
             "preempted_sigterm",
             "the job was asked to end from outside (scancel, a service that stops it, a machine that is taken back), and nothing had failed before",
-            first_of_each(said),
+            first_of_each(stated),
             confidence=0.6,
             step=view.facts.step,
             missing=("the scheduler's word on why it was cancelled",),
@@ -273,18 +273,18 @@ def _killed(view: View) -> list[Hypothesis]:
         event.source: event.order
         for event in reversed(view.facts.of(*LOST, *WAITED, "cancelled", "preempted"))
     }
-    said = [
+    stated = [
         event for event in view.facts.of("killed_by_shell") if event.order < before.get(event.source, 1 << 62)
     ]
-    said = [event for event in said if not view.survived(event)]
-    if not said:
+    stated = [event for event in stated if not view.survived(event)]
+    if not stated:
         return []
-    ranks = ranks_of(said)
+    ranks = ranks_of(stated)
     return [
         Hypothesis(
             "rank_died_first",
             "a process was killed from outside (SIGKILL), with no word of why",
-            first_of_each(said),
+            first_of_each(stated),
             ranks if len(ranks) == 1 else (),
             confidence=0.7,
             step=view.facts.step,
@@ -297,7 +297,7 @@ def _killed(view: View) -> list[Hypothesis]:
 def _is_strangers(view: View, event: Event) -> bool:
     """Whether the kernel killed a process that is no part of a training run, by its name."""
     named = _KILLED.search(event.text)
-    if named is None or _OURS.search(named[1]) or event.who.rank is not None:
+    if named is None or _RUN_PROGRAMS.search(named[1]) or event.who.rank is not None:
         return False
     pid = named[0].split()[2]
     known_pids = {one.pid for one in view.facts.exits} | {
@@ -307,12 +307,12 @@ def _is_strangers(view: View, event: Event) -> bool:
     return int(pid) not in known_pids and not shells
 
 
-def _pods(view: View, said: list[Event]) -> tuple[str, ...]:
+def _pods(view: View, stated: list[Event]) -> tuple[str, ...]:
     """The pods that were reported to run out of memory."""
     near = [
         event.fields["pod"]
         for event in view.facts.of("pod_named")
-        if any(one.source == event.source and abs(one.line - event.line) <= _POD_LINES for one in said)
+        if any(one.source == event.source and abs(one.line - event.line) <= _POD_LINES for one in stated)
     ]
     return tuple(dict.fromkeys(near))
 
@@ -324,23 +324,23 @@ def _stem(name: str) -> str:
 def _left_over(view: View) -> tuple[int, ...]:
     """The one rank that did not live to complain, where all others did: a launcher may say how a process ended, and not which."""
     world = view.facts.world_size
-    complained = {event.rank for event in view.facts.of(*LOST, *WAITED) if event.rank is not None}
-    complained |= {trace.event.rank for trace in view.tracebacks if trace.event.rank is not None}
-    rest = set(range(world)) - complained if world and world <= 1 << 16 else set()
-    return tuple(rest) if complained and len(rest) == 1 else ()
+    reporting = {event.rank for event in view.facts.of(*LOST, *WAITED) if event.rank is not None}
+    reporting |= {trace.event.rank for trace in view.tracebacks if trace.event.rank is not None}
+    rest = set(range(world)) - reporting if world and world <= 1 << 16 else set()
+    return tuple(rest) if reporting and len(rest) == 1 else ()
 
 
 def _by_words(view: View) -> list[Hypothesis]:
     """A crash that the interpreter or the shell reported."""
-    said = [event for event in view.facts.of("fatal_python", "kernel_segfault") if not view.survived(event)]
-    if not said:
+    stated = [event for event in view.facts.of("fatal_python", "kernel_segfault") if not view.survived(event)]
+    if not stated:
         return _killed(view)
-    ranks = ranks_of(said)
+    ranks = ranks_of(stated)
     return [
         Hypothesis(
             "rank_died_first",
             "a process crashed in native code",
-            first_of_each(said),
+            first_of_each(stated),
             ranks if len(ranks) == 1 else (),
             confidence=0.85,
             facts={"signal": "SIGSEGV"},
@@ -358,10 +358,10 @@ def find_silence(view: View) -> list[Hypothesis]:
     speak |= {trace.event.rank for trace in view.facts.tracebacks if trace.event.rank is not None}
     ended = {one.rank for one in view.facts.exits if one.code and one.rank is not None}
     world = view.facts.world_size
-    everybody = set(range(world)) if world and world <= 1 << 16 else set(view.facts.ranks) | _gap(view)
-    silent = sorted(everybody - speak - ended)
+    all_ranks = set(range(world)) if world and world <= 1 << 16 else set(view.facts.ranks) | _gap(view)
+    silent = sorted(all_ranks - speak - ended)
     known = view.facts.ranks.get(silent[0]) if silent else None
-    if len(silent) != 1 or (not world and len(everybody) < 3 and not (known and known.own_source)):
+    if len(silent) != 1 or (not world and len(all_ranks) < 3 and not (known and known.own_source)):
         return []
     rank = silent[0]
     waited = [
@@ -398,10 +398,10 @@ def _gap(view: View) -> set[int]:
     )
 
 
-def _hosts(view: View, said: list[Event], ranks: tuple[int, ...]) -> tuple[str, ...]:
+def _hosts(view: View, stated: list[Event], ranks: tuple[int, ...]) -> tuple[str, ...]:
     if len(view.facts.hosts) < 2:
         return ()
-    named = hosts_of(said) or tuple(
+    named = hosts_of(stated) or tuple(
         dict.fromkeys(one.host for one in view.facts.exits if one.rank in ranks and one.host)
     )
     return named if len(named) == 1 else ()

@@ -56,7 +56,7 @@ def find_destroyed_twice(view: View) -> list[Hypothesis]:
     began = min([*(trace.began for trace in found), *(event.order for event in lines)])
     source = (found[0].event if found else lines[0]).source
     done = [event for event in view.finishes if event.source != source or event.order < began]
-    if not done and not _all_steps(view) and not _all_said_done(view):
+    if not done and not _all_steps(view) and not _done_lines(view):
         return []
     evidence = (*lines[:2], *(trace.event for trace in found[:2]), *done[:1])
     why = "training was done; then the process group was destroyed a second time"
@@ -65,14 +65,14 @@ def find_destroyed_twice(view: View) -> list[Hypothesis]:
 
 def find_nan(view: View) -> list[Hypothesis]:
     """The loss became NaN and stayed NaN."""
-    said = [
+    lines = [
         event for event in view.facts.events if event.cause == "nan_loss" and event.kind in ("error", "death")
     ]
     rows = [event for event in view.facts.of("log_row") if event.fields.get("loss")]
-    if not said:
+    if not lines:
         return []
-    rows_nan = [event for event in said if event.signature == "loss_is_nan" and _is_row(event)]
-    words = [event for event in said if event not in rows_nan]
+    rows_nan = [event for event in lines if event.signature == "loss_is_nan" and _is_row(event)]
+    words = [event for event in lines if event not in rows_nan]
     if rows_nan and not words:
         healthy_after = [
             row
@@ -118,11 +118,11 @@ def _end_of_work(view: View) -> Event | None:
     )
 
 
-def _all_said_done(view: View) -> list[Event]:
+def _done_lines(view: View) -> list[Event]:
     """The lines with which every rank says that it is done; empty: not all do."""
     done = view.facts.of("rank_done")
-    everybody = set(range(view.facts.world_size)) if view.facts.world_size else set(view.facts.ranks)
-    return done if done and everybody and {event.number("rank") for event in done} >= everybody else []
+    all_ranks = set(range(view.facts.world_size)) if view.facts.world_size else set(view.facts.ranks)
+    return done if done and all_ranks and {event.number("rank") for event in done} >= all_ranks else []
 
 
 def _is_after(view: View, event: Event, end: Event) -> bool:
@@ -136,7 +136,7 @@ def _is_after(view: View, event: Event, end: Event) -> bool:
 
 def _crash_of_all_done(view: View) -> list[Hypothesis]:
     """Every rank said that it was done, and then one aborted."""
-    done = _all_said_done(view)
+    done = _done_lines(view)
     crash = _crash_at_exit(view, min(done, key=lambda event: event.order)) if done else None
     return [crash] if crash else []
 
@@ -153,7 +153,7 @@ def _all_done(view: View) -> list[Hypothesis]:
     ]
     if bad or view.failing_exits or view.tracebacks:
         return []
-    done = _all_said_done(view)
+    done = _done_lines(view)
     if done:
         return [
             Hypothesis(

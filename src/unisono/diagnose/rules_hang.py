@@ -24,11 +24,11 @@ def find_mismatches(view: View) -> list[Hypothesis]:
     sizes = view.facts.of("gloo_sizes", "nccl_sizes")
     if not prints and not sizes:
         return []
-    uneven = find_uneven(view, told=[*prints, *sizes])
+    uneven = find_uneven(view, evidence=[*prints, *sizes])
     if uneven:
         return uneven
     if prints:
-        odd = _odd_print(view.facts.of("fingerprint"))
+        odd = _odd_fingerprint(view.facts.of("fingerprint"))
         why = "two ranks are in different collectives" + (
             f"; the odd one is rank {odd}" if odd is not None else ""
         )
@@ -52,12 +52,12 @@ def find_mismatches(view: View) -> list[Hypothesis]:
     ]
 
 
-def find_uneven(view: View, *, told: Iterable[Event] = ()) -> list[Hypothesis]:
+def find_uneven(view: View, *, evidence: Iterable[Event] = ()) -> list[Hypothesis]:
     """Ranks with fewer steps than the others."""
     waited = [event for event in view.facts.events if event.signature in (*WAITED, *LOST)]
-    if not waited and not told:
+    if not waited and not evidence:
         return []
-    proofs = list(told) or waited[:4]
+    proofs = list(evidence) or waited[:4]
     lengths = lengths_of(view)
     if len(set(lengths.values())) > 1:
         odd = _odd(lengths)
@@ -100,7 +100,7 @@ def find_hang(view: View) -> list[Hypothesis]:
     if not groups:
         return _gloo(view)
     waiting = max(groups.values(), key=len)
-    rules = (_told, _different, _behind, _absent, _first_goes_on, _undecided)
+    rules = (_reported_lag, _different, _behind, _absent, _one_continues, _undecided)
     return next((found for rule in rules if (found := rule(view, waiting))), [])
 
 
@@ -139,13 +139,13 @@ def near_end(view: View) -> bool:
     )
 
 
-def _told(view: View, waiting: list[Collective]) -> list[Hypothesis]:
+def _reported_lag(view: View, waiting: list[Collective]) -> list[Hypothesis]:
     """Torch's own report on ranks that are out of step."""
-    said = view.facts.of("lagging")
-    if not said:
+    lines = view.facts.of("lagging")
+    if not lines:
         return []
     ranks = tuple(
-        sorted({int(word) for event in said for word in event.fields["ranks"].replace(",", " ").split()})
+        sorted({int(word) for event in lines for word in event.fields["ranks"].replace(",", " ").split()})
     )
     who = ", ".join(f"rank {rank}" for rank in ranks[:8])
     cause = "unequal_steps" if near_end(view) else "rank_stalled"
@@ -153,7 +153,7 @@ def _told(view: View, waiting: list[Collective]) -> list[Hypothesis]:
         Hypothesis(
             cause,
             f"{who} did not join the collective in which the others waited",
-            (*said[:2], *_lines(waiting)[:3]),
+            (*lines[:2], *_lines(waiting)[:3]),
             ranks if len(ranks) == 1 else (),
             confidence=0.85,
             step=view.facts.step,
@@ -233,7 +233,7 @@ def _absent(view: View, waiting: list[Collective]) -> list[Hypothesis]:
     return [stalled(view, absent[0], [one.event for one in waiting])]
 
 
-def _first_goes_on(view: View, waiting: list[Collective]) -> list[Hypothesis]:
+def _one_continues(view: View, waiting: list[Collective]) -> list[Hypothesis]:
     """Ranks above 0 waited, and the bar of the main process, which alone shows one, went on meanwhile: it did not come."""
     ranks = {one.rank for one in waiting if one.rank is not None}
     if not ranks or 0 in ranks or ranks | {0} != set(range(max(ranks) + 1)):
@@ -267,12 +267,12 @@ def stalled(view: View, rank: int, proofs: list[Event]) -> Hypothesis:
         phase = "preparing data"
     elif busy is not None and busy.signature == "saving":
         phase = "saving a checkpoint"
-    doing = f"; its last sign of life is that it was {phase}" if phase else ""
+    activity = f"; its last sign of life is that it was {phase}" if phase else ""
     evidence = (*([busy] if busy else []), *proofs[:4])
     known = facts is not None and bool(facts.own_source)
     return Hypothesis(
         "rank_stalled",
-        f"rank {rank} did not come to a collective in which the others waited{doing}",
+        f"rank {rank} did not come to a collective in which the others waited{activity}",
         evidence,
         (rank,),
         confidence=0.85 if known or phase else 0.7,
@@ -332,9 +332,9 @@ def _gloo(view: View) -> list[Hypothesis]:
     if len(absent) == 1:
         return [stalled(view, absent[0], waits)]
     lost = {event.rank for event in view.facts.of(*LOST) if event.rank is not None} - ranks_waiting
-    mute = [rank for rank in absent if rank not in lost]
-    if len(mute) == 1:  # those who lost a peer lost one that had waited and left
-        return [stalled(view, mute[0], waits)]
+    silent = [rank for rank in absent if rank not in lost]
+    if len(silent) == 1:  # those who lost a peer lost one that had waited and left
+        return [stalled(view, silent[0], waits)]
     if len(lost) == 1 and (next(iter(lost)) in absent or not absent):
         return [stalled(view, next(iter(lost)), waits)]
     if not any(event.signature in ("gloo_timeout", "store_wait") for event in waits):
@@ -345,7 +345,7 @@ def _gloo(view: View) -> list[Hypothesis]:
             "ranks waited for one that did not come in time; the logs do not show which",
             first_of_each(waits),
             confidence=0.4,
-            missing=_whose(alive or absent),
+            missing=_missing_logs(alive or absent),
         )
     ]
 
@@ -363,16 +363,16 @@ def _listed(view: View) -> list[Hypothesis]:
     if not words or not numbers:
         return []
     ranks = tuple(sorted(numbers))
-    gone = any(event.signature == "tasks_unhealthy" for event in words)
+    is_unhealthy = any(event.signature == "tasks_unhealthy" for event in words)
     who = ", ".join(f"rank {rank}" for rank in ranks[:8])
     why = (
         f"{who} sends no heartbeats any more"
-        if gone
+        if is_unhealthy
         else f"{who} did not come to a collective in which the others waited"
     )
     return [
         Hypothesis(
-            "rank_died_first" if gone else "rank_stalled",
+            "rank_died_first" if is_unhealthy else "rank_stalled",
             why,
             (*words[:2], *lines[:3]),
             ranks if len(ranks) == 1 else (),
@@ -386,11 +386,11 @@ def _listed(view: View) -> list[Hypothesis]:
 def missing_ranks(view: View, waiting: set[int]) -> list[int]:
     """Ranks that exist and did not wait, as far as the logs tell."""
     world = view.facts.world_size
-    everybody = set(range(world)) if world and world <= 1 << 16 else set(view.facts.ranks)
-    if not world and not any(facts.own_source for facts in view.facts.ranks.values()) and len(everybody) < 3:
+    all_ranks = set(range(world)) if world and world <= 1 << 16 else set(view.facts.ranks)
+    if not world and not any(facts.own_source for facts in view.facts.ranks.values()) and len(all_ranks) < 3:
         return []
     failed = {trace.event.rank for trace in view.tracebacks if not view.is_victim(trace)}
-    return sorted(everybody - waiting - failed)
+    return sorted(all_ranks - waiting - failed)
 
 
 def _last_sign(view: View, rank: int) -> Event | None:
@@ -437,22 +437,22 @@ def _odd(values: Mapping[int, Hashable]) -> int | None:
     return next((rank for rank, value in values.items() if value == least), None) if number == 1 else None
 
 
-def _odd_print(events: list[Event]) -> int | None:
+def _odd_fingerprint(events: list[Event]) -> int | None:
     """The rank that most others say differs from them."""
-    said: dict[int, str] = {}
+    prints: dict[int, str] = {}
     for event in events:
         for who, what in (("one", "one_print"), ("other", "other_print")):
             rank = event.number(who)
             if rank is not None:
-                said[rank] = event.fields.get(what, "")
-    return _odd(said)
+                prints[rank] = event.fields.get(what, "")
+    return _odd(prints)
 
 
 def _lines(waiting: list[Collective], *, first: int | None = None) -> tuple[Event, ...]:
     return tuple(one.event for one in sorted(waiting, key=lambda one: one.rank != first))[:6]
 
 
-def _whose(ranks: list[int]) -> tuple[str, ...]:
+def _missing_logs(ranks: list[int]) -> tuple[str, ...]:
     logs = (f"the logs of ranks {', '.join(map(str, ranks[:8]))}",) if ranks else ("the logs of all ranks",)
     return (*logs, *_next_time())
 

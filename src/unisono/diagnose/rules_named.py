@@ -56,9 +56,9 @@ def find_named(view: View) -> list[Hypothesis]:
     for cause in causes:
         if cause in STRUCTURAL:
             continue
-        said = lines_naming(view, cause)
-        if said is not None:
-            found.append(named_hypothesis(view, said))
+        stated = lines_naming(view, cause)
+        if stated is not None:
+            found.append(named_hypothesis(view, stated))
     return found
 
 
@@ -79,18 +79,18 @@ def lines_naming(view: View, cause: str) -> Named | None:
     return Named(cause, tuple(events), quiet=cause not in SPEAKS_QUIETLY) if events else None
 
 
-def named_hypothesis(view: View, said: Named, *, why: str = "") -> Hypothesis:
+def named_hypothesis(view: View, stated: Named, *, why: str = "") -> Hypothesis:
     """The hypothesis for lines that state their cause."""
-    ranks = () if said.cause in ALIKE and not _alone(view, said) else culprits(view, said.events)
-    hosts = _hosts(view, said, ranks)
-    title = find_cause(said.cause)
+    ranks = () if stated.cause in ALIKE and not _alone(view, stated) else culprits(view, stated.events)
+    hosts = _hosts(view, stated, ranks)
+    title = find_cause(stated.cause)
     return Hypothesis(
-        cause=said.cause,
-        why=why or _sentence(title.title if title else said.cause, ranks, hosts),
-        evidence=said.events[:8],
+        cause=stated.cause,
+        why=why or _sentence(title.title if title else stated.cause, ranks, hosts),
+        evidence=stated.events[:8],
         ranks=ranks,
         hosts=hosts,
-        confidence=0.5 if said.quiet else 0.95,
+        confidence=0.5 if stated.quiet else 0.95,
         step=view.facts.step,
     )
 
@@ -112,10 +112,10 @@ def culprits(view: View, events: Iterable[Event]) -> tuple[int, ...]:
     return named if world != 1 else ()
 
 
-def _alone(view: View, said: Named) -> bool:
+def _alone(view: View, stated: Named) -> bool:
     """Whether only one rank reports it and the others are victims: then that rank is the culprit, whatever the cause usually is."""
-    named = set(ranks_of(said.events))
-    if len(named) != 1 or said.cause in ALL_TOGETHER:
+    named = set(ranks_of(stated.events))
+    if len(named) != 1 or stated.cause in ALL_TOGETHER:
         return False
     return any(event.rank not in (None, *named) for event in view.consequences)
 
@@ -130,11 +130,11 @@ def _only_device_error(view: View) -> int | None:
     return next(iter(ranks)) if len(ranks) == 1 else None
 
 
-def _hosts(view: View, said: Named, ranks: tuple[int, ...]) -> tuple[str, ...]:
+def _hosts(view: View, stated: Named, ranks: tuple[int, ...]) -> tuple[str, ...]:
     """The host, if the cause may affect one host and there are several."""
-    if said.cause not in HOSTS or (len(view.facts.hosts) < 2 and (view.facts.nodes or 1) < 2):
+    if stated.cause not in HOSTS or (len(view.facts.hosts) < 2 and (view.facts.nodes or 1) < 2):
         return ()
-    hosts = hosts_of(said.events)
+    hosts = hosts_of(stated.events)
     return hosts if len(hosts) == 1 else ()
 
 
@@ -200,16 +200,16 @@ def find_user_errors(view: View) -> list[Hypothesis]:
 
 def _refused_start(view: View) -> list[Hypothesis]:
     """A program that did not take its arguments: it says so without a traceback."""
-    said = [event for event in view.facts.of("usage_error") if not view.survived(event)]
-    if not said:
+    stated = [event for event in view.facts.of("usage_error") if not view.survived(event)]
+    if not stated:
         return []
-    words = _after_label(said[0].text)
+    words = _after_label(stated[0].text)
     return [
         Hypothesis(
             "user_code_error",
             f"the program did not accept how it was called: {words[:160]}",
-            tuple(said[:4]),
-            culprits(view, said) if len(ranks_of(said)) == 1 else (),
+            tuple(stated[:4]),
+            culprits(view, stated) if len(ranks_of(stated)) == 1 else (),
             confidence=0.85,
             facts={"exception": "", "message": words},
         )
@@ -309,8 +309,8 @@ def _finding(view: View, traces: list[Traceback], confidence: float) -> Hypothes
     same = [trace for trace in traces if (trace.type, trace.user_frame) == (first.type, first.user_frame)]
     ranks = culprits(view, [trace.event for trace in same])
     where = first.user_frame or first.frame
-    whose = f"rank {ranks[0]} raised" if len(ranks) == 1 else "the program raised"
-    why = f"{whose} {first.type}: {first.message.splitlines()[0] if first.message.strip() else ''}".rstrip(
+    source = f"rank {ranks[0]} raised" if len(ranks) == 1 else "the program raised"
+    why = f"{source} {first.type}: {first.message.splitlines()[0] if first.message.strip() else ''}".rstrip(
         " :"
     )
     return Hypothesis(

@@ -172,13 +172,13 @@ def _several_nodes(view: View, lines: list[Event]) -> bool:
 def _is_final(view: View, names: list[Event]) -> bool:
     """IPv6 alone is harmless; and a name that was found in the end was found."""
     other = [event for event in names if "IPv6" not in event.text]
-    gone = view.facts.of(
+    failed = view.facts.of(
         "store_unreachable"
     )  # it never got so far as to be refused: the name itself led nowhere
     return bool(other) or (
-        bool(gone)
+        bool(failed)
         and not view.facts.of("connect_failed")
-        and any(_host_in(event.text) in gone[-1].text for event in names)
+        and any(_host_in(event.text) in failed[-1].text for event in names)
     )
 
 
@@ -323,10 +323,10 @@ def _place(trace: Traceback) -> str:
 
 def find_ray_resources(view: View) -> list[Hypothesis]:
     """More was asked for than there is, and the workers never started."""
-    said = view.facts.pointing_to("ray_resources_unsatisfiable")
-    if not said:
+    lines = view.facts.pointing_to("ray_resources_unsatisfiable")
+    if not lines:
         return []
-    last = said[-1]
+    last = lines[-1]
     started = [
         event
         for event in view.facts.of("ray_member", "ray_rank", "ray_started", "bar", "step", "log_row")
@@ -334,12 +334,12 @@ def find_ray_resources(view: View) -> list[Hypothesis]:
     ]
     if started:
         return []
-    asked = view.facts.of("ray_asked")
+    requests = view.facts.of("ray_asked")
     return [
         Hypothesis(
             "ray_resources_unsatisfiable",
             "the cluster does not have the requested resources",
-            (*first_of_each(said), *asked[:1]),
+            (*first_of_each(lines), *requests[:1]),
             confidence=0.9,
         )
     ]

@@ -192,16 +192,16 @@ def _cells(row: _Row, scale: tuple[float, float], columns: int, first: str) -> s
     if not row.events:
         return f"{'  no line of its own':<{columns}}"[:columns]
     cells = [" "] * columns
-    spots = [
+    points = [
         min(max(int((place - low) / length * (columns - 1)), 0), columns - 1) if length > 0 else 0
         for place, _ in row.events
     ]
-    for spot in range(min(spots, default=0), max(spots, default=-1) + 1):
-        cells[spot] = "-"
-    for spot, (_, event) in zip(spots, row.events, strict=True):
+    for point in range(min(points, default=0), max(points, default=-1) + 1):
+        cells[point] = "-"
+    for point, (_, event) in zip(points, row.events, strict=True):
         sign = _CAUSE if event.where == first else _SIGNS[event.kind]
-        if _WEIGHT.index(sign) > _WEIGHT.index(cells[spot]):
-            cells[spot] = sign
+        if _WEIGHT.index(sign) > _WEIGHT.index(cells[point]):
+            cells[point] = sign
     return "".join(cells)
 
 

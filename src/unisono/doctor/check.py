@@ -204,25 +204,25 @@ class Surroundings:
 
     Attributes:
         request: config, nodes, devices, ladder and the other options.
-        here: machine (cores, memory, accelerators), environment, topology, and the devices of this node's ranks.
+        local_node: machine (cores, memory, accelerators), environment, topology, and the devices of this node's ranks.
         report: this node's report for agreement: limits, interfaces, versions, settings, output_dir …
         loaded: the config, its paths absolute; None without CONFIG.
     """
 
     request: DoctorRequest
-    here: LocalNode
+    local_node: LocalNode
     report: NodeReport
     loaded: LoadedConfig | None = None
 
     @property
     def environment(self) -> Environment:
         """The variables, without secrets."""
-        return self.here.environment
+        return self.local_node.environment
 
     @property
     def machine(self) -> Machine:
         """Cores, memory, accelerators as the probe listed them."""
-        return self.here.machine
+        return self.local_node.machine
 
     @property
     def probes(self) -> Probes:
@@ -274,7 +274,7 @@ class LocalRun:
 
     loaded: LoadedConfig
     given: bool
-    here: LocalNode
+    local_node: LocalNode
 
 
 def read_local_run(request: DoctorRequest, environment: Environment) -> LocalRun:

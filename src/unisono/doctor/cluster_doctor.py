@@ -170,12 +170,12 @@ def examination_of(answer: dict[str, Any], *, code: int, host: str) -> Examinati
     return Examination(host, findings_of(answer), agreed=code != _DISAGREE)
 
 
-def no_answer_error(*, where: str, said: Sequence[str], fix: str) -> UnfitError:
+def no_answer_error(*, where: str, tail: Sequence[str], fix: str) -> UnfitError:
     """The error for a doctor run on a cluster that printed no result."""
     return UnfitError.of(
         "doctor on the nodes ended without a result of node 0",
         where=where,
-        why="; ".join(said) or "it printed nothing",
+        why="; ".join(tail) or "it printed nothing",
         fix=fix,
     )
 
@@ -203,16 +203,16 @@ def examine_on_ray(request: DoctorRequest) -> Examination:
         "join_timeout_s": request.join_timeout_s,
         "variables": forwarded_variables(environment.variables),
     }
-    told = run_task("look", body, on_message=request.show, programs=DRIVER)
-    answer = next((found for line in reversed(told["lines"]) if (found := read_answer(line))), None)
-    hosts = ", ".join(told["hosts"])
+    looked = run_task("look", body, on_message=request.show, programs=DRIVER)
+    answer = next((found for line in reversed(looked["lines"]) if (found := read_answer(line))), None)
+    hosts = ", ".join(looked["hosts"])
     if answer is None:
         raise no_answer_error(
-            where=f"{told['hosts'][0]}, exit code {told['code']}",
-            said=told["said"],
+            where=f"{looked['hosts'][0]}, exit code {looked['code']}",
+            tail=looked["said"],
             fix="`ray status` shows the state of that node; or run there: unisono doctor",
         )
-    return examination_of(answer, code=int(told["code"]), host=f"Ray's {hosts}")
+    return examination_of(answer, code=int(looked["code"]), host=f"Ray's {hosts}")
 
 
 def _ray_words(request: DoctorRequest) -> list[str | None]:
@@ -271,21 +271,23 @@ def examine_on_slurm(request: DoctorRequest) -> Examination:
         UnfitError: if too many of them are down, or doctor printed no result.
     """
     loaded, known = read_config(request), partitions()
-    asked = _nodes_request(request, loaded)
-    refuse_impossible(asked, known)
+    nodes_request = _nodes_request(request, loaded)
+    refuse_impossible(nodes_request, known)
     text = request.config_path.read_text(encoding="utf-8-sig") if request.config_path is not None else ""
-    heard = _StepOutput(request)
+    output = _StepOutput(request)
     command = [sys.executable, "-m", "unisono", *_slurm_words(request)]
-    with SrunStep(asked.options(), command, text, on_output=heard.take, on_error=heard.talk) as step:
+    with SrunStep(
+        nodes_request.options(), command, text, on_output=output.take, on_error=output.talk
+    ) as step:
         code = step.wait()
-    answer = read_answer(heard.printed.decode("utf-8", "replace"))
+    answer = read_answer(output.printed.decode("utf-8", "replace"))
     if answer is None:
         raise no_answer_error(
             where=f"srun, exit code {code}",
-            said=list(heard.said),
+            tail=list(output.tail),
             fix="see `sinfo -R` and `squeue`; inside an allocation: srun --ntasks-per-node=1 unisono doctor",
         )
-    nodes = "one node" if asked.nodes == 1 else f"{asked.nodes} nodes"
+    nodes = "one node" if nodes_request.nodes == 1 else f"{nodes_request.nodes} nodes"
     return examination_of(answer, code=code, host=f"{nodes} of Slurm")
 
 
@@ -308,7 +310,7 @@ class _StepOutput:
 
     request: DoctorRequest
     printed: bytes = b""
-    said: deque[str] = field(default_factory=lambda: deque(maxlen=_TAIL))
+    tail: deque[str] = field(default_factory=lambda: deque(maxlen=_TAIL))
 
     def take(self, task: int | None, piece: bytes) -> None:
         """Collects node 0's output, one object in pieces."""
@@ -320,7 +322,7 @@ class _StepOutput:
         text = line.decode("utf-8", "replace")
         if task not in (None, 0) or not text.strip() or _EXIT_LINE.match(text):
             return
-        self.said.append(one_line(text, limit=300))
+        self.tail.append(one_line(text, limit=300))
         self.request.show({"kind": "note", "time": time.time(), "text": plain(text.rstrip())})
 
 

@@ -214,11 +214,13 @@ def _prepare_run(facts: Surroundings, loaded: LoadedConfig) -> _PreparedRun:
         prepared = prepare(request, loaded, facts.environment, ledger=False, show=facts.request.show)
         run = RunDir(Path(loaded.config.output_dir))
         decision = StartDecision("fresh", "doctor", "as a new run")
-        layout = lay_out([facts.here.offer_as(node_rank) for node_rank in range(facts.here.topology.nodes)])
+        layout = lay_out(
+            [facts.local_node.offer_as(node_rank) for node_rank in range(facts.local_node.topology.nodes)]
+        )
         plan = plan_start(
             request,
             loaded,
-            facts.here,
+            facts.local_node,
             run=run,
             decision=decision,
             prepared=prepared,
@@ -243,9 +245,9 @@ def _model_and_data(prepared: _PreparedRun, loaded: LoadedConfig) -> list[Findin
             findings.append(found(other, "unknown", f"not checked completely: {what} failed first"))
         return findings
     model, train = prepared.plan.model, prepared.plan.data.train
-    said = f"{prepared.plan.config.model.path}: {model.model_type}, {show_count(model.parameters)} parameters, {show_bytes(model.weight_bytes)}"
+    text = f"{prepared.plan.config.model.path}: {model.model_type}, {show_count(model.parameters)} parameters, {show_bytes(model.weight_bytes)}"
     rows = f"{show_count(train.rows)} rows, {show_count(train.tokens)} tokens, {show_count(train.loss_tokens)} of them trained on; {prepared.plan.total_steps:,} steps"
-    return [found(MODEL, "pass", said), found(DATA, "pass", rows)]
+    return [found(MODEL, "pass", text), found(DATA, "pass", rows)]
 
 
 def _memory_and_disk(facts: Surroundings, prepared: _PreparedRun) -> list[Finding]:
@@ -329,7 +331,7 @@ def _check_packages(facts: Surroundings, loaded: LoadedConfig) -> list[Finding]:
     ]
     if missing:
         return missing
-    if facts.here.topology.nproc > 1 and "py-spy" not in installed:
+    if facts.local_node.topology.nproc > 1 and "py-spy" not in installed:
         text = "py-spy is not installed: no stack of a rank that hangs in native code"
         return [
             found(PACKAGES, "warn", text, fix=["`pip install py-spy`, or `pip install 'unisono[watch]'`"])

@@ -141,7 +141,7 @@ class DeviceContext:
             self.chosen,
             vendor=self.processors.vendor,
             settings=self.settings,
-            ill=faulty_devices(self.problems),
+            faulty=faulty_devices(self.problems),
             within=self.visible if self.allotted else None,
         )
 
@@ -160,11 +160,11 @@ def check_processors(around: Surroundings) -> list[Finding]:
     """Findings on processors; with accelerators only their description."""
     found_here = read_processors()
     text = processor_text(found_here)
-    if any(place.kind == "cuda" for place in around.here.devices):
+    if any(place.kind == "cuda" for place in around.local_node.devices):
         return [found(PROCESSOR, "pass", text)]
-    threads, origin = around.here.threads
+    threads, origin = around.local_node.threads
     status, words, fix = judge_threads(
-        found_here, ranks=len(around.here.devices), threads=threads, origin=origin
+        found_here, ranks=len(around.local_node.devices), threads=threads, origin=origin
     )
     dtype = around.loaded.config.model.dtype if around.loaded is not None else "auto"
     bfloat16_status, bfloat16, bfloat16_fix = judge_bfloat16(found_here, dtype=dtype)
@@ -191,9 +191,9 @@ def read_device_context(around: Surroundings) -> DeviceContext:
     )
 
 
-def judge_devices(scene: DeviceContext) -> list[Finding]:
+def judge_devices(context: DeviceContext) -> list[Finding]:
     """Pure."""
-    details = scene.details
+    details = context.details
     if details.note:
         if "nvidia-ml-py" in details.note:
             return [found(SEEN, "unknown", details.note, *details.on_bus, fix=[INSTALL])]
@@ -209,23 +209,23 @@ def judge_devices(scene: DeviceContext) -> list[Finding]:
     if not details.devices:
         return [found(SEEN, "pass", "no NVIDIA hardware; ranks run on the CPU")]
     return [
-        _seen(scene),
-        *_links(scene),
-        *_selection(scene),
-        *_memory(scene),
-        _health(scene),
-        _driver(scene),
-        _slices(scene),
+        _seen(context),
+        *_links(context),
+        *_selection(context),
+        *_memory(context),
+        _health(context),
+        _driver(context),
+        _slices(context),
     ]
 
 
-def _seen(scene: DeviceContext) -> Finding:
-    details = scene.details
+def _seen(context: DeviceContext) -> Finding:
+    details = context.details
     known = {device.bus_id for device in details.devices if not device.trouble}
     silent = [address for address in details.on_bus if address not in known]
     lost = [f"device {device.index}: {device.trouble}" for device in details.devices if device.trouble]
-    text = f"{len(details.devices)} physical, {len(scene.visible)} visible, {len(scene.chosen)} for this node's ranks"
-    rows = device_rows(details, scene.visible)
+    text = f"{len(details.devices)} physical, {len(context.visible)} visible, {len(context.chosen)} for this node's ranks"
+    rows = device_rows(details, context.visible)
     fallen = [
         bus
         for bus in silent
@@ -245,17 +245,19 @@ def _seen(scene: DeviceContext) -> Finding:
     return found(SEEN, "pass", text, *hidden, *rows)
 
 
-def _links(scene: DeviceContext) -> list[Finding]:
-    rows = link_rows(scene.details)
+def _links(context: DeviceContext) -> list[Finding]:
+    rows = link_rows(context.details)
     if not rows:
         return []
-    vendor, settings = scene.processors.vendor, scene.settings
-    ways = transport_rows(scene.details, vendor=vendor, settings=settings)
-    pairs = [(a, b) for place, a in enumerate(scene.chosen) for b in scene.chosen[place + 1 :]] or list(
-        scene.details.pairs
+    vendor, settings = context.processors.vendor, context.settings
+    ways = transport_rows(context.details, vendor=vendor, settings=settings)
+    pairs = [(a, b) for place, a in enumerate(context.chosen) for b in context.chosen[place + 1 :]] or list(
+        context.details.pairs
     )
-    now = {pair: expected_transport(scene.details, *pair, vendor=vendor, settings=settings) for pair in pairs}
-    free = {pair: expected_transport(scene.details, *pair, vendor=vendor) for pair in pairs}
+    now = {
+        pair: expected_transport(context.details, *pair, vendor=vendor, settings=settings) for pair in pairs
+    }
+    free = {pair: expected_transport(context.details, *pair, vendor=vendor) for pair in pairs}
     broken = [pair for pair, way in now.items() if way.kind == "broken"]
     if broken:
         fix = [
@@ -279,13 +281,13 @@ def _links(scene: DeviceContext) -> list[Finding]:
             name for name in ("NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_SHM_DISABLE") if name in settings
         ]
         return [found(LINKS, "warn", text, *ways, *rows, fix=[f"unset {' '.join(names)}"])]
-    detour = _detour(scene.details, [pair for pair in pairs if now[pair].kind == "p2p"])
-    if detour:
-        return [_redirected_finding(*detour, rows=[*ways, *rows])]
+    longer_path = _longer_path(context.details, [pair for pair in pairs if now[pair].kind == "p2p"])
+    if longer_path:
+        return [_redirected_finding(*longer_path, rows=[*ways, *rows])]
     return [found(LINKS, "pass", ways[0], *ways[1:], *rows)]
 
 
-def _detour(
+def _longer_path(
     details: DevicesDetails, pairs: Sequence[tuple[int, int]]
 ) -> tuple[tuple[int, int], list[str]] | None:
     """The first pair of devices whose traffic PCIe switches redirect to the host, and all such bridges."""
@@ -312,11 +314,11 @@ def _redirected_finding(pair: tuple[int, int], bridges: list[str], *, rows: list
     return found(LINKS, "warn", text, *rows, fix=fix)
 
 
-def _selection(scene: DeviceContext) -> list[Finding]:
-    if not scene.chosen:
+def _selection(context: DeviceContext) -> list[Finding]:
+    if not context.chosen:
         return []
-    judged = scene.judged
-    mapping = ", ".join(f"rank {local} → {index}" for local, index in enumerate(scene.chosen))
+    judged = context.judged
+    mapping = ", ".join(f"rank {local} → {index}" for local, index in enumerate(context.chosen))
     if not judged.better:
         text = mapping if not judged.troubles else f"{mapping}; no better selection"
         return [found(SELECTION, "pass", text, *judged.troubles)]
@@ -324,10 +326,10 @@ def _selection(scene: DeviceContext) -> list[Finding]:
     if not judged.matters:
         text = f"{mapping}; {words} would be a little better: {judged.why}"
         return [found(SELECTION, "pass", text, *judged.troubles)]
-    better = [device for index in judged.better if (device := scene.details.device(index)) is not None]
-    mixed = len({device.name for device in scene.details.devices}) > 1
+    better = [device for index in judged.better if (device := context.details.device(index)) is not None]
+    mixed = len({device.name for device in context.details.devices}) > 1
     fix = [visible_line(better, mixed=mixed)]
-    if set(judged.better) <= set(scene.visible):
+    if set(judged.better) <= set(context.visible):
         fix.append(f"or --devices {words}")
     return [
         found(
@@ -336,10 +338,10 @@ def _selection(scene: DeviceContext) -> list[Finding]:
     ]
 
 
-def _memory(scene: DeviceContext) -> list[Finding]:
-    if not scene.chosen:
+def _memory(context: DeviceContext) -> list[Finding]:
+    if not context.chosen:
         return []
-    held = [(device, words) for device in scene.used if (words := holders_of(device))]
+    held = [(device, words) for device in context.used if (words := holders_of(device))]
     if not held:
         return [found(MEMORY, "pass", "no process holds memory of the selected devices")]
     status: Status = "warn"
@@ -357,41 +359,43 @@ def _memory(scene: DeviceContext) -> list[Finding]:
     return [found(MEMORY, status, *lines, fix=fix)]
 
 
-def _health(scene: DeviceContext) -> Finding:
-    if not scene.problems:
+def _health(context: DeviceContext) -> Finding:
+    if not context.problems:
         log = (
             ""
-            if scene.details.xids is not None
+            if context.details.xids is not None
             else "; the kernel log is not readable here (sudo dmesg | grep -i xid)"
         )
         return found(HEALTH, "pass", f"no errors{log}")
-    concerned = set(scene.chosen or (device.index for device in scene.details.devices)) | {-1}
-    grave = any(one.gravity == "grave" and one.index in concerned for one in scene.problems)
-    fixes = list(dict.fromkeys(one.fix for one in scene.problems))
-    return found(HEALTH, "fail" if grave else "warn", *(one.text for one in scene.problems), fix=fixes[:4])
+    concerned = set(context.chosen or (device.index for device in context.details.devices)) | {-1}
+    is_serious = any(one.gravity == "grave" and one.index in concerned for one in context.problems)
+    fixes = list(dict.fromkeys(one.fix for one in context.problems))
+    return found(
+        HEALTH, "fail" if is_serious else "warn", *(one.text for one in context.problems), fix=fixes[:4]
+    )
 
 
-def _driver(scene: DeviceContext) -> Finding:
+def _driver(context: DeviceContext) -> Finding:
     status, text, fix = judge_driver(
-        scene.details,
-        scene.used or list(scene.details.devices),
-        torch=scene.torch,
-        torch_cuda=scene.torch_cuda,
+        context.details,
+        context.used or list(context.details.devices),
+        torch=context.torch,
+        torch_cuda=context.torch_cuda,
     )
     return found(DRIVER, status, text, fix=fix)
 
 
-def _slices(scene: DeviceContext) -> Finding:
-    sliced = [device for device in scene.details.devices if device.mig is not None]
+def _slices(context: DeviceContext) -> Finding:
+    sliced = [device for device in context.details.devices if device.mig is not None]
     if not sliced:
         return found(SLICES, "pass", "no device is sliced")
     lines = [f"device {device.index}: {', '.join(device.mig or ()) or 'no slices'}" for device in sliced]
-    if len(scene.chosen) > 1 and any(device.index in scene.chosen for device in sliced):
+    if len(context.chosen) > 1 and any(device.index in context.chosen for device in sliced):
         names = ",".join(str(device.index) for device in sliced)
         fix = [f"sudo nvidia-smi -mig 0 -i {names} (while it is unused), or select different devices"]
-        text = f"{len(scene.chosen)} ranks, and a selected device is sliced"
+        text = f"{len(context.chosen)} ranks, and a selected device is sliced"
         return found(SLICES, "fail", text, *lines, fix=fix)
-    if scene.chosen and not any(device.index in scene.chosen for device in sliced):
+    if context.chosen and not any(device.index in context.chosen for device in sliced):
         return found(SLICES, "pass", "no selected device is sliced", *lines)
     fix = [f"export CUDA_VISIBLE_DEVICES={(sliced[0].mig or ('MIG-…',))[0]}"]
     return found(SLICES, "warn", "select a slice by its UUID", *lines, fix=fix)

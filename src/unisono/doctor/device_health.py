@@ -192,11 +192,11 @@ def judge_driver(
             [f"pip install torch --index-url https://download.pytorch.org/whl/{_wheel(details.driver_cuda)}"],
         )
     needed = _version(torch_cuda)
-    unfit = _unsupported_device(chosen, needed)
-    if unfit:
+    unsupported = _unsupported_device(chosen, needed)
+    if unsupported:
         return (
             "fail",
-            f"{text}: {unfit}",
+            f"{text}: {unsupported}",
             ["install a torch build for this GPU generation: https://pytorch.org/get-started/locally"],
         )
     if details.driver_cuda is None:

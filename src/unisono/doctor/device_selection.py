@@ -110,12 +110,12 @@ def _reach(settings: Mapping[str, str], vendor: str) -> tuple[int, str]:
     """Maximum distance of peer access, and its source."""
     if settings.get("NCCL_P2P_DISABLE", "0").strip() == "1":
         return 0, "NCCL_P2P_DISABLE=1"
-    asked = settings.get("NCCL_P2P_LEVEL", "").strip().upper()
-    word = asked if asked in _REACH else ""
-    if asked.isdecimal():
-        word = _OLD_REACH[min(int(asked), len(_OLD_REACH) - 1)]
+    requested = settings.get("NCCL_P2P_LEVEL", "").strip().upper()
+    word = requested if requested in _REACH else ""
+    if requested.isdecimal():
+        word = _OLD_REACH[min(int(requested), len(_OLD_REACH) - 1)]
     if word:
-        return _REACH[word], f"NCCL_P2P_LEVEL={asked}"
+        return _REACH[word], f"NCCL_P2P_LEVEL={requested}"
     word = _DEFAULT_REACH.get(vendor, "SYS")
     return _REACH[word], f"NCCL's default for this processor ({vendor or 'unknown'}: up to {word})"
 
@@ -213,7 +213,7 @@ class Selection:
     """Cost of a selection of devices; fields in order of weight, less is better.
 
     Attributes:
-        ill: devices that do not respond, or had serious errors.
+        faulty: devices that do not respond, or had serious errors.
         held: devices whose memory other processes hold.
         sliced: devices with MIG slices.
         types: number of device types beyond one.
@@ -223,7 +223,7 @@ class Selection:
         gaps: indices that are missing between the first and the last.
     """
 
-    ill: int
+    faulty: int
     held: int
     sliced: int
     types: int
@@ -240,7 +240,7 @@ class Selection:
     @property
     def heavy(self) -> tuple[int, ...]:
         """The part with an effect on a run: a ring is as fast as its worst pair."""
-        return (self.ill, self.held, self.sliced, self.types, self.worst, self.numa_nodes)
+        return (self.faulty, self.held, self.sliced, self.types, self.worst, self.numa_nodes)
 
 
 @dataclass(frozen=True)
@@ -269,7 +269,7 @@ def judge_selection(
     *,
     vendor: str = "",
     settings: Mapping[str, str] | None = None,
-    ill: Sequence[int] = (),
+    faulty: Sequence[int] = (),
     within: Sequence[int] | None = None,
 ) -> SelectionReport:
     """Problems of these devices, and a better selection.
@@ -279,10 +279,10 @@ def judge_selection(
         chosen: physical indices, by local rank.
         vendor: of the processor.
         settings: variables of NCCL that are set.
-        ill: devices that must not be used.
+        faulty: devices that must not be used.
         within: devices that may be proposed, if others belong to different jobs; None: all.
     """
-    scales = _Weigher(details, vendor, settings or {}, frozenset(ill))
+    scales = _Weigher(details, vendor, settings or {}, frozenset(faulty))
     now = scales.weigh(chosen)
     best = scales.best(chosen, within=within)
     weighed = scales.weigh(best) if best else now
@@ -327,11 +327,11 @@ class _Weigher:
     """Weighs selections of devices; transports of pairs are computed once."""
 
     def __init__(
-        self, details: DevicesDetails, vendor: str, settings: Mapping[str, str], ill: frozenset[int]
+        self, details: DevicesDetails, vendor: str, settings: Mapping[str, str], faulty: frozenset[int]
     ) -> None:
         self._devices = {device.index: device for device in details.devices}
         self._held = {device.index for device in details.devices if holders_of(device)}
-        self._ill = ill | {device.index for device in details.devices if device.trouble}
+        self._faulty = faulty | {device.index for device in details.devices if device.trouble}
         self.ways: dict[tuple[int, int], Transport] = {
             (a, b): expected_transport(details, a, b, vendor=vendor, settings=settings)
             for a, b in combinations(sorted(self._devices), 2)
@@ -342,7 +342,7 @@ class _Weigher:
         ranks = [self.ways[pair].rank for pair in combinations(sorted(device.index for device in devices), 2)]
         indices = [device.index for device in devices]
         return Selection(
-            ill=sum(index in self._ill for index in indices) + len(chosen) - len(devices),
+            faulty=sum(index in self._faulty for index in indices) + len(chosen) - len(devices),
             held=sum(index in self._held for index in indices),
             sliced=sum(device.mig is not None for device in devices),
             types=len({device.name for device in devices}) - 1,
@@ -355,9 +355,9 @@ class _Weigher:
     def best(self, chosen: Sequence[int], *, within: Sequence[int] | None) -> tuple[int, ...]:
         """The best selection of as many devices, each as large and as new; of equal ones the one with the fewest changes."""
         own = set(chosen)
-        mine = [self._devices[index] for index in own if index in self._devices]
-        memory = _MIN_MEMORY_SHARE * min((one.memory_bytes for one in mine), default=0)
-        capability = min((one.capability for one in mine), default=(0, 0))
+        own_devices = [self._devices[index] for index in own if index in self._devices]
+        memory = _MIN_MEMORY_SHARE * min((one.memory_bytes for one in own_devices), default=0)
+        capability = min((one.capability for one in own_devices), default=(0, 0))
         fit = [
             index
             for index, one in self._devices.items()
@@ -368,7 +368,7 @@ class _Weigher:
                 and one.capability >= capability
             )
         ]
-        whole = sorted(fit, key=lambda index: (index in self._ill, index in self._held, index))
+        whole = sorted(fit, key=lambda index: (index in self._faulty, index in self._held, index))
         tried = combinations(sorted(whole[:_MAX_CANDIDATES]), len(chosen))
         return min(
             tried,
@@ -416,7 +416,7 @@ def _why(now: Selection, better: Selection) -> str:
     """All improvements of the better selection."""
     kinds = list(TRANSPORTS.values())
     gains = [
-        (better.ill < now.ill, "all devices are healthy"),
+        (better.faulty < now.faulty, "all devices are healthy"),
         (better.held < now.held, "no other process uses them"),
         (better.sliced < now.sliced, "none is sliced"),
         (better.types < now.types, "of one type"),

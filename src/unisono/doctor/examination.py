@@ -37,7 +37,7 @@ from unisono.doctor.system_checks import CATALOGUE as SYSTEM
 from unisono.doctor.system_checks import CHECKS as SYSTEM_CHECKS
 from unisono.errors import Disagreed, UnisonoError
 from unisono.facts import read_environment, take_token
-from unisono.launch.meeting_entry import party_of, tell_early_refusal
+from unisono.launch.meeting_entry import party_of, report_early_refusal
 from unisono.rendezvous.party import BackgroundWork
 from unisono.rendezvous.remote_fronts import token_of_step
 from unisono.text import plain, redact
@@ -106,23 +106,23 @@ def examine(request: DoctorRequest) -> Examination:
     environment = read_environment()
     token = take_token() or token_of_step(environment)
     try:
-        asked = read_local_run(request, environment)
-        topology, host = asked.here.topology, asked.here.machine.host
+        local_run = read_local_run(request, environment)
+        topology, host = local_run.local_node.topology, local_run.local_node.machine.host
         party = (
             party_of(request.training, topology, host=host, token=token, show=request.show)
             if topology.nodes > 1
             else None
         )
     except UnisonoError as error:
-        tell_early_refusal(request.training, environment, error, token=token, show=request.show)
+        report_early_refusal(request.training, environment, error, token=token, show=request.show)
         raise
-    own = redacted(run_checks(read_surroundings(request, asked)))
+    own = redacted(run_checks(read_surroundings(request, local_run)))
     if party is None:
         return Examination(host, own)
     try:
         return Examination(
             host,
-            redacted(compare_nodes(request, asked, own, party)),
+            redacted(compare_nodes(request, local_run, own, party)),
         )
     except Disagreed as error:
         if error.verdict is None:
@@ -202,8 +202,8 @@ def summary_line(examination: Examination) -> str:
         "failed": examination.number_of("fail"),
         "unknown": examination.number_of("unknown"),
     }
-    said = ", ".join(f"{number} {what}" for what, number in counts.items() if number)
-    return f"{len(examination.findings)} checks: {said}"
+    totals = ", ".join(f"{number} {what}" for what, number in counts.items() if number)
+    return f"{len(examination.findings)} checks: {totals}"
 
 
 _STYLE = """

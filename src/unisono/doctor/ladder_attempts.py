@@ -56,12 +56,12 @@ class AttemptLogs:
 
     Attributes:
         folder: `runs/doctor-…`, in the working directory.
-        trouble: why logs are not kept; empty: they are.
+        problem: why logs are not kept; empty: they are.
         elsewhere: the same for other nodes with such an error, by name.
     """
 
     folder: Path
-    trouble: str = ""
+    problem: str = ""
     elsewhere: dict[str, str] = field(default_factory=dict)
     _attempts: int = 0
 
@@ -78,17 +78,17 @@ class AttemptLogs:
             make_private_dir(self.folder)
             make_private_dir(path)
         except OSError as error:
-            self.trouble = f"{path}: {error.strerror or error}"
+            self.problem = f"{path}: {error.strerror or error}"
             return None
         return path
 
     def location_text(self) -> str:
         """A line for the finding: where the logs are, or why they are not kept."""
-        here = f" are not kept: {self.trouble}" if self.trouble else f": {self.folder}/"
+        logs = f" are not kept: {self.problem}" if self.problem else f": {self.folder}/"
         there = (
-            f"; on {node} they are not kept: {trouble}" for node, trouble in sorted(self.elsewhere.items())
+            f"; on {node} they are not kept: {problem}" for node, problem in sorted(self.elsewhere.items())
         )
-        return f"logs of the libraries{here}{''.join(there)}"
+        return f"logs of the libraries{logs}{''.join(there)}"
 
 
 STARTING_S = 120.0
@@ -232,7 +232,7 @@ class AttemptRanks:
         waiting = list(self._tasks)
         while waiting and time.monotonic() < limit:
             for task in list(waiting):
-                results = [message for message in task.news() if message["kind"] == "result"]
+                results = [message for message in task.new_messages() if message["kind"] == "result"]
                 if results:
                     found += results
                     waiting.remove(task)
@@ -282,14 +282,14 @@ def _until_ready(stream: Iterator[Message]) -> int:
     raise UnisonoError.of("a rank ended before the collective")
 
 
-def attempt_here(
+def attempt_local(
     places: Sequence[DeviceChoice],
     settings: Settings,
     *,
     backend: str,
     deadline_s: float,
     programs: Programs,
-    tell: Callable[[str], None] = lambda _: None,
+    on_progress: Callable[[str], None] = lambda _: None,
     record: Path | None = None,
 ) -> AttemptOutcome:
     """One collective over this machine's ranks.
@@ -300,7 +300,7 @@ def attempt_here(
         backend: `nccl` or `gloo`.
         deadline_s: counts from when all are ready.
         programs: command lines of tasks.
-        tell: receives progress.
+        on_progress: receives progress.
         record: a folder for logs.
     """
     began = time.monotonic()
@@ -309,10 +309,10 @@ def attempt_here(
         with AttemptRanks(
             children, len(children), backend, settings, "127.0.0.1", deadline_s, programs, record=record
         ) as ranks:
-            port, trouble = ranks.ready()
-            if trouble:
-                return AttemptOutcome(ok=False, text=trouble)
-            tell(f"{len(children)} processes are ready after {time.monotonic() - began:.0f} s")
+            port, problem = ranks.ready()
+            if problem:
+                return AttemptOutcome(ok=False, text=problem)
+            on_progress(f"{len(children)} processes are ready after {time.monotonic() - began:.0f} s")
             return ranks.run("127.0.0.1", port)
     except UnisonoError as error:
         return AttemptOutcome(ok=False, text=error_text(error))
@@ -332,9 +332,9 @@ _ENOUGH_ON_CPU = 2e6  # on one machine, whose cores may all be busy; of nodes se
 
 def check_ladder(around: Surroundings) -> list[Finding]:
     """The ladder over this machine's ranks, with --ladder; for several nodes see `node_trials`."""
-    if not around.request.ladder or around.here.topology.nodes > 1:
+    if not around.request.ladder or around.local_node.topology.nodes > 1:
         return []
-    places = around.here.devices
+    places = around.local_node.devices
     if len(places) < 2:
         return [found(LADDER, "pass", "one rank: no communication", fix=["use --nproc 2 to test two ranks"])]
     backend = "nccl" if places[0].kind == "cuda" else "gloo"
@@ -347,7 +347,7 @@ def check_ladder(around: Surroundings) -> list[Finding]:
     record = AttemptLogs(Path("runs") / logs_name(str(os.getpid()))) if around.request.debug_comm else None
 
     def attempt(settings: Settings, name: str) -> AttemptOutcome:
-        return attempt_here(
+        return attempt_local(
             places,
             settings,
             backend=backend,

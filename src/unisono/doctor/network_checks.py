@@ -26,7 +26,7 @@ _TORCHRUN_PORT = 29500
 
 def check_network(around: Surroundings) -> list[Finding]:
     """Interfaces, choices, names, ports of InfiniBand, and the firewall."""
-    report, topology = around.report, around.here.topology
+    report, topology = around.report, around.local_node.topology
     settings = settings_of(report)
     cuda = report.device_kind == "cuda"
     head = topology.head_host
@@ -58,7 +58,7 @@ def check_network(around: Surroundings) -> list[Finding]:
 
 def _own_address(around: Surroundings, head: list[str]) -> str:
     """This machine's address, on which the other nodes reach it; empty if unknown."""
-    topology = around.here.topology
+    topology = around.local_node.topology
     if not head:
         return ""
     return head[0] if topology.is_head else address_towards(topology.head_host, around.probes.network)
@@ -66,8 +66,8 @@ def _own_address(around: Surroundings, head: list[str]) -> str:
 
 def check_port(around: Surroundings) -> list[Finding]:
     """The finding on the head's port: on node 0 of several nodes, or for torchrun's ranks."""
-    topology = around.here.topology
-    asked = around.environment.variables.get("MASTER_PORT") or around.environment.leftovers.get(
+    topology = around.local_node.topology
+    requested = around.environment.variables.get("MASTER_PORT") or around.environment.leftovers.get(
         "MASTER_PORT", ""
     )
     if topology.nodes > 1 and not topology.is_head:
@@ -77,8 +77,8 @@ def check_port(around: Surroundings) -> list[Finding]:
             found(PORT, "pass", "the system chooses a free one, and --hosts passes it to the other nodes")
         ]
     needed = topology.nodes > 1
-    named = needed or asked.isdecimal()
-    port = topology.head_port if needed else int(asked) if asked.isdecimal() else _TORCHRUN_PORT
+    named = needed or requested.isdecimal()
+    port = topology.head_port if needed else int(requested) if requested.isdecimal() else _TORCHRUN_PORT
     if not 0 < port < 1 << 16:
         return [
             found(
@@ -88,8 +88,8 @@ def check_port(around: Surroundings) -> list[Finding]:
                 fix=["--head HOST:29500, or export MASTER_PORT=29500"],
             )
         ]
-    trouble = _bind_error(port)
-    if trouble:
+    problem = _bind_error(port)
+    if problem:
         listener = find_listener(port)
         who = (
             f": pid {listener.pid} ({one_line(holder_of(listener.pid).command, limit=80)})"
@@ -102,7 +102,7 @@ def check_port(around: Surroundings) -> list[Finding]:
             if needed
             else "or use a different port: torchrun --master-port PORT"
         )
-        return [found(PORT, "fail" if named else "warn", f"port {port}: {trouble}{who}", fix=fix)]
+        return [found(PORT, "fail" if named else "warn", f"port {port}: {problem}{who}", fix=fix)]
     low, high = _ephemeral_range()
     if named and low <= port <= high:
         text = f"port {port} is free now, but in the ephemeral range ({low}–{high}), from which the system assigns ports"

@@ -105,14 +105,14 @@ def leads_out(interface: Interface) -> bool:
 
 def nccl_choice(interfaces: Sequence[Interface], settings: Mapping[str, str]) -> InterfaceChoice:
     """The interface that NCCL uses for its bootstrap, and for data without InfiniBand."""
-    here = usable_interfaces(interfaces)
+    usable = usable_interfaces(interfaces)
     value = settings.get("NCCL_SOCKET_IFNAME", "").strip()
     if len(value) > 1:  # as NCCL does: one letter counts as nothing
-        found = matching(value, here)
+        found = matching(value, usable)
         why = f"NCCL_SOCKET_IFNAME={value}"
         return InterfaceChoice(found[0] if found else None, why, "NCCL_SOCKET_IFNAME")
     for pattern, why in _NCCL_ORDER:
-        found = matching(pattern, here)
+        found = matching(pattern, usable)
         if found:
             return InterfaceChoice(found[0], why)
     return InterfaceChoice(None, "no interface is up with an address")
@@ -128,26 +128,26 @@ def gloo_choice(
         settings: variables that are set.
         own_addresses: addresses of this machine's host name.
     """
-    here = {one.name: one for one in usable_interfaces(interfaces)}
+    usable = {one.name: one for one in usable_interfaces(interfaces)}
     value = settings.get("GLOO_SOCKET_IFNAME", "").strip()
     if value:
         names = [name.strip() for name in value.split(",") if name.strip()]
         why = f"GLOO_SOCKET_IFNAME={value}"
-        missing = [name for name in names if name not in here]
-        first = None if missing or not names else here[names[0]]
+        missing = [name for name in names if name not in usable]
+        first = None if missing or not names else usable[names[0]]
         return InterfaceChoice(first, why, "GLOO_SOCKET_IFNAME")
     for address in own_addresses:
         owner = next(
             (
                 one
-                for one in here.values()
+                for one in usable.values()
                 if address in one.addresses or (one.loopback and address.startswith("127."))
             ),
             None,
         )
         if owner is not None:
             return InterfaceChoice(owner, f"the host name resolves to {address}")
-    loopback = next((one for one in here.values() if one.loopback), None)
+    loopback = next((one for one in usable.values() if one.loopback), None)
     return InterfaceChoice(loopback, "the host name resolves to no address of this machine")
 
 
@@ -264,13 +264,15 @@ def _bad_choice(
     fix = [f"export {variable}={one_line(out.name)}"] if out else []
     fix += [f"unset {choice.variable}"] if choice.variable else []
     if choice.interface is None:
-        asked = choice.why.partition("=")[2]
+        requested = choice.why.partition("=")[2]
         down = [
-            one.name for one in interfaces if one.name in asked.split(",") and not (one.up and one.addresses)
+            one.name
+            for one in interfaces
+            if one.name in requested.split(",") and not (one.up and one.addresses)
         ]
         close = (
-            nearest(asked.lstrip("^=").split(",")[0], [one.name for one in usable_interfaces(interfaces)])
-            if asked
+            nearest(requested.lstrip("^=").split(",")[0], [one.name for one in usable_interfaces(interfaces)])
+            if requested
             else None
         )
         hint = (
@@ -369,14 +371,20 @@ def judge_infiniband(ports: Sequence[InfinibandPort], settings: Mapping[str, str
     if active and settings.get("NCCL_IB_DISABLE", "0").strip() == "1":
         text = f"NCCL_IB_DISABLE=1, but {len(active)} ports are active: NCCL uses sockets, at least ten times slower"
         return [found(INFINIBAND, "warn", text, *rows, fix=["unset NCCL_IB_DISABLE"])]
-    asked = settings.get("NCCL_IB_HCA", "").strip()
-    if asked and active and not _selects(asked, active):
+    requested = settings.get("NCCL_IB_HCA", "").strip()
+    if requested and active and not _selects(requested, active):
         fix = [
             f"export NCCL_IB_HCA='={','.join(dict.fromkeys(port.device for port in active))}'",
             "unset NCCL_IB_HCA",
         ]
         return [
-            found(INFINIBAND, "warn", f"NCCL_IB_HCA={one_line(asked)} matches no active port", *rows, fix=fix)
+            found(
+                INFINIBAND,
+                "warn",
+                f"NCCL_IB_HCA={one_line(requested)} matches no active port",
+                *rows,
+                fix=fix,
+            )
         ]
     idle = [port for port in ports if not port.is_active]
     if idle:
@@ -387,7 +395,7 @@ def judge_infiniband(ports: Sequence[InfinibandPort], settings: Mapping[str, str
         )
         text = f"{len(idle)} of {len(ports)} ports are not active, {idle[0].device}:{idle[0].port} is {idle[0].state} ({idle[0].physical})"
         return [found(INFINIBAND, "warn", text, *rows, fix=[why])]
-    taken = [port for port in active if not asked or _selects(asked, [port])]
+    taken = [port for port in active if not requested or _selects(requested, [port])]
     rates = {port.gbit for port in taken if port.gbit}
     if len(rates) > 1:
         fix = [

@@ -43,21 +43,23 @@ _FINDINGS_S = 60.0
 _CONFIG_RULES = ("files.data", "files.tokenizer", "files.model", "storage.shared")
 
 
-def compare_nodes(request: DoctorRequest, asked: LocalRun, own: list[Finding], party: Party) -> list[Finding]:
+def compare_nodes(
+    request: DoctorRequest, local_run: LocalRun, own: list[Finding], party: Party
+) -> list[Finding]:
     """Findings of all nodes together; every node gets the same.
 
     Args:
         request: the options.
-        asked: the config and this node's resources.
+        local_run: the config and this node's resources.
         own: findings on this node.
         party: this node among the others.
 
     Raises:
         Disagreed: with the verdict that all nodes receive.
     """
-    make = _report_maker(request.training, asked)
+    make = _report_maker(request.training, local_run)
     if party.topology.is_head:
-        return _as_head(request, party, make, asked, own)
+        return _as_head(request, party, make, local_run, own)
     return _as_node(request, party, make, own)
 
 
@@ -71,19 +73,19 @@ def disagreement_findings(error: Disagreed) -> list[Finding]:
 
 
 def _as_head(
-    request: DoctorRequest, party: Party, make: MakeReport, asked: LocalRun, own: list[Finding]
+    request: DoctorRequest, party: Party, make: MakeReport, local_run: LocalRun, own: list[Finding]
 ) -> list[Finding]:
     from unisono.doctor.node_trials import LADDER, head_trial
     from unisono.rendezvous.head_side import hold_meeting
 
     def start(address: tuple[str, int]) -> SshFronts:
-        variables = asked.here.environment.variables
+        variables = local_run.local_node.environment.variables
         return start_others(request.remote, party.topology, party.token, address, variables=variables)
 
     between: list[Finding] = []
     trial = head_trial(ladder=request.ladder, debug_comm=request.debug_comm, findings=between)
     with (
-        _storage_mark(asked) as mark,
+        _storage_mark(local_run) as mark,
         hold_meeting(
             party,
             make,
@@ -92,17 +94,17 @@ def _as_head(
             start_others=start if party.topology.hosts else None,
         ) as meeting,
     ):
-        said = meeting.gather("findings", timeout_s=_FINDINGS_S, what="the node's own findings")
+        answers = meeting.gather("findings", timeout_s=_FINDINGS_S, what="the node's own findings")
         hosts = meeting.roll.hosts
         by_node = {Member(0, -1, party.host): own}
         by_node |= {
             Member(rank, -1, hosts.get(rank, "?")): findings_of(message)
-            for rank, message in sorted(said.items())
+            for rank, message in sorted(answers.items())
         }
         findings = [
             *merge_findings(by_node),
             *between,
-            *_agreement_results(meeting.agreement, len(by_node), given=asked.given),
+            *_agreement_results(meeting.agreement, len(by_node), given=local_run.given),
         ]
         result = {"checks": [finding.to_json() for finding in findings]}
         meeting.end({"kind": "ended", "exit_code": 0, "verdicts": [], "problems": [], "result": result})
@@ -111,12 +113,12 @@ def _as_head(
 
 def _as_node(request: DoctorRequest, party: Party, make: MakeReport, own: list[Finding]) -> list[Finding]:
     from unisono.doctor.node_trials import node_trial
-    from unisono.rendezvous.member_side import attend_meeting
+    from unisono.rendezvous.member_side import join_meeting
 
     trial = node_trial(ladder=request.ladder, debug_comm=request.debug_comm)
-    with attend_meeting(party, make, trial=trial) as attendance:
-        attendance.send({"kind": "findings", "checks": [finding.to_json() for finding in own]})
-        return findings_of(attendance.wait_for("ended").get("result"))
+    with join_meeting(party, make, trial=trial) as member_side:
+        member_side.send({"kind": "findings", "checks": [finding.to_json() for finding in own]})
+        return findings_of(member_side.wait_for("ended").get("result"))
 
 
 def merge_findings(by_node: Mapping[Member, list[Finding]]) -> list[Finding]:
@@ -124,27 +126,27 @@ def merge_findings(by_node: Mapping[Member, list[Finding]]) -> list[Finding]:
     ids = dict.fromkeys(finding.id for findings in by_node.values() for finding in findings)
     merged = []
     for check in ids:
-        here = [(who, one) for who, findings in by_node.items() for one in findings if one.id == check]
-        if all(one.status == "pass" for _, one in here):
-            first = min(who for who, _ in here)
-            merged += [_merged_pass(one, here) for who, one in here if who == first]
+        reported = [(who, one) for who, findings in by_node.items() for one in findings if one.id == check]
+        if all(one.status == "pass" for _, one in reported):
+            first = min(who for who, _ in reported)
+            merged += [_merged_pass(one, reported) for who, one in reported if who == first]
         else:
-            merged += _group_by_node([(who, one) for who, one in here if one.status != "pass"])
+            merged += _group_by_node([(who, one) for who, one in reported if one.status != "pass"])
     return merged
 
 
-def _merged_pass(finding: Finding, here: list[tuple[Member, Finding]]) -> Finding:
-    nodes = name_all(who for who, _ in here)
-    same = all(one.evidence == finding.evidence for _, one in here if one.id == finding.id)
+def _merged_pass(finding: Finding, reported: list[tuple[Member, Finding]]) -> Finding:
+    nodes = name_all(who for who, _ in reported)
+    same = all(one.evidence == finding.evidence for _, one in reported if one.id == finding.id)
     evidence = (
         finding.evidence if same else (f"on the first one: {finding.evidence[0]}", *finding.evidence[1:])
     )
     return Finding(finding.id, "pass", evidence, finding.fix, nodes)
 
 
-def _group_by_node(here: list[tuple[Member, Finding]]) -> list[Finding]:
+def _group_by_node(reported: list[tuple[Member, Finding]]) -> list[Finding]:
     groups: dict[Finding, list[Member]] = {}
-    for who, finding in here:
+    for who, finding in reported:
         groups.setdefault(finding, []).append(who)
     return [
         Finding(one.id, one.status, one.evidence, one.fix, name_all(whos)) for one, whos in groups.items()
@@ -170,19 +172,19 @@ def _agreement_results(agreement: Agreement, nodes: int, *, given: bool) -> list
     return found
 
 
-def _report_maker(request: TrainRequest, asked: LocalRun) -> MakeReport:
-    def make(standing: ChannelFacts, show: Show) -> NodeReport:
+def _report_maker(request: TrainRequest, local_run: LocalRun) -> MakeReport:
+    def make(channel: ChannelFacts, show: Show) -> NodeReport:
         files = (
-            look_at_files(asked.loaded, asked.here, programs=request.programs, show=show)
-            if asked.given
+            look_at_files(local_run.loaded, local_run.local_node, programs=request.programs, show=show)
+            if local_run.given
             else NO_FILES
         )
         return make_node_report(
-            loaded=asked.loaded,
-            here=asked.here,
-            standing=standing,
+            loaded=local_run.loaded,
+            local_node=local_run.local_node,
+            channel=channel,
             files=files,
-            output=look_at_output(asked.loaded, standing),
+            output=look_at_output(local_run.loaded, channel),
             probes=request.probes,
         )
 
@@ -190,11 +192,11 @@ def _report_maker(request: TrainRequest, asked: LocalRun) -> MakeReport:
 
 
 @contextlib.contextmanager
-def _storage_mark(asked: LocalRun) -> Iterator[dict[str, Any]]:
+def _storage_mark(local_run: LocalRun) -> Iterator[dict[str, Any]]:
     """Creates a file in the head's output_dir, by which the others see whether theirs is the same. It is removed on exit."""
-    folder = Path(asked.loaded.config.output_dir)
+    folder = Path(local_run.loaded.config.output_dir)
     if (
-        not asked.given or read_holder(RunDir(folder).lock) is not None
+        not local_run.given or read_holder(RunDir(folder).lock) is not None
     ):  # an active run has a mark of its own there
         yield {}
         return

@@ -140,7 +140,7 @@ def stream_listener(address: str, key: bytes) -> EchoListener:
     Raises:
         OSError: if the address is not this machine's.
     """
-    return EchoListener(address, key, ports=1, talk=_answer)
+    return EchoListener(address, key, ports=1, handler=_answer)
 
 
 def measure(address: str, port: int, key: bytes) -> LinkSpeed:

@@ -37,7 +37,7 @@ from unisono.errors import UsageError
 from unisono.events import Message, Show
 from unisono.rendezvous.head_side import try_network as head_tries_network
 from unisono.rendezvous.meeting import Meeting
-from unisono.rendezvous.member_side import Attendance
+from unisono.rendezvous.member_side import MemberSide
 from unisono.rendezvous.member_side import try_network as node_tries_network
 from unisono.rendezvous.network_trial import head_dials, node_dials, nodes_present
 from unisono.supervise.child_process import INTERFACE_VARIABLES, Programs, interface_name
@@ -66,8 +66,8 @@ def head_trial(*, ladder: bool, debug_comm: bool, findings: list[Finding]) -> Ca
         with stream_listener(
             meeting.server.address[0], _key(meeting.party.token, meeting.run_nonce)
         ) as listener:
-            said = meeting.gather("measures_ready", timeout_s=_MEASURING_S, what="a port for measurements")
-            ports = {0: listener.ports[0], **{rank: _port_of(message) for rank, message in said.items()}}
+            answers = meeting.gather("measures_ready", timeout_s=_MEASURING_S, what="a port for measurements")
+            ports = {0: listener.ports[0], **{rank: _port_of(message) for rank, message in answers.items()}}
             findings.append(judge_speed(_measure_pairs(meeting, ports), meeting.reports))
         meeting.broadcast({"kind": "measures_end"})
         if findings[-1].status != "pass":  # should the collective end the meeting, this is why
@@ -83,36 +83,36 @@ def head_trial(*, ladder: bool, debug_comm: bool, findings: list[Finding]) -> Ca
     return trial
 
 
-def node_trial(*, ladder: bool, debug_comm: bool) -> Callable[[Attendance, NodeReport], None]:
-    """A node's trial for `attend_meeting`: follows the head's requests until the last one.
+def node_trial(*, ladder: bool, debug_comm: bool) -> Callable[[MemberSide, NodeReport], None]:
+    """A node's trial for `join_meeting`: follows the head's requests until the last one.
 
     Args:
         ladder: must be the same at the head.
         debug_comm: whether the libraries' logs of this node are kept, in the folder that the head names.
     """
 
-    def trial(attendance: Attendance, report: NodeReport) -> None:
-        if attendance.welcome.get(LADDER) is not ladder:
+    def trial(member_side: MemberSide, report: NodeReport) -> None:
+        if member_side.welcome.get(LADDER) is not ladder:
             raise UsageError.of(
                 "this node's command differs from the head's",
                 where="--ladder",
                 why="the head runs a different command, or only one of the two has --ladder",
                 fix="run the same `unisono doctor` on every node, with --ladder on all or on none",
             )
-        key = _key(attendance.party.token, str(attendance.welcome["run_nonce"]))
+        key = _key(member_side.party.token, str(member_side.welcome["run_nonce"]))
         with stream_listener(report.address, key) as listener:
-            attendance.send({"kind": "measures_ready", "port": listener.ports[0]})
-            while (asked := attendance.wait_for("measure", "measures_end"))["kind"] == "measure":
-                attendance.send({"kind": "measured", **_measure_target(attendance, asked, key)})
+            member_side.send({"kind": "measures_ready", "port": listener.ports[0]})
+            while (message := member_side.wait_for("measure", "measures_end"))["kind"] == "measure":
+                member_side.send({"kind": "measured", **_measure_target(member_side, message, key)})
         if not ladder:
-            node_tries_network(attendance, report)
+            node_tries_network(member_side, report)
             return
-        node_dials(attendance, attendance.wait_for("dial"))
+        node_dials(member_side, member_side.wait_for("dial"))
         record = None
-        while (asked := attendance.wait_for("ladder", "ladder_end"))["kind"] == "ladder":
+        while (message := member_side.wait_for("ladder", "ladder_end"))["kind"] == "ladder":
             if debug_comm and record is None:
-                record = AttemptLogs.of(asked.get("record"))
-            _take_part(attendance, report, asked, record)
+                record = AttemptLogs.of(message.get("record"))
+            _take_part(member_side, report, message, record)
 
     return trial
 
@@ -152,10 +152,10 @@ def _measure_pairs(meeting: Meeting, ports: Mapping[int, int]) -> dict[Pair, Lin
             other = partner[0]
             work = partial(_measure_peer, addresses[other], ports[other], key)
             found[0, other] = meeting.run_in_background(work)
-        said = meeting.gather("measured", timeout_s=_MEASURING_S, what="the speed to another node")
+        answers = meeting.gather("measured", timeout_s=_MEASURING_S, what="the speed to another node")
         found |= {
             (rank, partner[rank]): _link_speed_of(message)
-            for rank, message in said.items()
+            for rank, message in answers.items()
             if rank in partner
         }
     return found
@@ -165,10 +165,10 @@ def _measure_peer(address: str, port: int, key: bytes, _show: Show) -> LinkSpeed
     return measure(address, port, key)
 
 
-def _measure_target(attendance: Attendance, asked: Message, key: bytes) -> dict[str, Any]:
-    match asked.get("target"):
+def _measure_target(member_side: MemberSide, message: Message, key: bytes) -> dict[str, Any]:
+    match message.get("target"):
         case [str(address), int(port)]:
-            return asdict(attendance.run_in_background(partial(_measure_peer, address, port, key)))
+            return asdict(member_side.run_in_background(partial(_measure_peer, address, port, key)))
         case _:
             return {}
 
@@ -240,22 +240,22 @@ def _attempt_on_all(
     own = meeting.reports[0]
     folder = record.attempt(name) if record else None
     with _attempt_ranks(own, present, settings, backend, meeting.party.programs, folder) as ranks:
-        port, trouble = meeting.run_in_background(lambda _show: ranks.ready())
-        said = meeting.gather("ladder_ready", timeout_s=STARTING_S, what="a process with torch")
+        port, problem = meeting.run_in_background(lambda _show: ranks.ready())
+        answers = meeting.gather("ladder_ready", timeout_s=STARTING_S, what="a process with torch")
         if record is not None:
             record.elsewhere |= {
-                f"node {rank}": text for rank, message in said.items() if (text := _missing_logs(message))
+                f"node {rank}": text for rank, message in answers.items() if (text := _missing_logs(message))
             }
-        late = next((message for message in said.values() if message.get("ok") is not True), None)
-        store = None if trouble or late else [own.address, port]
+        late = next((message for message in answers.values() if message.get("ok") is not True), None)
+        store = None if problem or late else [own.address, port]
         meeting.broadcast({"kind": "ladder_go", "store": store})
         if store is None:
-            return AttemptOutcome(ok=False, text=trouble or outcome_of(late or {}).text)
-        mine = meeting.run_in_background(lambda _show: ranks.run(own.address, port))
+            return AttemptOutcome(ok=False, text=problem or outcome_of(late or {}).text)
+        own_run = meeting.run_in_background(lambda _show: ranks.run(own.address, port))
         found = meeting.gather("ladder_done", timeout_s=DEADLINE_S + 2 * ENDING_S, what="the collective")
-    theirs = [outcome_of(message) for _, message in sorted(found.items())]
-    worst = min([mine, *theirs], key=lambda outcome: outcome.rate)
-    return AttemptOutcome(worst.ok, worst.text, worst.bytes_per_second, worst.small_s, mine.rows)
+    others = [outcome_of(message) for _, message in sorted(found.items())]
+    worst = min([own_run, *others], key=lambda outcome: outcome.rate)
+    return AttemptOutcome(worst.ok, worst.text, worst.bytes_per_second, worst.small_s, own_run.rows)
 
 
 def _missing_logs(message: Message) -> str:
@@ -265,21 +265,21 @@ def _missing_logs(message: Message) -> str:
 
 
 def _take_part(
-    attendance: Attendance, report: NodeReport, asked: Message, record: AttemptLogs | None
+    member_side: MemberSide, report: NodeReport, message: Message, record: AttemptLogs | None
 ) -> None:
     """This node's rank in one attempt."""
-    settings = _allowed_settings(asked.get("settings"))
-    backend = "nccl" if asked.get("backend") == "nccl" else "gloo"
-    present = nodes_present(asked, own=report.node_rank)
-    folder = record.attempt(str(asked.get("name"))) if record else None
-    with _attempt_ranks(report, present, settings, backend, attendance.party.programs, folder) as ranks:
-        _, trouble = attendance.run_in_background(lambda _show: ranks.ready())
-        unkept = record.trouble if record else ""
-        attendance.send({"kind": "ladder_ready", "ok": not trouble, "text": trouble, "unkept": unkept})
-        match attendance.wait_for("ladder_go").get("store"):
+    settings = _allowed_settings(message.get("settings"))
+    backend = "nccl" if message.get("backend") == "nccl" else "gloo"
+    present = nodes_present(message, own=report.node_rank)
+    folder = record.attempt(str(message.get("name"))) if record else None
+    with _attempt_ranks(report, present, settings, backend, member_side.party.programs, folder) as ranks:
+        _, problem = member_side.run_in_background(lambda _show: ranks.ready())
+        unkept = record.problem if record else ""
+        member_side.send({"kind": "ladder_ready", "ok": not problem, "text": problem, "unkept": unkept})
+        match member_side.wait_for("ladder_go").get("store"):
             case [str(host), int(port)]:
-                outcome = attendance.run_in_background(lambda _show: ranks.run(host, port))
-                attendance.send({"kind": "ladder_done", **asdict(outcome)})
+                outcome = member_side.run_in_background(lambda _show: ranks.run(host, port))
+                member_side.send({"kind": "ladder_done", **asdict(outcome)})
             case _:
                 return
 

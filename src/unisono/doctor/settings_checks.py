@@ -117,14 +117,14 @@ def check_misspelt(facts: Surroundings) -> list[Finding]:
     known = [variable.name for variable in VARIABLES]
     wrong = []
     for name in facts.environment.strangers:
-        meant = difflib.get_close_matches(name, known, n=1, cutoff=_SIMILARITY)
-        if meant and name not in KNOWN_TO_LIBRARIES and name not in facts.report.variables:
+        normalized = difflib.get_close_matches(name, known, n=1, cutoff=_SIMILARITY)
+        if normalized and name not in KNOWN_TO_LIBRARIES and name not in facts.report.variables:
             fix = [
-                f'`export {meant[0]}="${name}"; unset {name}`, if you mean that',
-                f"`unisono explain {meant[0]}`",
+                f'`export {normalized[0]}="${name}"; unset {name}`, if you mean that',
+                f"`unisono explain {normalized[0]}`",
             ]
             wrong.append(
-                found(MISSPELT, "warn", f"{name} is set but unknown: did you mean {meant[0]}?", fix=fix)
+                found(MISSPELT, "warn", f"{name} is set but unknown: did you mean {normalized[0]}?", fix=fix)
             )
     return wrong or [found(MISSPELT, "pass", "no misspelled names")]
 
@@ -141,7 +141,7 @@ def check_left_over(facts: Surroundings) -> list[Finding]:
         ]
     names = [
         name
-        for name in (*facts.here.leftovers, *facts.environment.strangers)
+        for name in (*facts.local_node.leftovers, *facts.environment.strangers)
         if name in LAUNCH or _JOB_VARIABLE.match(name)
     ]
     if not names:

@@ -140,12 +140,12 @@ def judge_orphans(left: Sequence[Orphan], ended: dict[Orphan, bool]) -> Finding:
     if not living:
         return found(ORPHANS, "pass", f"{len(left)} ended", *rows)
     text = f"{len(living)} without {'its' if len(living) == 1 else 'their'} front"
-    mine = [orphan for orphan in living if orphan.mine and orphan.state != "D"]
+    own_orphans = [orphan for orphan in living if orphan.mine and orphan.state != "D"]
     fix = []
-    if mine:
+    if own_orphans:
         fix = [
             "`unisono doctor --end-orphans`",
-            f"or `kill -9 {' '.join(str(orphan.pid) for orphan in mine[:_SHOWN])}`",
+            f"or `kill -9 {' '.join(str(orphan.pid) for orphan in own_orphans[:_SHOWN])}`",
         ]
     if any(orphan.state == "D" for orphan in living):
         fix.append(
@@ -158,8 +158,8 @@ def judge_orphans(left: Sequence[Orphan], ended: dict[Orphan, bool]) -> Finding:
 
 def _row(orphan: Orphan) -> str:
     run = f"run {orphan.run_id}" if orphan.run_id else f"run unknown ({orphan.plan})"
-    whose = "" if orphan.mine else ", another user's"
-    return f"{run}: process {orphan.pid}, {show_seconds(orphan.age_s)} old, state {orphan.state}{whose}"
+    owner = "" if orphan.mine else ", another user's"
+    return f"{run}: process {orphan.pid}, {show_seconds(orphan.age_s)} old, state {orphan.state}{owner}"
 
 
 LIMITS = Check(

@@ -39,7 +39,7 @@ class Drill:
         ranks: culprit ranks.
         nodes: culprit nodes.
         nproc: ranks per node.
-        ground: its sandbox: this machine, or something created for it.
+        sandbox: its sandbox: this machine, or something created for it.
         faults: `plan.faults` of the run.
         config: sections that override those of the tiny run.
         limit_s: time limit from the effect to the cause being named.
@@ -56,7 +56,7 @@ class Drill:
     ranks: tuple[int, ...] = ()
     nodes: tuple[int, ...] = ()
     nproc: int = 2
-    ground: Callable[[], Sandbox] = Sandbox
+    sandbox: Callable[[], Sandbox] = Sandbox
     faults: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=lambda: dict(_ENDLESS))
     limit_s: float = STALL_S
@@ -86,7 +86,7 @@ DRILLS: tuple[Drill, ...] = (
         "exit0", "a rank exits early with status 0", "user_code_error", "unequal_steps", how="exit0"
     ),
     Drill(
-        "oom", "the kernel kills a rank for lack of memory (cgroup)", ("host_oom_killed",), (1,), ground=MemoryGroup,
+        "oom", "the kernel kills a rank for lack of memory (cgroup)", ("host_oom_killed",), (1,), sandbox=MemoryGroup,
         faults={"die": {"rank": 1, "step": _FAULT_STEP, "how": "oom", "bytes": 2 << 30}}, limit_s=DEAD_S, end_s=30.0,
     ),
     Drill("sigstop", "a rank is stopped (kill -STOP)", ("rank_stopped",), (1,), faults={"stop": {"rank": 1, "step": _FAULT_STEP}}),
@@ -122,26 +122,26 @@ DRILLS: tuple[Drill, ...] = (
         faults={"drift": {"rank": 1, "step": _FAULT_STEP}}, config={"duration": "160 steps"},
     ),
     Drill(
-        "disk_full", "the disk of output_dir is full", ("disk_full",), ground=SmallDisk, words=("checkpoint_failed", "not enough space", "no room", "No space left"),
+        "disk_full", "the disk of output_dir is full", ("disk_full",), sandbox=SmallDisk, words=("checkpoint_failed", "not enough space", "no room", "No space left"),
         config={"duration": "60 steps", "checkpoint": {"every": "10 steps"}},
     ),
     Drill(
-        "disk_readonly", "the disk of output_dir becomes read-only", ("storage_unfit",), ground=ReadOnlyDisk,
+        "disk_readonly", "the disk of output_dir becomes read-only", ("storage_unfit",), sandbox=ReadOnlyDisk,
         config={"duration": "60 steps", "checkpoint": {"every": "10 steps"}},
     ),
     Drill(
-        "output_removed", "output_dir is removed during the run (rm -rf)", ("output_removed",), ground=RemovedOutput, exit_code=0,
+        "output_removed", "output_dir is removed during the run (rm -rf)", ("output_removed",), sandbox=RemovedOutput, exit_code=0,
         config={"duration": "60 steps", "checkpoint": {"every": "10 steps"}},
     ),
     Drill(
-        "cut", "the network between two nodes is cut", ("node_unreachable",), nodes=(1,), nproc=1, ground=TwoNetworks, limit_s=CUT_S,
+        "cut", "the network between two nodes is cut", ("node_unreachable",), nodes=(1,), nproc=1, sandbox=TwoNetworks, limit_s=CUT_S,
     ),
     Drill(
         "head_killed", "the front of node 0, the head of two nodes, is killed (kill -9)", ("node_unreachable",), nodes=(0,), nproc=1,
-        ground=HeadKilled, killed=(0,), limit_s=DEAD_S, end_s=30.0,
+        sandbox=HeadKilled, killed=(0,), limit_s=DEAD_S, end_s=30.0,
     ),
     Drill(
-        "garbage", "other programs connect to the head's port", nproc=1, ground=ForeignCallers, config={"duration": "80 steps"},
+        "garbage", "other programs connect to the head's port", nproc=1, sandbox=ForeignCallers, config={"duration": "80 steps"},
     ),
     Drill(
         "clock_jump", "the wall clock jumps by an hour", faults={"clock_jump": {"step": _FAULT_STEP, "seconds": 3600.0}},

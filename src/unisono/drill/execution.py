@@ -154,16 +154,16 @@ class DrillRun:
         drill: the drill.
         folder: temporary, removed afterwards.
         caches: shared by drills: prepared data, a key.
-        ground: its sandbox.
-        tell: receives progress.
+        sandbox: its sandbox.
+        on_progress: receives progress.
         fronts: of the run, by node.
     """
 
     drill: Drill
     folder: Path
     caches: Path
-    ground: Sandbox
-    tell: Progress
+    sandbox: Sandbox
+    on_progress: Progress
     fronts: list[FrontProcess] = field(default_factory=list)
 
     def run(self) -> History:
@@ -172,52 +172,52 @@ class DrillRun:
             (self.folder / name).mkdir()
         traces = Traces(self.folder / "work", self.folder / "tmp")
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self.ground)
-            self.ground.prepare(self.folder)
+            stack.enter_context(self.sandbox)
+            self.sandbox.prepare(self.folder)
             self._start(stack)
             effect = self._wait_for_effect()
             traces.note()
             if effect is not None:
                 if self.drill.want:
-                    self.tell("waiting for the cause")
+                    self.on_progress("waiting for the cause")
                     self._wait_until(self._is_named, effect + self.drill.limit_s + _LATE_S)
-                self.tell("waiting for the end")
+                self.on_progress("waiting for the end")
                 self._wait_until(self._has_ended, effect + self.drill.end_s)
             ends = self._ends()
             left = traces.left_behind()
             return History(
                 self._moment() or effect,
-                self._told(),
+                self._detected(),
                 ends,
-                [self.ground.host(node) for node in range(self.ground.nodes)],
+                [self.sandbox.host(node) for node in range(self.sandbox.nodes)],
                 left,
-                "\n".join(self._trouble()),
+                "\n".join(self._problem()),
             )
 
     def _start(self, stack: contextlib.ExitStack) -> None:
-        self.tell("starting")
+        self.on_progress("starting")
         rows = self.folder / "rows.jsonl"
         rows.write_text("".join(json.dumps(_data_row(number)) + "\n" for number in range(_ROWS)))
         config = {
             **_TINY_CONFIG,
             **self.drill.config,
             "data": {"train": str(rows), "max_length": 64},
-            "output_dir": str(self.ground.output_dir()),
+            "output_dir": str(self.sandbox.output_dir()),
         }
         config["checkpoint"] = {**_TINY_CONFIG["checkpoint"], **self.drill.config.get("checkpoint", {})}
         (self.folder / "config.yaml").write_text(json.dumps(config))
-        for node in range(self.ground.nodes):
+        for node in range(self.sandbox.nodes):
             request = self.folder / f"request-{node}.json"
             request.write_text(json.dumps(self._request(node)))
             words = [sys.executable, "-m", "unisono.drill.front", str(request)]
             front = FrontProcess(
-                self.ground.words(node, words),
+                self.sandbox.words(node, words),
                 node=node,
                 cwd=self.folder / "work",
                 environment=self._environment(),
             )
             self.fronts.append(stack.enter_context(front))
-        self.ground.started([front.pid for front in self.fronts])
+        self.sandbox.started([front.pid for front in self.fronts])
 
     def _request(self, node: int) -> dict[str, Any]:
         faults = dict(self.drill.faults) | {"marks": str(self.folder / "marks")}
@@ -229,7 +229,7 @@ class DrillRun:
             "faults": faults,
             "parent": os.getpid(),
             "clock_jump_s": self.drill.clock_jump_s,
-            **self.ground.request(node),
+            **self.sandbox.request(node),
         }
 
     def _fifo(self) -> Path:
@@ -250,16 +250,16 @@ class DrillRun:
         """The moment from which seconds are counted, after doing what is to be done from outside."""
         if not self._wait_until(lambda: self._step() > 0, time.monotonic() + _START_S):
             return None
-        self.tell("training")
+        self.on_progress("training")
         if not self.drill.faults:
             if not self._wait_until(lambda: self._step() >= _BEGIN_STEP, time.monotonic() + _EFFECT_S):
                 return None
             moment = time.monotonic()
-            self.ground.strike()
+            self.sandbox.inject()
             return moment
         if not self._wait_until(lambda: self._moment() is not None, time.monotonic() + _EFFECT_S):
             return None
-        self.ground.strike()
+        self.sandbox.inject()
         return self._moment()
 
     def _wait_until(self, seen: Callable[[], bool], limit: float) -> bool:
@@ -288,18 +288,20 @@ class DrillRun:
         return all([front.has_ended() for front in self.fronts])  # noqa: C419 - each is asked
 
     def _is_named(self) -> bool:
-        hosts = [self.ground.host(node) for node in range(self.ground.nodes)]
-        return is_named(self.drill, self._told(), hosts)
+        hosts = [self.sandbox.host(node) for node in range(self.sandbox.nodes)]
+        return is_named(self.drill, self._detected(), hosts)
 
-    def _told(self) -> list[NamedCause]:
+    def _detected(self) -> list[NamedCause]:
         found = [
             named_cause_in(line.message, at=line.at, node=front.node, words=self.drill.words)
             for front in self.fronts
             for line in front.lines
         ]
-        return sorted((told for told in found if told is not None), key=lambda told: told.at)
+        return sorted(
+            (detected for detected in found if detected is not None), key=lambda detected: detected.at
+        )
 
-    def _trouble(self) -> Iterator[str]:
+    def _problem(self) -> Iterator[str]:
         """Problems of refused fronts, and stderr."""
         for front in self.fronts:
             for line in front.lines:
@@ -318,20 +320,20 @@ class DrillRun:
         ]
 
 
-def run_drills(drills: Sequence[Drill], tell: Callable[[Drill, str], None]) -> Iterator[DrillResult]:
+def run_drills(drills: Sequence[Drill], on_progress: Callable[[Drill, str], None]) -> Iterator[DrillResult]:
     """Runs drills one after the other; yields the result of each."""
     with tempfile.TemporaryDirectory(prefix="unisono-drill-caches-") as caches:
         for drill in drills:
-            yield _run_drill(drill, Path(caches), partial(tell, drill))
+            yield _run_drill(drill, Path(caches), partial(on_progress, drill))
 
 
-def _run_drill(drill: Drill, caches: Path, tell: Progress) -> DrillResult:
-    ground = drill.ground()
-    why_not = ground.why_not()
+def _run_drill(drill: Drill, caches: Path, on_progress: Progress) -> DrillResult:
+    sandbox = drill.sandbox()
+    why_not = sandbox.why_unavailable()
     if why_not:
         return skipped_result(drill, why_not)
     with tempfile.TemporaryDirectory(prefix="unisono-drill-", ignore_cleanup_errors=True) as folder:
-        return judge(drill, DrillRun(drill, Path(folder), caches, ground, tell).run())
+        return judge(drill, DrillRun(drill, Path(folder), caches, sandbox, on_progress).run())
 
 
 def _data_row(number: int) -> dict[str, str]:

@@ -63,7 +63,7 @@ class History:
 
     Attributes:
         effect: when the fault took effect; None if it never did.
-        told: causes that were named, in order of time.
+        reported: causes that were named, in order of time.
         ends: of the fronts, by node.
         hosts: host names of the nodes, if they have their own.
         left_behind: leftovers after the end.
@@ -71,7 +71,7 @@ class History:
     """
 
     effect: float | None
-    told: Sequence[NamedCause]
+    detected: Sequence[NamedCause]
     ends: Sequence[FrontExit]
     hosts: Sequence[str | None] = (None,)
     left_behind: Sequence[str] = ()
@@ -153,7 +153,7 @@ def skipped_result(drill: Drill, why: str) -> DrillResult:
 def judge(drill: Drill, history: History) -> DrillResult:
     """The result of a drill that ran."""
     if history.effect is None:
-        why = ", ".join(["the run ended before the fault took effect", *map(_blame, history.told)])
+        why = ", ".join(["the run ended before the fault took effect", *map(_describe, history.detected)])
         return DrillResult(
             drill.fault,
             _want(drill),
@@ -161,13 +161,15 @@ def judge(drill: Drill, history: History) -> DrillResult:
             trouble=history.trouble,
             left_behind=tuple(history.left_behind),
         )
-    told = [entry for entry in history.told if entry.cause not in _TOLERATED or entry.cause in drill.want]
-    right = [entry for entry in told if _is_right(drill, entry, history.hosts)]
+    detected = [
+        entry for entry in history.detected if entry.cause not in _TOLERATED or entry.cause in drill.want
+    ]
+    right = [entry for entry in detected if _is_right(drill, entry, history.hosts)]
     after = _named_after(drill, right, history)
     of_head = [entry for entry in right if entry.node == 0]
-    shown = next(reversed(of_head or right or told), None)
+    shown = next(reversed(of_head or right or detected), None)
     ended = max((end.at for end in history.ends), default=history.effect) - history.effect
-    why = _first_mistake(drill, history, told, right, after)
+    why = _first_mistake(drill, history, detected, right, after)
     return DrillResult(
         fault=drill.fault,
         want=_want(drill),
@@ -184,10 +186,10 @@ def judge(drill: Drill, history: History) -> DrillResult:
     )
 
 
-def is_named(drill: Drill, told: Sequence[NamedCause], hosts: Sequence[str | None]) -> bool:
+def is_named(drill: Drill, detected: Sequence[NamedCause], hosts: Sequence[str | None]) -> bool:
     """Whether every node has reported the right cause."""
-    said = {entry.node for entry in told if _is_right(drill, entry, hosts)}
-    return said.issuperset(_alive(drill, hosts))
+    nodes = {entry.node for entry in detected if _is_right(drill, entry, hosts)}
+    return nodes.issuperset(_alive(drill, hosts))
 
 
 def _alive(drill: Drill, hosts: Sequence[str | None]) -> set[int]:
@@ -206,24 +208,28 @@ def _want(drill: Drill) -> str | None:
     return drill.want[0] if drill.want else None
 
 
-def _name(drill: Drill, told: NamedCause | None) -> str | None:
-    if told is None:
+def _name(drill: Drill, detected: NamedCause | None) -> str | None:
+    if detected is None:
         return None
-    return told.cause or _want(drill)
+    return detected.cause or _want(drill)
 
 
-def _is_right(drill: Drill, told: NamedCause, hosts: Sequence[str | None]) -> bool:
-    if not told.cause:
+def _is_right(drill: Drill, detected: NamedCause, hosts: Sequence[str | None]) -> bool:
+    if not detected.cause:
         return True
-    if told.cause not in drill.want or told.ranks != drill.ranks:
+    if detected.cause not in drill.want or detected.ranks != drill.ranks:
         return False
     if not drill.nodes:
         return True
     if drill.killed:  # there is no line of which either half may be cut; and the nodes may have one host name
-        return (told.of_node,) == drill.nodes
+        return (detected.of_node,) == drill.nodes
     culprits = tuple(str(hosts[node]) for node in drill.nodes)
     # Which of two halves is the one that was cut off can be told by neither: each may name the other, or itself.
-    return told.hosts == culprits if told.node == 0 else len(told.hosts) == 1 and told.hosts[0] in hosts
+    return (
+        detected.hosts == culprits
+        if detected.node == 0
+        else len(detected.hosts) == 1 and detected.hosts[0] in hosts
+    )
 
 
 def _named_after(drill: Drill, right: Sequence[NamedCause], history: History) -> float | None:
@@ -240,14 +246,14 @@ def _named_after(drill: Drill, right: Sequence[NamedCause], history: History) ->
 def _first_mistake(
     drill: Drill,
     history: History,
-    told: Sequence[NamedCause],
+    detected: Sequence[NamedCause],
     right: Sequence[NamedCause],
     after: float | None,
 ) -> str:
     """The first mistake; empty if there is none."""
-    wrong = [entry for entry in told if entry not in right]
+    wrong = [entry for entry in detected if entry not in right]
     if wrong:
-        return f"reported {_blame(wrong[0])}"
+        return f"reported {_describe(wrong[0])}"
     if drill.want and after is None:
         return f"not reported within {drill.limit_s:g} s" if not right else "not reported on every node"
     if drill.want and after is not None and after > drill.limit_s:
@@ -270,9 +276,13 @@ def _exit_code(drill: Drill, right: Sequence[NamedCause]) -> int:
     return cause.exit_code
 
 
-def _blame(told: NamedCause) -> str:
-    who = [f"rank {rank}" for rank in told.ranks] or [f"host {host}" for host in told.hosts] or ["nobody"]
-    return f"{told.cause}, {', '.join(who)}"
+def _describe(detected: NamedCause) -> str:
+    who = (
+        [f"rank {rank}" for rank in detected.ranks]
+        or [f"host {host}" for host in detected.hosts]
+        or ["nobody"]
+    )
+    return f"{detected.cause}, {', '.join(who)}"
 
 
 _COLUMNS = ("fault", "expected", "reported", "who", "found, s", "ended, s", "left behind", "")
@@ -287,7 +297,7 @@ def results_table(rows: Sequence[DrillResult], *, width: int = 0) -> list[str]:
     for row in rows:
         table.add_row(*(Text(cell) for cell in _cells(row)))
     lines = _table_lines(table, width) or [f"{row.fault}: {result_line(row)}" for row in rows]
-    return [*lines, *_complaints(rows), _summary(rows)]
+    return [*lines, *_problems(rows), _summary(rows)]
 
 
 def result_line(row: DrillResult) -> str:
@@ -349,7 +359,7 @@ def _seconds(value: float | None) -> str:
     return "" if value is None else f"{value:.1f}"
 
 
-def _complaints(rows: Sequence[DrillResult]) -> list[str]:
+def _problems(rows: Sequence[DrillResult]) -> list[str]:
     found = []
     for row in rows:
         if row.skipped is not None:

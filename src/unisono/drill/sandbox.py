@@ -38,7 +38,7 @@ class Sandbox:
     def __init__(self) -> None:
         self.folder = Path()
 
-    def why_not(self) -> str:
+    def why_unavailable(self) -> str:
         """Why it is not possible on this machine; empty if it is."""
         return ""
 
@@ -68,7 +68,7 @@ class Sandbox:
     def started(self, pids: Sequence[int]) -> None:
         """Called with the pids of the fronts, by node."""
 
-    def strike(self) -> None:
+    def inject(self) -> None:
         """Injects the fault from outside, once the run trains or a rank has begun its part."""
 
     def close(self) -> None:
@@ -112,7 +112,7 @@ class HeadKilled(TwoFronts):
         """Keeps the head's pid."""
         self._head = pids[0]
 
-    def strike(self) -> None:
+    def inject(self) -> None:
         """Kills the head with SIGKILL."""
         os.kill(self._head, signal.SIGKILL)
 
@@ -120,7 +120,7 @@ class HeadKilled(TwoFronts):
 class ForeignCallers(TwoFronts):
     """Two nodes, where other programs connect to the head's port."""
 
-    def strike(self) -> None:
+    def inject(self) -> None:
         """Connections that send other protocols, nothing, or a lot."""
         with contextlib.ExitStack() as stack:
             for piece in (*_FOREIGN_BYTES, secrets.token_bytes(_RANDOM_BYTES)) * 3:
@@ -156,7 +156,7 @@ _CHUNK_BYTES = 1 << 16
 class SmallDisk(Sandbox):
     """This machine, with output_dir on a small tmpfs."""
 
-    def why_not(self) -> str:
+    def why_unavailable(self) -> str:
         """Mounts need root, and a system that allows them."""
         missing = needs_root("mounts", "unshare", "mount")
         if missing:
@@ -184,7 +184,7 @@ class SmallDisk(Sandbox):
         """Reaches the mounts through the front."""
         self._inside = Path(f"/proc/{pids[0]}/root{self.folder / 'disk'}")
 
-    def strike(self) -> None:
+    def inject(self) -> None:
         """Fills the disk."""
         with (self._inside / "filler").open("ab", buffering=0) as file:
             size = _CHUNK_BYTES
@@ -198,9 +198,9 @@ class SmallDisk(Sandbox):
 class ReadOnlyDisk(SmallDisk):
     """The same disk, which becomes read-only. Without root: directories that lose their write permission."""
 
-    def why_not(self) -> str:
+    def why_unavailable(self) -> str:
         """As for the small disk; without root nothing is mounted."""
-        return (super().why_not() or needs_root("mounts", "nsenter")) if os.geteuid() == 0 else ""
+        return (super().why_unavailable() or needs_root("mounts", "nsenter")) if os.geteuid() == 0 else ""
 
     def words(self, node: int, words: Sequence[str]) -> list[str]:
         """With its own mount namespace, as root."""
@@ -211,7 +211,7 @@ class ReadOnlyDisk(SmallDisk):
         super().started(pids)
         self._front = pids[0]
 
-    def strike(self) -> None:
+    def inject(self) -> None:
         """Mounts the disk read-only over itself, since the kernel refuses to remount a disk with files open for writing."""
         disk = str(self.folder / "disk")
         if os.geteuid() == 0:
@@ -232,7 +232,7 @@ class ReadOnlyDisk(SmallDisk):
 class RemovedOutput(Sandbox):
     """This machine, where the run's output_dir is removed."""
 
-    def strike(self) -> None:
+    def inject(self) -> None:
         """Removes output_dir like `rm -rf`. Files that the run creates meanwhile may stay."""
         shutil.rmtree(self.output_dir(), ignore_errors=True)
 
@@ -254,7 +254,7 @@ class MemoryGroup(Sandbox):
         self._group: Path | None = None
         self._files = _FILES[0]
 
-    def why_not(self) -> str:
+    def why_unavailable(self) -> str:
         """cgroups need root, and are often read-only in containers."""
         missing = needs_root("control groups")
         if missing:
@@ -275,7 +275,7 @@ class MemoryGroup(Sandbox):
         for pid in pids:
             (self._group / "cgroup.procs").write_text(str(pid))
 
-    def strike(self) -> None:
+    def inject(self) -> None:
         """Limits the memory to slightly more than is in use."""
         assert self._group is not None
         limit, used, swap = self._files
@@ -335,7 +335,7 @@ class TwoNetworks(Sandbox):
         self._name = f"{_NETWORK_PREFIX}{os.getpid()}"
         self._made = False
 
-    def why_not(self) -> str:
+    def why_unavailable(self) -> str:
         """Namespaces need root, and a system that allows them."""
         missing = needs_root("network namespaces", "ip", "unshare", "mount", "hostname")
         if missing:
@@ -380,7 +380,7 @@ class TwoNetworks(Sandbox):
         head = f"{self._address(0)}:{_PORT}"
         return {"nodes": "2", "node_rank": node, "head": head, "token_file": str(self._token)}
 
-    def strike(self) -> None:
+    def inject(self) -> None:
         """Detaches node 1 from the bridge: both sides keep their links, but no packet passes."""
         _run_checked("ip", "link", "set", f"{self._name}v1", "nomaster")
 

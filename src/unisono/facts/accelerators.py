@@ -191,14 +191,14 @@ class NvidiaUtilization:
     def __init__(self, nvml: Any) -> None:
         self._nvml = nvml
         self._wanted: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._asked: set[str] = set()
+        self._requested: set[str] = set()
         self._known: dict[str, tuple[float, int]] = {}
         threading.Thread(target=self._run, name="gpu-use", daemon=True).start()
 
     def percent(self, uuid: str) -> int | None:
         """The last value if recent; requests a new one."""
-        if uuid not in self._asked:
-            self._asked.add(uuid)
+        if uuid not in self._requested:
+            self._requested.add(uuid)
             self._wanted.put(uuid)
         at, percent = self._known.get(uuid, (0.0, 0))
         return percent if time.monotonic() - at < _FRESH_S and uuid in self._known else None
@@ -216,7 +216,7 @@ class NvidiaUtilization:
                 self._known[uuid] = time.monotonic(), int(rates.gpu)
             except nvml.NVMLError:
                 self._known.pop(uuid, None)
-            self._asked.discard(uuid)
+            self._requested.discard(uuid)
 
 
 def gpu_utilization() -> GpuUtilization:

@@ -258,12 +258,12 @@ def cuda_of(torch_version: str) -> str | None:
         return None
     try:
         file = Path(str(metadata.distribution("torch").locate_file("torch/version.py")))
-        said = re.search(
+        match = re.search(
             r"^cuda\b[^=\n]*=\s*['\"]([\d.]+)['\"]", file.read_text(encoding="utf-8"), re.MULTILINE
         )
     except (metadata.PackageNotFoundError, OSError, ValueError):
         return None
-    return said[1] if said else None
+    return match[1] if match else None
 
 
 def code_digests(root: Path | None = None) -> dict[str, str]:

@@ -69,10 +69,10 @@ def end_orphan(orphan: Orphan, *, limit_s: float = 3.0) -> bool:
         return False
     finally:
         os.close(fd)
-    return _is_gone(orphan, limit_s)
+    return _has_ended(orphan, limit_s)
 
 
-def _is_gone(orphan: Orphan, limit_s: float) -> bool:
+def _has_ended(orphan: Orphan, limit_s: float) -> bool:
     limit = time.monotonic() + limit_s
     while _is_alive(orphan):
         if time.monotonic() > limit:
@@ -183,7 +183,7 @@ def living_ranks(front: int) -> list[int]:
     return sorted(found)
 
 
-def wait_until_gone(front: int, *, limit_s: float) -> list[int]:
+def wait_until_ended(front: int, *, limit_s: float) -> list[int]:
     """Waits until a front's ranks have ended; returns those still alive after `limit_s`."""
     limit = time.monotonic() + limit_s
     while (left := living_ranks(front)) and time.monotonic() < limit:

@@ -48,7 +48,7 @@ class PathMonitor:
         os.set_blocking(self._process.stdout.fileno(), False)
         self._rest = b""
 
-    def news(self) -> list[PathState] | None:
+    def poll(self) -> list[PathState] | None:
         """The state of the paths, if it has changed since the last call; else None. Never blocks."""
         assert self._process.stdout is not None
         chunk = b""
@@ -91,14 +91,14 @@ def identity_of(path: Path | str) -> Identity | None:
 def main(paths: list[str]) -> None:
     """Watches until stdin ends."""
     held = [_open_path(path) for path in paths]
-    told, last = None, None
+    reported, last = None, None
     while not select.select([sys.stdin], [], [], _POLL_S)[0]:
         try:
             seen = [identity_of(path) for path in paths]
         except OSError:  # a network disk that is away for a moment says nothing of what is there
             continue
-        if seen == last and seen != told:
-            told = seen
+        if seen == last and seen != reported:
+            reported = seen
             found = [
                 (identity, _current_path(fd, path))
                 for identity, fd, path in zip(seen, held, paths, strict=True)

@@ -254,12 +254,12 @@ def exit_status(pidfd: int, pid: int) -> int | None:
 
 def _by_pidfd(pidfd: int) -> int | None:
     """Kernels since 6.15 keep the status while the descriptor is open, even after the parent has reaped the process."""
-    asked = bytearray(_INFO.pack(_INFO_EXIT, *(0,) * 13))
+    request = bytearray(_INFO.pack(_INFO_EXIT, *(0,) * 13))
     try:
-        fcntl.ioctl(pidfd, _GET_INFO, asked, True)
+        fcntl.ioctl(pidfd, _GET_INFO, request, True)
     except OSError:
         return None
-    mask, *_, status = _INFO.unpack(asked)
+    mask, *_, status = _INFO.unpack(request)
     return int(status) if mask & _INFO_EXIT else None
 
 

@@ -237,7 +237,7 @@ class NodeState:
         )
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         """Its state in words."""
         return f"{self.name} is {self.state}" + (f": {self.reason}" if self.reason else "")
 

@@ -58,17 +58,17 @@ def probe_storage(
     command = [*(program or _PROBE), str(folder)]
     if nonce is not None:
         command += [nonce, str(_CACHE_PATIENCE_S)]
-    said, in_time = _run_child(command, limit_s)
+    answer, in_time = _run_child(command, limit_s)
     late = "" if in_time else f"the storage does not answer: nothing for {limit_s:g} s"
     return StorageFacts(
         path=str(folder),
-        writable=said.get("writable"),
+        writable=answer.get("writable"),
         trouble=one_line(
-            str(said.get("trouble") or late or ("" if "writable" in said else said.get("error", "")))
+            str(answer.get("trouble") or late or ("" if "writable" in answer else answer.get("error", "")))
         ),
-        shared=said.get("shared"),
-        free_bytes=said.get("free_bytes"),
-        file_system=str(said.get("file_system") or storage_probe.file_system_of(folder)),
+        shared=answer.get("shared"),
+        free_bytes=answer.get("free_bytes"),
+        file_system=str(answer.get("file_system") or storage_probe.file_system_of(folder)),
     )
 
 
@@ -150,13 +150,13 @@ def _run_child(command: list[str], limit_s: float | None) -> tuple[dict[str, Any
         process.kill()
     # In the kernel's D state it outlives even SIGKILL: nobody waits for it here.
     threading.Thread(target=process.wait, name="reap", daemon=True).start()
-    said: dict[str, Any] = {}
+    answer: dict[str, Any] = {}
     for line in b"".join(lines).decode(errors="replace").splitlines():
         try:
-            said |= json.loads(line)
+            answer |= json.loads(line)
         except (ValueError, TypeError):
-            said["error"] = line  # of a traceback the last line tells most
-    return said, in_time
+            answer["error"] = line  # of a traceback the last line tells most
+    return answer, in_time
 
 
 def _read_to_end(fd: int, into: list[bytes], limit_s: float | None) -> bool:

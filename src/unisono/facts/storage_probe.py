@@ -43,18 +43,18 @@ def main(argv: list[str]) -> None:
     folder = Path(argv[0]).resolve()  # from here on the storage is touched
     kind = file_system_of(folder)
     report(file_system=kind)
-    here = nearest_folder(folder)
-    if here is None:
+    existing = nearest_folder(folder)
+    if existing is None:
         report(writable=False, trouble=f"{folder} is below something that is not a directory")
         return
-    stat = os.statvfs(here)
+    stat = os.statvfs(existing)
     report(free_bytes=stat.f_bavail * stat.f_frsize)
     if len(argv) > 1:
         report(shared=wait_for_file(folder, argv[1], patience_s=float(argv[2]) if is_network(kind) else 0.0))
     try:
-        try_writing(here)
+        try_writing(existing)
     except OSError as error:
-        report(writable=False, trouble=f"{error.strerror or error} ({here}){limit_that_was_met(error)}")
+        report(writable=False, trouble=f"{error.strerror or error} ({existing}){limit_that_was_met(error)}")
     else:
         report(writable=True)
 

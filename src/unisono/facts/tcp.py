@@ -206,8 +206,8 @@ def _nft() -> Firewall | None:
 
 
 def _refuses(rule: dict[str, Any], chains: set[tuple[str, str, str]]) -> bool:
-    here = (rule.get("family"), rule.get("table"), rule.get("chain")) in chains
-    return here and any("drop" in part or "reject" in part for part in rule.get("expr", []))
+    is_reached = (rule.get("family"), rule.get("table"), rule.get("chain")) in chains
+    return is_reached and any("drop" in part or "reject" in part for part in rule.get("expr", []))
 
 
 def _rule_text(rule: dict[str, Any]) -> str:

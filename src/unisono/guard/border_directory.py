@@ -151,7 +151,7 @@ class FolderWatch:
 
     def look(self) -> None:
         """Handles changes since the last call. Never waits if there are none."""
-        found = self._watch.news()
+        found = self._watch.poll()
         if found is not None and not self.is_lost:
             self._judge(found[0].identity, found[0].now_at)
 

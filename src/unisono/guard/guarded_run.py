@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from unisono.errors import Disagreed
-from unisono.events import Show, say
+from unisono.events import Show, notify
 from unisono.facts import Probes, read_environment, read_machine, take_token
 from unisono.facts.environment import all_variables
 from unisono.guard.border_directory import ProgramDir, run_dir
@@ -65,7 +65,7 @@ class GuardedRun:
         with refusals_reported(party):
             run, lock = self._claim(shape, machine.host, variables)
         for text in (*describe_shape(shape), *shape.notes, f"log and result: {run.root}"):
-            say(self.show, text)
+            notify(self.show, text)
         start = ProgramStart(
             self.request,
             shape,
@@ -86,12 +86,12 @@ class GuardedRun:
             except Stopped as stopped:
                 interrupts.collect()
                 code = exit_code_of(stopped.number)
-                say(self.show, f"{stopped.number.name} before the program was started")
+                notify(self.show, f"{stopped.number.name} before the program was started")
                 return start.finish(code, None, stopped=stopped.number.name, writes=True)
             except Disagreed as error:
                 if error.verdict is None:
                     raise
-                if not error.said:
+                if not error.already_shown:
                     self.show({"kind": "verdict", "time": time.time(), **error.verdict.to_json()})
                 return start.finish(error.exit_code, error.verdict, writes=True)
 

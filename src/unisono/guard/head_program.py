@@ -12,7 +12,7 @@ from typing import Any, Self
 from unisono.agree.compare import compare_programs
 from unisono.causes import Verdict
 from unisono.control.events import Left, NodeMessage
-from unisono.events import say
+from unisono.events import notify
 from unisono.facts.nvidia import KernelLine, read_kernel_log
 from unisono.guard.border_directory import FolderWatch
 from unisono.guard.local_program import LocalProgram
@@ -100,7 +100,7 @@ class HeadProgram:
         host = meeting.server.address[0]
         with ReservedPort(host) as port:
             meeting.broadcast({"kind": "start", "store": [host, port.number], "run_id": self.start.run_id})
-            say(self.start.show, f"{len(nodes)} nodes agree; starting the program on each")
+            notify(self.start.show, f"{len(nodes)} nodes agree; starting the program on each")
             with self.start.local_program((host, port.number)) as local:
                 supervisor = self._supervised(local, nodes, meeting, may_try_again=not is_last)
                 verdict = self._judged(supervisor, meeting)
@@ -151,7 +151,7 @@ class HeadProgram:
 
     def _judged(self, supervisor: ProgramSupervisor, meeting: Meeting | None) -> Verdict | None:
         """The supervisor's verdict, else the cause in the program's output."""
-        bad = supervisor.gone_wrong
+        bad = supervisor.failure
         if supervisor.verdict is not None or bad is None or supervisor.stop_signal is not None:
             return supervisor.verdict
         verdict = supervisor.last_death or self._name(bad, meeting)
@@ -161,7 +161,7 @@ class HeadProgram:
         self, supervisor: ProgramSupervisor, verdict: Verdict | None, meeting: Meeting | None
     ) -> dict[str, Any]:
         """Shows the verdict, writes the result and sends it to the nodes."""
-        bad, writes = supervisor.gone_wrong, not self.writes_nothing
+        bad, writes = supervisor.failure, not self.writes_nothing
         if verdict is not None and not supervisor.has_shown(verdict):
             self.start.show({"kind": "verdict", "time": time.time(), **verdict.to_json()})
         cites = verdict is supervisor.verdict and writes and (supervisor.raw or supervisor.looks)
@@ -209,7 +209,7 @@ class HeadProgram:
             return self.start.diagnose_output()
         meeting.server.send(node_rank, {"kind": "diagnose"})
         limit = time.monotonic() + _DIAGNOSIS_S
-        while time.monotonic() < limit and node_rank in meeting.server.here():
+        while time.monotonic() < limit and node_rank in meeting.server.connected():
             for event in meeting.server.receive(0.2):
                 if isinstance(event, Left) and event.node_rank == node_rank:
                     return None

@@ -40,7 +40,7 @@ class Program:
     Attributes:
         pid: of the program.
         returncode: None until it has ended and all its output has been passed on; negative: the signal that ended it.
-        gone: the return code of the program itself, as soon as it has ended; its descendants may still run.
+        program_exit: the return code of the program itself, as soon as it has ended; its descendants may still run.
         is_subreaper_lost: whether the subreaper ended first, e.g. by SIGKILL; the kernel then ends the program too.
         left: how many processes outlived the program, and were ended.
     """
@@ -52,7 +52,7 @@ class Program:
         environment: Mapping[str, str],
         log: Path,
         folder: Path | None,
-        stdout_is_ours: bool = False,
+        owns_stdout: bool = False,
         has_stdin: bool = True,
     ) -> None:
         """Starts the program.
@@ -62,7 +62,7 @@ class Program:
             environment: all of it.
             log: gets the program's output, as the front's own streams do.
             folder: of the border; the subreaper removes it at the end.
-            stdout_is_ours: with `--json`: the program's stdout goes to stderr.
+            owns_stdout: with `--json`: the program's stdout goes to stderr.
             has_stdin: whether the program inherits our stdin; otherwise its stdin is empty.
 
         Raises:
@@ -70,7 +70,7 @@ class Program:
         """
         self.pid = 0
         self.returncode: int | None = None
-        self.gone: int | None = None
+        self.program_exit: int | None = None
         self.is_subreaper_lost = False
         self._mark = environment.get(VARIABLE, "")
         self.left = 0
@@ -82,7 +82,7 @@ class Program:
             "environment": dict(environment),
             "log": str(log),
             "folder": str(folder or ""),
-            "json": stdout_is_ours,
+            "json": owns_stdout,
         }
         self._subreaper, self._report = _start(settings, environment, has_stdin=has_stdin)
         limit = time.monotonic() + _STARTING_S
@@ -174,7 +174,7 @@ class Program:
             case "started":
                 self.pid = int(rest)
             case "gone":
-                self.gone = int(rest)
+                self.program_exit = int(rest)
             case "left":
                 self.left = int(rest)
             case "ended":
@@ -287,22 +287,22 @@ class LocalProgram:
     signals: SignalQueue
     _end_reported: bool = False
     _is_orphaned: bool = False
-    _facts: dict[str, border.Brought] = field(default_factory=dict)
+    _facts: dict[str, border.ReportedFacts] = field(default_factory=dict)
     _events: dict[int, IO[str]] = field(default_factory=dict)
 
-    def news(self, timeout_s: float, *, also: Sequence[int] = ()) -> list[Message]:
+    def new_messages(self, timeout_s: float, *, also: Sequence[int] = ()) -> list[Message]:
         """News of this node, after waiting for the first, or for one of `also` to become readable."""
         own = [self.program.fileno()] if self.program is not None and self.program.returncode is None else []
         select.select([*own, *self.ranks.fds(), self.signals.fileno(), *also], [], [], timeout_s)
         messages = self._passed_on()
         messages += self._orphaned()
-        messages += self.ranks.news()
+        messages += self.ranks.new_messages()
         for message in messages:
             if message["kind"] == "rank_said":
                 self._keep(int(message["rank"]), message["message"])
         messages += [self._as_message(one) for one in self._new_facts()]
         if self.program is not None and not self._end_reported and self.program.poll(0) is not None:
-            messages += self.ranks.news(at_once=True)
+            messages += self.ranks.new_messages(at_once=True)
             messages.append(
                 {
                     "kind": "program_ended",
@@ -348,9 +348,9 @@ class LocalProgram:
         if self.program is None or self._is_orphaned:
             return []
         self.program.poll(0)
-        if self.program.gone is None and not self.program.is_subreaper_lost:
+        if self.program.program_exit is None and not self.program.is_subreaper_lost:
             return []
-        messages = self.ranks.news(at_once=True)
+        messages = self.ranks.new_messages(at_once=True)
         self._is_orphaned = self.ranks.is_orphaned = True
         self.program.end_leftovers()
         return messages
@@ -364,9 +364,9 @@ class LocalProgram:
             messages.append({"kind": "asked", "signal": number.name})
         return messages
 
-    def _new_facts(self) -> list[border.Brought]:
+    def _new_facts(self) -> list[border.ReportedFacts]:
         found = []
-        for one in border.brought_facts(self.folder):
+        for one in border.reported_facts(self.folder):
             name = f"{one.pid}-{one.name}"
             if self._facts.get(name) != one:
                 self._facts[name] = one
@@ -374,7 +374,7 @@ class LocalProgram:
         return found
 
     @staticmethod
-    def _as_message(one: border.Brought) -> Message:
+    def _as_message(one: border.ReportedFacts) -> Message:
         return {
             "kind": "brought",
             "key": f"{one.pid}-{one.name}",

@@ -14,7 +14,7 @@ from unisono.guard.local_program import LocalProgram
 from unisono.guard.program_end import exit_code_of_program
 from unisono.guard.program_start import ProgramStart
 from unisono.launch.run_records import writing_for_head
-from unisono.rendezvous.member_side import Attendance, attend_meeting
+from unisono.rendezvous.member_side import MemberSide, join_meeting
 from unisono.rendezvous.party import Party
 from unisono.rundir.lock import recorded_holder
 from unisono.supervise.decision import NodeLoss
@@ -35,15 +35,15 @@ class NewStart:
 
 def run_as_member(start: ProgramStart, party: Party) -> dict[str, Any]:
     """Runs the program together with the head and the other nodes; gives the object of result.json."""
-    with attend_meeting(party, start.report, tries_collective=False) as attendance:
-        found, number = _one_start(start, attendance, attendance.wait_for("start")), 1
+    with join_meeting(party, start.report, tries_collective=False) as member_side:
+        found, number = _one_start(start, member_side, member_side.wait_for("start")), 1
         while isinstance(found, NewStart):
             start.set_log_aside(number)
-            found, number = _one_start(start, attendance, found.message), number + 1
+            found, number = _one_start(start, member_side, found.message), number + 1
         return found
 
 
-def _one_start(start: ProgramStart, attendance: Attendance, message: Message) -> dict[str, Any] | NewStart:
+def _one_start(start: ProgramStart, member_side: MemberSide, message: Message) -> dict[str, Any] | NewStart:
     """Runs the program as the head says: its result, or the head's next start."""
     start.run_id = str(message["run_id"])
     shared = is_head_directory(start.run, start.run_id)
@@ -51,7 +51,7 @@ def _one_start(start: ProgramStart, attendance: Attendance, message: Message) ->
     store = (str(message["store"][0]), int(message["store"][1]))
     with start.local_program(store) as local:
         node_rank = start.shape.topology.node_rank
-        member = MemberProgram(attendance, local, node_rank, start.show, start.diagnose_output)
+        member = MemberProgram(member_side, local, node_rank, start.show, start.diagnose_output)
         member.run()
         if member.new_start is not None:
             return member.new_start
@@ -69,7 +69,7 @@ class MemberProgram:
     """This node's front, from the start of the program to the head's final message.
 
     Attributes:
-        attendance: at the meeting.
+        member_side: at the meeting.
         local: the program on this node.
         node_rank: of this node.
         show: gets notes, warnings and the verdict.
@@ -80,7 +80,7 @@ class MemberProgram:
         new_start: the head's message, if it starts the program once more.
     """
 
-    attendance: Attendance
+    member_side: MemberSide
     local: LocalProgram
     node_rank: int
     show: Show
@@ -95,20 +95,20 @@ class MemberProgram:
 
     def run(self) -> None:
         """Runs until the head has sent its final message, or is lost."""
-        reports = MonitorReports(self.local.ranks, self.node_rank, self.attendance.send)
+        reports = MonitorReports(self.local.ranks, self.node_rank, self.member_side.send)
         attempt = 0
         try:
             while not self._over:
-                for message in self.local.news(_POLL_S, also=[self.attendance.fileno()]):
+                for message in self.local.new_messages(_POLL_S, also=[self.member_side.fileno()]):
                     if message["kind"] == "registered" and message["attempt"] != attempt:
                         attempt = message["attempt"]
                         reports.close()  # views of the previous ranks do not apply to the new ones
-                        reports = MonitorReports(self.local.ranks, self.node_rank, self.attendance.send)
+                        reports = MonitorReports(self.local.ranks, self.node_rank, self.member_side.send)
                     if message["kind"] == "rank_ended":
                         reports.send_views()
-                    self.attendance.send(message)
+                    self.member_side.send(message)
                 reports.send()
-                for event in self.attendance.receive(0):
+                for event in self.member_side.receive(0):
                     self._take(event, reports)
                     if self._over:  # the connection's end after the final message is not a loss
                         break
@@ -147,7 +147,7 @@ class MemberProgram:
                 reports.look(message)
             case "diagnose":
                 found = self.diagnose()
-                self.attendance.send({"kind": "diagnosed", "verdict": found.to_json() if found else None})
+                self.member_side.send({"kind": "diagnosed", "verdict": found.to_json() if found else None})
             case "start":
                 self._over, self.new_start = True, NewStart(message)
                 self._end_program()
@@ -174,8 +174,8 @@ class MemberProgram:
     def _take_loss(self, event: Left) -> None:
         """Ends the program: without the head, nothing is known of the other nodes, and they wait for this one."""
         self._over = True
-        self.loss = NodeLoss.at_node(event, node_rank=self.node_rank, host=self.attendance.party.host)
-        verdict = name_loss(self.loss, head=str(self.attendance.welcome.get("head_host", "")))
+        self.loss = NodeLoss.at_node(event, node_rank=self.node_rank, host=self.member_side.party.host)
+        verdict = name_loss(self.loss, head=str(self.member_side.welcome.get("head_host", "")))
         known = find_cause(verdict.cause)
         self._code = known.exit_code if known is not None else 4
         self._show_verdict(verdict)

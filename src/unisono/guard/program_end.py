@@ -63,7 +63,7 @@ class ProgramEnd:
         node_rank: of the node.
         host: its name.
         returncode: of the program; negative: a signal.
-        keeper_lost: whether the program ended with its subreaper: then its own end is unknown.
+        subreaper_lost: whether the program ended with its subreaper: then its own end is unknown.
         oom_killed: whether the kernel counted an OOM kill meanwhile; None: the count cannot be read there.
     """
 
@@ -71,7 +71,7 @@ class ProgramEnd:
     host: str
     returncode: int
     oom_killed: bool | None = None
-    keeper_lost: bool = False
+    subreaper_lost: bool = False
 
     @property
     def where(self) -> str:
@@ -79,7 +79,7 @@ class ProgramEnd:
         return name_node(self.node_rank, self.host)
 
 
-def is_gone_wrong(returncode: int | None) -> bool:
+def is_failure(returncode: int | None) -> bool:
     """Whether a program did not end well."""
     return returncode not in (None, 0)
 
@@ -205,7 +205,7 @@ def _explains(diagnosed: Verdict, number: signal.Signals) -> bool:
 
 def _sender(number: signal.Signals, end: ProgramEnd) -> str:
     """The likely sender of the signal."""
-    if end.keeper_lost:
+    if end.subreaper_lost:
         return "the kernel sent it, since the program's keeper, a helper process of `unisono run`, was killed first"
     if number is signal.SIGKILL and end.oom_killed:
         return "the kernel's count of OOM kills (oom_kill in the cgroup) grew meanwhile"

@@ -55,10 +55,10 @@ def find_shape(
         request,
         command,
         variables,
-        usable_accelerators(machine, wish="auto", visible=visible)
+        usable_accelerators(machine, requested="auto", visible=visible)
         if _starts_rank_per_device(command)
         else Accelerators(0),
-        is_here=lambda host: is_this_machine(host, network),
+        is_local=lambda host: is_this_machine(host, network),
         placed=placed_by_slurm(environment.slurm_step, network),
     )
     refuse_lone_node(request.launcher, request.nodes, shape.topology)
@@ -128,7 +128,7 @@ def remote_run(request: RunRequest, output_dir: Path) -> RemoteCommand:
 def make_report(
     request: RunRequest,
     shape: RunShape,
-    standing: ChannelFacts,
+    channel: ChannelFacts,
     *,
     machine: Machine,
     environment: Environment,
@@ -141,7 +141,7 @@ def make_report(
     Args:
         request: the command.
         shape: of the job, as this node knows it.
-        standing: facts from the control channel.
+        channel: facts from the control channel.
         machine: of this node.
         environment: of this process and of the program.
         probes: network, clock and packages.
@@ -150,8 +150,8 @@ def make_report(
     """
     del show
     topology = shape.topology
-    ours = runs_in_our_environment(request.words)
-    packages = probes.packages() if ours else {}
+    is_own_environment = runs_in_our_environment(request.words)
+    packages = probes.packages() if is_own_environment else {}
     named = request.devices if request.devices is not None else environment.visible_devices
     visible = visible_gpus(machine.gpus, named)
     addresses = (
@@ -162,7 +162,7 @@ def make_report(
     return NodeReport(
         node_rank=topology.node_rank,
         host=machine.host,
-        address=standing.address,
+        address=channel.address,
         pid=os.getpid(),
         nodes=topology.nodes,
         nproc=topology.nproc,
@@ -190,9 +190,9 @@ def make_report(
         host_addresses=addresses[0],
         head_addresses=addresses[1],
         clock_offset_s=None
-        if standing.clock_offset_s is None
-        else standing.clock_offset_s + probes.clock.wall() - SystemClock().wall(),
-        probe_ports=list(standing.probe_ports),
+        if channel.clock_offset_s is None
+        else channel.clock_offset_s + probes.clock.wall() - SystemClock().wall(),
+        probe_ports=list(channel.probe_ports),
     )
 
 

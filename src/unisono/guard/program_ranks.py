@@ -81,7 +81,7 @@ class ProgramRanks:
     is_orphaned: bool = False
     _ranks: dict[int, Rank] = field(default_factory=dict)
     _starts_before: int = 0  # those of launchers that have ended
-    _gone: set[tuple[int, int]] = field(default_factory=set)  # ranks of earlier starts
+    _earlier: set[tuple[int, int]] = field(default_factory=set)  # ranks of earlier starts
     _unwatched: set[int] = field(default_factory=set)  # launchers already reported
     _searched: float = 0.0
     _looked: float = 0.0
@@ -143,16 +143,18 @@ class ProgramRanks:
             rank.close()
         self._ranks.clear()
 
-    def news(self, *, at_once: bool = False) -> list[Message]:
+    def new_messages(self, *, at_once: bool = False) -> list[Message]:
         """News for the head: `registered` (the current ranks), `rank_said`, `rank_ended`."""
         now = time.monotonic()
         ended = self._take_ends()
         if not (at_once or ended) and now - self._looked < _LOOK_EVERY_S:
             return ended
         self._looked = now
-        news, others = self._find(now)
-        said = [message for number in sorted(self._ranks) for message in self._read_messages(number)]
-        if news:
+        messages, others = self._find(now)
+        found_messages = [
+            message for number in sorted(self._ranks) for message in self._read_messages(number)
+        ]
+        if messages:
             places = [place.model_dump(mode="json") for place in self.places]
             others.insert(
                 0,
@@ -165,7 +167,7 @@ class ProgramRanks:
                     "restarts": self._restarts,
                 },
             )
-        return [*others, *said, *ended]
+        return [*others, *found_messages, *ended]
 
     # --- who is there
 
@@ -193,7 +195,7 @@ class ProgramRanks:
         if start is None or rank is None:
             return False
         if start > self.newest:
-            self._gone |= {_identity(other.registration) for other in self._ranks.values()}
+            self._earlier |= {_identity(other.registration) for other in self._ranks.values()}
             self.close()
             self.newest, self._starts_before = start, start - one.attempt
         elif known is not None:
@@ -205,7 +207,7 @@ class ProgramRanks:
 
     def _start_of(self, one: border.Registration, known: Rank | None, *, registered: bool) -> int | None:
         """The start that a process belongs to; None if it is not watched: of two processes with the same rank the first counts."""
-        if _identity(one) in self._gone:
+        if _identity(one) in self._earlier:
             return None
         start = self._starts_before + one.attempt
         if start <= self.newest and self._follows(one, known, registered=registered):
@@ -302,25 +304,25 @@ class ProgramRanks:
 
     def _read_messages(self, number: int) -> list[Message]:
         rank = self._ranks[number]
-        said = rank.events.new() if rank.events is not None else []
-        for message in said:
+        found_messages = rank.events.new() if rank.events is not None else []
+        for message in found_messages:
             if message["kind"] in FINAL_KINDS:
                 rank.last = message
             elif message["kind"] == "phase":
                 rank.phase = str(message.get("phase"))
-        return [{"kind": "rank_said", "rank": number, "message": message} for message in said]
+        return [{"kind": "rank_said", "rank": number, "message": message} for message in found_messages]
 
     def _take_ends(self) -> list[Message]:
         alive = {rank.pidfd: number for number, rank in self._ranks.items() if rank.end is None}
-        news: list[Message] = []
+        messages: list[Message] = []
         for pidfd in select.select(list(alive), [], [], 0)[0] if alive else []:
             number = alive[pidfd]
-            news += self._read_messages(number)
+            messages += self._read_messages(number)
             rank = self._ranks[number]
             rank.end = self._end_of(number, rank)
             rank.ended_at = _ticks()
-            news.append({"kind": "rank_ended", "end": rank.end.to_json(), "attempt": self.newest})
-        return news
+            messages.append({"kind": "rank_ended", "end": rank.end.to_json(), "attempt": self.newest})
+        return messages
 
     def _end_of(self, number: int, rank: Rank) -> RankEnd:
         code = exit_status(rank.pidfd, rank.registration.pid)
@@ -338,7 +340,7 @@ class ProgramRanks:
             phase=beat.phase if beat else rank.phase,
             step=max(0, beat.step - 1) if beat else rank.step,
             oom_killed=bool(self.oom_killed),
-            ended_by_us=why or (UNKNOWN_END if self._is_unknown(rank, code, last) else ""),
+            end_reason=why or (UNKNOWN_END if self._is_unknown(rank, code, last) else ""),
         )
 
     def _is_unknown(self, rank: Rank, code: int | None, last: Message | None) -> bool:
@@ -349,10 +351,10 @@ class ProgramRanks:
 
     def _had_left_group(self, rank: Rank, code: int) -> bool:
         """Whether no peer needed it any longer, since it had left its process group. Ray ends its workers like this, with status 1."""
-        said = (
+        found_messages = (
             one for one in border.registrations(self.folder) if _identity(one) == _identity(rank.registration)
         )
-        now = next(said, rank.registration)
+        now = next(found_messages, rank.registration)
         return code > 0 and rank.grouped and not now.grouped
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from unisono.errors import Problem, UsageError
 from unisono.guard.command import Command, Job, Setting, read_job
 from unisono.guard.program_end import GRACE_S
-from unisono.integrations.inside import injected, why_deaf
+from unisono.integrations.inside import injected, why_unguardable
 from unisono.plan.topology import (
     DEFAULT_PORT,
     Accelerators,
@@ -95,7 +95,7 @@ def read_shape(
     variables: Mapping[str, str],
     accelerators: Accelerators,
     *,
-    is_here: Callable[[str], bool] = lambda _host: False,
+    is_local: Callable[[str], bool] = lambda _host: False,
     placed: Placed | None = None,
 ) -> RunShape:
     """The job of a command line.
@@ -105,7 +105,7 @@ def read_shape(
         command: the program's.
         variables: of the environment.
         accelerators: that the program would see here.
-        is_here: whether a host of `--hosts` is this machine.
+        is_local: whether a host of `--hosts` is this machine.
         placed: by a scheduler that started one front on each node.
 
     Raises:
@@ -132,7 +132,7 @@ def read_shape(
             ),
             merged,
             replace(accelerators, count=0) if request.nproc is not None or job.nproc else accelerators,
-            is_here=is_here,
+            is_local=is_local,
             placed=placed,
         )
     except UsageError as error:
@@ -140,7 +140,7 @@ def read_shape(
     _refuse_other_hosts(request, job, topology, variables)
     topology = replace(
         topology,
-        origins={k: _as_said(v, origins) for k, v in topology.origins.items()},
+        origins={k: _origin_shown(v, origins) for k, v in topology.origins.items()},
         nproc_origin=origins.get(topology.nproc_origin, topology.nproc_origin),
         nproc_declared=topology.nproc_declared and not _is_automatic(job, request),
     )
@@ -148,7 +148,7 @@ def read_shape(
     return RunShape(topology, command, job, own, notes)
 
 
-def _as_said(origin: str, origins: Mapping[str, str]) -> str:
+def _origin_shown(origin: str, origins: Mapping[str, str]) -> str:
     """The origin of a value, possibly two names, in the program's own terms."""
     return ", ".join(origins.get(name, name) for name in origin.split(", "))
 
@@ -166,15 +166,15 @@ def _merged(job: Job) -> tuple[dict[str, str], dict[str, str]]:
         "MASTER_ADDR": job.host,
         "MASTER_PORT": job.port,
     }
-    said = {name: value for name, value in found.items() if value is not None}
-    if "MASTER_PORT" in said and said["MASTER_PORT"].text == "0":  # means any port
-        del said["MASTER_PORT"]
-    merged = {name: value.text for name, value in said.items()}
+    declared = {name: value for name, value in found.items() if value is not None}
+    if "MASTER_PORT" in declared and declared["MASTER_PORT"].text == "0":  # means any port
+        del declared["MASTER_PORT"]
+    merged = {name: value.text for name, value in declared.items()}
     if job.nodes is not None and ":" in job.nodes.text:
         merged["NNODES"] = job.nodes.text.rpartition(":")[2]
     if job.nproc is not None and job.nproc.text in ("cpu", "xpu"):
         merged["NPROC_PER_NODE"] = "auto"
-    return merged, {name: value.origin for name, value in said.items()}
+    return merged, {name: value.origin for name, value in declared.items()}
 
 
 def _in_its_words(problem: Problem, origins: Mapping[str, str]) -> Problem:
@@ -195,15 +195,20 @@ def _refuse_contradictions(request: RunRequest, job: Job, variables: Mapping[str
         ("--head", host, job.host),
     ]
     problems = []
-    for option, ours, theirs in pairs:
-        if ours is None or theirs is None or theirs.origin in variables or _is_same(str(ours), theirs.text):
+    for option, own, program_value in pairs:
+        if (
+            own is None
+            or program_value is None
+            or program_value.origin in variables
+            or _is_same(str(own), program_value.text)
+        ):
             continue
         problems.append(
             Problem(
-                f"{option} {ours} and {theirs.origin} {theirs.text} contradict each other",
+                f"{option} {own} and {program_value.origin} {program_value.text} contradict each other",
                 where="command line",
                 why="the program would follow its own argument",
-                fix=f"pass one of them, or the same value in both: {option} {theirs.text}",
+                fix=f"pass one of them, or the same value in both: {option} {program_value.text}",
             )
         )
     del port
@@ -265,11 +270,13 @@ def _refuse_other_hosts(
         )
 
 
-def _is_same(ours: str, theirs: str) -> bool:
-    if not theirs[:1].isdigit() and theirs in ("auto", "gpu", "cpu", "xpu"):
+def _is_same(own: str, program_value: str) -> bool:
+    if not program_value[:1].isdigit() and program_value in ("auto", "gpu", "cpu", "xpu"):
         return True  # not a number
-    spans = {ours, f"{ours}:{ours}"}
-    return theirs in spans or (theirs.isdigit() and ours.isdigit() and int(theirs) == int(ours))
+    spans = {own, f"{own}:{own}"}
+    return program_value in spans or (
+        program_value.isdigit() and own.isdigit() and int(program_value) == int(own)
+    )
 
 
 def _refuse_elastic(request: RunRequest, job: Job) -> None:
@@ -294,27 +301,27 @@ def _ports(
     """Chooses the port of the control channel: the head's, or the next one if the program listens there."""
     if topology.nodes == 1 or not own:
         return topology, ()
-    theirs = int(job.port.text) if job.port is not None and job.port.text.isdigit() else None
-    if theirs is None or topology.head_port != theirs:
+    program_value = int(job.port.text) if job.port is not None and job.port.text.isdigit() else None
+    if program_value is None or topology.head_port != program_value:
         return topology, ()
     origin = job.port.origin if job.port is not None else ""
     if (
         request.head is not None
-        and parse_head(request.head, "--head")[1] == theirs
-        and request.head.endswith(str(theirs))
+        and parse_head(request.head, "--head")[1] == program_value
+        and request.head.endswith(str(program_value))
     ):
         raise UsageError.of(
-            f"--head {request.head} and {origin} {theirs} use the same port",
+            f"--head {request.head} and {origin} {program_value} use the same port",
             where="command line",
             why="the fronts communicate before and while the program does",
-            fix=f"--head {topology.head_host}:{theirs + 1}",
+            fix=f"--head {topology.head_host}:{program_value + 1}",
         )
-    port = theirs + 1 if theirs < 65_535 else DEFAULT_PORT
-    note = f"the program uses port {theirs} itself ({origin}); the fronts use {port}"
+    port = program_value + 1 if program_value < 65_535 else DEFAULT_PORT
+    note = f"the program uses port {program_value} itself ({origin}); the fronts use {port}"
     return replace(topology, head_port=port), (note,)
 
 
-_OURS = ("UNISONO_TOKEN", "UNISONO_GUARD")
+_OWN_VARIABLES = ("UNISONO_TOKEN", "UNISONO_GUARD")
 
 
 @dataclass(frozen=True)
@@ -347,11 +354,11 @@ def build_environment(
         guard_file: of the border.
         store: address of torch's store on node 0; None for one node.
     """
-    found = {name: value for name, value in environment.items() if name not in _OURS}
+    found = {name: value for name, value in environment.items() if name not in _OWN_VARIABLES}
     notes: list[str] = []
-    deaf = why_deaf(request.words)
-    if deaf is not None:
-        notes.append(f"{deaf}: only deaths of its ranks are detected")
+    unguardable = why_unguardable(request.words)
+    if unguardable is not None:
+        notes.append(f"{unguardable}: only deaths of its ranks are detected")
     found = injected(found, guard_file)
     topology = shape.topology
     if request.devices is not None:

@@ -11,7 +11,7 @@ from typing import Any
 from unisono.agree.agreement import Agreement
 from unisono.agree.reports import NodeReport
 from unisono.causes import Verdict
-from unisono.events import Show, say
+from unisono.events import Show, notify
 from unisono.facts import Environment, Machine, Probes
 from unisono.files import write_json
 from unisono.guard.border_directory import ProgramDir, border, program_outcome
@@ -73,12 +73,12 @@ class ProgramStart:
         """The program's output on this node."""
         return self.run.log(self.machine.host, 0)
 
-    def report(self, standing: ChannelFacts, show: Show) -> NodeReport:
+    def report(self, channel: ChannelFacts, show: Show) -> NodeReport:
         """This node's report to the meeting."""
         return make_report(
             self.request,
             self.shape,
-            standing,
+            channel,
             machine=self.machine,
             environment=self.environment,
             probes=self.probes,
@@ -111,13 +111,13 @@ class ProgramStart:
                 request, self.shape, self.variables, guard_file=guard.write(), store=store
             )
             for note in found.notes:
-                say(self.show, note)
+                notify(self.show, note)
             with Program(
                 request.words,
                 environment=found.environment,
                 log=self.log,
                 folder=folder,
-                stdout_is_ours=request.json,
+                owns_stdout=request.json,
                 has_stdin=not request.from_stdin,
             ) as program:
                 self.pid = program.pid
@@ -132,7 +132,7 @@ class ProgramStart:
 
     def diagnose_output(self) -> Verdict | None:
         """The cause in the program's output on this node."""
-        say(self.show, "reading what the program printed")
+        notify(self.show, "reading what the program printed")
         return self.diagnose(self.log)
 
     def set_log_aside(self, number: int) -> None:

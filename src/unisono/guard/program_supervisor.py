@@ -10,10 +10,10 @@ from unisono.agree.reports import NodeReport
 from unisono.causes import Verdict
 from unisono.control.events import Event, Left, NodeMessage
 from unisono.control.server import HeadServer
-from unisono.events import Message, Show, say
+from unisono.events import Message, Show, notify
 from unisono.guard.launcher_facts import LauncherFacts
 from unisono.guard.local_program import JOB_STOP_SIGNALS, LocalProgram
-from unisono.guard.program_end import ProgramEnd, StopDeadline, for_program, is_gone_wrong, may_be_port_taken
+from unisono.guard.program_end import ProgramEnd, StopDeadline, for_program, is_failure, may_be_port_taken
 from unisono.guard.program_ranks import UNKNOWN_END
 from unisono.integrations.border import LAUNCHER
 from unisono.plan import DeviceChoice, NodePlace, RankPlace
@@ -73,7 +73,7 @@ class ProgramSupervisor:
         only_launchers: whether supervision ends with the comparison of the launchers.
         verdict: None as long as there is none.
         programs: return codes of the program, by node.
-        gone_wrong: the first bad end of the program on a node; None: there is none.
+        failure: the first bad end of the program on a node; None: there is none.
         framework: that the program trains with, known after its first step; empty: unknown.
         stop_signal: the first signal that a front got.
         agreements: results of all comparisons.
@@ -97,7 +97,7 @@ class ProgramSupervisor:
     only_launchers: bool = False
     verdict: Verdict | None = None
     programs: dict[int, int] = field(default_factory=dict)
-    gone_wrong: ProgramEnd | None = None
+    failure: ProgramEnd | None = None
     framework: str = ""
     stop_signal: signal.Signals | None = None
     agreements: Agreement = field(default_factory=Agreement)
@@ -118,7 +118,7 @@ class ProgramSupervisor:
     _stall_monitor: StallMonitor | None = None
     _facts: LauncherFacts = field(init=False)
     _end_by: float | None = None
-    _gone_wrong_at: float | None = None
+    _failed_at: float | None = None
     _ended_all: bool = False
     _began: float = field(default_factory=time.monotonic)
     _shown_once: set[str] = field(default_factory=set)
@@ -152,7 +152,7 @@ class ProgramSupervisor:
 
     def _receive(self, timeout_s: float) -> None:
         also = [self.server.fileno()] if self.server is not None else []
-        for message in self.local.news(timeout_s, also=also):
+        for message in self.local.new_messages(timeout_s, also=also):
             self._take(0, message)
         for event in self.server.receive(0) if self.server is not None else []:
             self._take_event(event)
@@ -214,7 +214,7 @@ class ProgramSupervisor:
     def _restart_ranks(self, attempt: int) -> None:
         """Forgets the previous ranks, after the launcher has restarted them or the program has started its next launcher."""
         if self._attempt or self._places:
-            self._say(f"the program has restarted its ranks (start {attempt + 1})")
+            self._notify(f"the program has restarted its ranks (start {attempt + 1})")
         self._attempt = attempt
         self._places.clear()
         self._failures.restart()
@@ -238,23 +238,23 @@ class ProgramSupervisor:
             self._name(Verdict.from_json(message["verdict"]), end_in_s=_PROGRAM_ENDS_S)
 
     def _take_end(self, end: RankEnd) -> None:
-        if end.ended_by_us == UNKNOWN_END:  # neither a success nor a failure
+        if end.end_reason == UNKNOWN_END:  # neither a success nor a failure
             return
         if not self._ended_all:  # else we ended it
             self._failures.rank_ended(end, now=time.monotonic())
 
     def _take_program(self, node_rank: int, returncode: int, message: Message) -> None:
         self.programs[node_rank] = returncode
-        if is_gone_wrong(returncode) and self.gone_wrong is None:
+        if is_failure(returncode) and self.failure is None:
             oom_killed = message.get("oom_killed")
-            self.gone_wrong = ProgramEnd(
+            self.failure = ProgramEnd(
                 node_rank,
                 self.nodes[node_rank].host,
                 returncode,
                 bool(oom_killed) if oom_killed is not None else None,
-                keeper_lost=bool(message.get("keeper_lost")),
+                subreaper_lost=bool(message.get("keeper_lost")),
             )
-            self._gone_wrong_at = time.monotonic()
+            self._failed_at = time.monotonic()
 
     def _take_signal(self, node_rank: int, number: signal.Signals) -> None:
         if number not in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
@@ -262,7 +262,7 @@ class ProgramSupervisor:
         self.stop_signal = self.stop_signal or number
         text = self.stopping.take(number, node_rank, time.monotonic()) if not self.only_launchers else None
         if text is not None:
-            self._say(text)
+            self._notify(text)
         if number in JOB_STOP_SIGNALS:
             for node in self.nodes:
                 if node.node_rank != node_rank:
@@ -288,7 +288,7 @@ class ProgramSupervisor:
     def _report_missing(self, now: float) -> None:
         for waiting in self._facts.waiting(self._places, now=now):
             if waiting.is_due:
-                self._say(waiting.line)
+                self._notify(waiting.line)
             if waiting.name == LAUNCHER and waiting.since_s > self.join_timeout_s and self.verdict is None:
                 self._name(waiting.verdict, end_in_s=0.0)
 
@@ -314,7 +314,7 @@ class ProgramSupervisor:
         now = time.monotonic()
         self._report_missing(now)
         if not self._is_seen and self.verdict is None and now - self._began > _UNSEEN_S and not self._facts:
-            self._say_once(NO_RANK_SEEN)
+            self._notify_once(NO_RANK_SEEN)
         if self._stall_monitor is None or self._ended_all:
             return
         found = self._if_lasting(self._stall_monitor.look(), now)
@@ -332,16 +332,16 @@ class ProgramSupervisor:
 
     def _has_left(self, found: Verdict) -> bool:
         """Whether the verdict's ranks have left with a result, instead of waiting in a different collective."""
-        views = self._stall_monitor.picture.views if self._stall_monitor is not None else {}
+        views = self._stall_monitor.run_view.views if self._stall_monitor is not None else {}
         return found.cause == "unequal_steps" and any(
-            rank in views and views[rank].told_result for rank in found.ranks
+            rank in views and views[rank].reported_result for rank in found.ranks
         )
 
     def _gather(self) -> None:
         """Keeps the evidence for a verdict, as long as it exists."""
         if self._stall_monitor is not None:
             self.raw = self._stall_monitor.raw()
-            self.looks = dict(self._stall_monitor.picture.looks)
+            self.looks = dict(self._stall_monitor.run_view.looks)
 
     def _decide(self, now: float) -> None:
         if self._failures.first_at is not None and self._is_undecided:
@@ -352,10 +352,10 @@ class ProgramSupervisor:
                 else:
                     self._gather()
                     self._name(found, end_in_s=_PROGRAM_ENDS_S)
-        if self._gone_wrong_at is not None and now - self._gone_wrong_at > _OTHER_NODES_S:
+        if self._failed_at is not None and now - self._failed_at > _OTHER_NODES_S:
             self._end_by = self._end_by or now
         if self.stopping.end_by is not None and now >= self.stopping.end_by and not self._ended_all:
-            self._say(self.stopping.late)
+            self._notify(self.stopping.late)
             self._end_by = now
         if self._end_by is not None and now >= self._end_by and not self._ended_all:
             self._ended_all = True
@@ -378,7 +378,7 @@ class ProgramSupervisor:
         return (
             self.restarts > 0
             and not self._failures.lost
-            and self._gone_wrong_at is None
+            and self._failed_at is None
             and now - self._failures.first_at < _RESTART_S
         )
 
@@ -390,10 +390,10 @@ class ProgramSupervisor:
         decision = self._failures.decide(now=now)
         if decision is None:
             return None
-        picture = self._stall_monitor.picture if self._stall_monitor is not None else None
+        run_view = self._stall_monitor.run_view if self._stall_monitor is not None else None
         after_s = round(now - self._failures.first_at, 3)
         # Without a culprit, the program's output is read at the end, and may show more.
-        return name_failure(decision, self.job, after_s=after_s, seen=picture)
+        return name_failure(decision, self.job, after_s=after_s, seen=run_view)
 
     def _name(self, verdict: Verdict, *, end_in_s: float) -> None:
         self.verdict = verdict = for_program(verdict, self.framework)
@@ -403,7 +403,7 @@ class ProgramSupervisor:
             self._shown = verdict
             self.show({"kind": "verdict", "time": time.time(), **verdict.to_json()})
             if self.server is not None:
-                self.server.tell_all({"kind": "verdict", "verdict": verdict.to_json()})
+                self.server.broadcast({"kind": "verdict", "verdict": verdict.to_json()})
         self._end_by = min(self._end_by or float("inf"), time.monotonic() + end_in_s)
 
     def has_shown(self, verdict: Verdict) -> bool:
@@ -430,12 +430,12 @@ class ProgramSupervisor:
         elif self.server is not None:
             self.server.send(node_rank, message)
 
-    def _say(self, text: str) -> None:
-        say(self.show, text)
+    def _notify(self, text: str) -> None:
+        notify(self.show, text)
         if self.server is not None:
-            self.server.tell_all({"kind": "note", "text": text})
+            self.server.broadcast({"kind": "note", "text": text})
 
-    def _say_once(self, text: str) -> None:
+    def _notify_once(self, text: str) -> None:
         if text not in self._shown_once:
             self._shown_once.add(text)
-            self._say(text)
+            self._notify(text)

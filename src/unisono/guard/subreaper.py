@@ -179,7 +179,7 @@ class Subreaper:
         ]
         for copy in self._copies:
             copy.start()
-        self._say(f"started {self._program.pid}")
+        self._notify(f"started {self._program.pid}")
 
     def run(self) -> None:
         """Runs until the program and its descendants have ended."""
@@ -197,7 +197,7 @@ class Subreaper:
         if self._program.poll() is None:
             self._end_tree(patience_s=0)
         code = self._program.wait()
-        self._say(f"gone {code}")
+        self._notify(f"gone {code}")
         if not ending_now:
             select.select([0], [], [], _SEEN_S)
         left = self._end_tree(patience_s=0 if ending_now else _PATIENCE_S)
@@ -206,8 +206,8 @@ class Subreaper:
             copy.join(max(0.0, limit - time.monotonic()))
         self._log.finish()
         if left:
-            self._say(f"left {left}")
-        self._say(f"ended {code}")
+            self._notify(f"left {left}")
+        self._notify(f"ended {code}")
 
     def _obey(self, line: bytes) -> bool:
         """Carries out one line of the front; whether it is `end`."""
@@ -250,7 +250,7 @@ class Subreaper:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
 
-    def _say(self, line: str) -> None:
+    def _notify(self, line: str) -> None:
         with contextlib.suppress(OSError):  # the front is gone
             os.write(self._report, line.encode() + b"\n")
 

@@ -17,7 +17,7 @@ from typing import Any
 from unisono.agree.compare import compare_programs
 from unisono.agree.reports import NodeReport
 from unisono.errors import Disagreed, UnisonoError
-from unisono.events import Message, say
+from unisono.events import Message, notify
 from unisono.facts import Probes, read_environment, read_machine, take_token
 from unisono.guard.border_directory import ProgramDir, border
 from unisono.guard.command import Job, read_command
@@ -33,7 +33,7 @@ from unisono.plan import NodePlace
 from unisono.plan.topology import Topology
 from unisono.rendezvous.head_side import hold_meeting
 from unisono.rendezvous.meeting_rules import end_message
-from unisono.rendezvous.member_side import attend_meeting
+from unisono.rendezvous.member_side import join_meeting
 from unisono.rendezvous.party import ChannelFacts, MakeReport, Party, read_token
 from unisono.text import one_line
 
@@ -46,7 +46,7 @@ def main() -> int:
     try:
         return _TorchrunFront.of(settings).run()
     except Disagreed as error:
-        if not error.said and error.verdict is not None:
+        if not error.already_shown and error.verdict is not None:
             _show({"kind": "verdict", **error.verdict.to_json()})
         return error.exit_code
     except UnisonoError as error:
@@ -154,24 +154,26 @@ class _TorchrunFront:
                 }
             )
             if code == 0:
-                say(_show, f"{len(nodes)} nodes agree: {', '.join(str(node.nproc) for node in nodes)} ranks")
+                notify(
+                    _show, f"{len(nodes)} nodes agree: {', '.join(str(node.nproc) for node in nodes)} ranks"
+                )
             return code
 
     def _as_member(self, local: LocalProgram) -> int:
-        with attend_meeting(self.party, self._maker(), tries_collective=False) as attendance:
-            attendance.wait_for("start")
-            member = MemberProgram(attendance, local, self.shape.topology.node_rank, _show, lambda: None)
+        with join_meeting(self.party, self._maker(), tries_collective=False) as member_side:
+            member_side.wait_for("start")
+            member = MemberProgram(member_side, local, self.shape.topology.node_rank, _show, lambda: None)
             member.run()
             return member.exit_code(None) if member.verdict is not None else 0
 
     def _maker(self) -> MakeReport:
         machine, environment = read_machine(Probes().devices), read_environment()
 
-        def make(standing: ChannelFacts, _show: object) -> NodeReport:
+        def make(channel: ChannelFacts, _show: object) -> NodeReport:
             return make_report(
                 self.request,
                 self.shape,
-                standing,
+                channel,
                 machine=machine,
                 environment=environment,
                 probes=Probes(),

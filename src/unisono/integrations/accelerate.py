@@ -36,7 +36,7 @@ class Accelerator(accelerate.Accelerator):
         loaders = [one for one in parts if _is_loader(one)]
         optimizers = [one for one in parts if hasattr(one, "zero_grad") and hasattr(one, "param_groups")]
         for optimizer in optimizers:
-            self._tell_steps_of(optimizer)
+            self._report_steps_of(optimizer)
         if loaders and len(loaders) < len(parts):
             self.agree(*loaders)
         return prepared
@@ -62,7 +62,7 @@ class Accelerator(accelerate.Accelerator):
         self._unisono.phase("data")
         return saved
 
-    def _tell_steps_of(self, optimizer: Any) -> None:
+    def _report_steps_of(self, optimizer: Any) -> None:
         """Uses torch's own hooks: Accelerate calls the optimizer only when a step is due."""
         plain = getattr(optimizer, "optimizer", optimizer)
         if not hasattr(plain, "register_step_post_hook"):

@@ -50,7 +50,7 @@ ENDS_WITH_FRONT = "ends_with_front"
 LAUNCHER = "launcher"
 """The name of what a launcher (torchrun's agent) brings: `nproc`, `node_rank`, `nodes`, and more; the answer has the store's address."""
 
-_Made = TypeVar("_Made", "Guard", "Registration", "Brought", "Answer")
+_Made = TypeVar("_Made", "Guard", "Registration", "ReportedFacts", "Answer")
 _POLL_S = 0.02
 _MOST_BYTES = 1 << 20
 
@@ -156,7 +156,7 @@ class Registration:
 
 
 @dataclass(frozen=True, slots=True)
-class Brought:
+class ReportedFacts:
     """Facts of one process for an agreement, flat: a value that differs on one rank is reported by its key.
 
     Attributes:
@@ -225,7 +225,7 @@ class Presence:
         """Registers this rank, or updates its registration."""
         _write(self.guard.folder / f"rank-{self.pid}.json", {"schema": 1, **asdict(registration)})
 
-    def tell(self, kind: str, **more: Any) -> None:
+    def emit(self, kind: str, **more: Any) -> None:
         """Appends an event (unisono.events). Errors of the folder are ignored."""
         line = json.dumps({"kind": kind, "time": time.time(), **more}, ensure_ascii=False, default=str) + "\n"
         with contextlib.suppress(OSError):
@@ -234,7 +234,7 @@ class Presence:
                 self._events = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
             os.write(self._events, line.encode())
 
-    def bring(
+    def report_facts(
         self,
         name: str,
         facts: Mapping[str, Any],
@@ -257,10 +257,10 @@ class Presence:
         Returns:
             None without an answer: the front is gone, or others have not reported in time. Then the process continues.
         """
-        brought = Brought(self.pid, name, rank, world_size, dict(facts), dict(own or {}))
+        reported = ReportedFacts(self.pid, name, rank, world_size, dict(facts), dict(own or {}))
         answer = self.guard.folder / f"answer-{self.pid}-{name}.json"
         answer.unlink(missing_ok=True)
-        _write(self.guard.folder / f"facts-{self.pid}-{name}.json", {"schema": 1, **asdict(brought)})
+        _write(self.guard.folder / f"facts-{self.pid}-{name}.json", {"schema": 1, **asdict(reported)})
         limit = time.monotonic() + limit_s
         while time.monotonic() < limit and self.guard.is_watched:
             value = read_whole(answer)
@@ -347,18 +347,18 @@ def registrations(folder: Path) -> Iterator[Registration]:
             yield found
 
 
-def brought_facts(folder: Path) -> Iterator[Brought]:
+def reported_facts(folder: Path) -> Iterator[ReportedFacts]:
     """Facts for agreements that have not been answered."""
     for path in _files(folder, "facts-"):
-        found = _made(Brought, read_whole(path) or {})
+        found = _made(ReportedFacts, read_whole(path) or {})
         if found is not None and not (folder / f"answer-{found.pid}-{found.name}.json").exists():
             yield found
 
 
-def answer_facts(folder: Path, brought: Brought, answer: Answer) -> None:
+def answer_facts(folder: Path, reported: ReportedFacts, answer: Answer) -> None:
     """Answers a process. If the folder is gone, so are all processes."""
     with contextlib.suppress(FileNotFoundError):
-        _write(folder / f"answer-{brought.pid}-{brought.name}.json", {"schema": 1, **asdict(answer)})
+        _write(folder / f"answer-{reported.pid}-{reported.name}.json", {"schema": 1, **asdict(answer)})
 
 
 def _files(folder: Path, prefix: str) -> list[Path]:

@@ -36,7 +36,7 @@ class Guarded:
         """
         self._at = at
         self.done = done
-        self._told = -math.inf
+        self._reported_at = -math.inf
 
     def __enter__(self) -> Self:
         if self._at is not None:
@@ -79,9 +79,9 @@ class Guarded:
         self._at.step(self.done + 1)
         value = _number(loss)
         now = time.monotonic()
-        if value is not None and (now - self._told >= _EVERY_S or not math.isfinite(value)):
-            self._told = now
-            self._at.tell("step", step=self.done, loss=value if math.isfinite(value) else str(value))
+        if value is not None and (now - self._reported_at >= _EVERY_S or not math.isfinite(value)):
+            self._reported_at = now
+            self._at.emit("step", step=self.done, loss=value if math.isfinite(value) else str(value))
 
     def phase(self, name: str) -> None:
         """Enters a phase: "evaluate", "save", "load_data", "load_model"; then "program"."""

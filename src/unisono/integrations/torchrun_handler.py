@@ -64,8 +64,14 @@ class UnisonoRendezvous(RendezvousHandler):
         self._nodes = int(parameters.max_nodes)
         self._nproc, self._max_restarts = nproc, max_restarts
         self._guard = find_guard(os.environ)  # noqa: TID251 - this is a foreign process, and the border's variable is in it
-        asked = parameters.config.get("rank")
-        self._node_rank = int(asked) if asked is not None else node_rank if node_rank is not None else -1
+        configured_rank = parameters.config.get("rank")
+        self._node_rank = (
+            int(configured_rank)
+            if configured_rank is not None
+            else node_rank
+            if node_rank is not None
+            else -1
+        )
         if self._guard is not None and self._guard.nodes == self._nodes:
             self._node_rank = self._guard.node_rank
         self._wait_s = float(parameters.config.get("wait", _WAIT_S))
@@ -128,13 +134,13 @@ class UnisonoRendezvous(RendezvousHandler):
                 "torchrun --rdzv-backend unisono: nothing says which node this is; pass --node-rank R (or --rdzv-conf rank=R)",
                 2,
             )
-        guard, companion = self._guard, None
+        guard, guard_process = self._guard, None
         if guard is None:
-            guard, companion = self._start_companion()
+            guard, guard_process = self._start_guard_process()
         try:
-            answer = self._bring(guard)
+            answer = self._report_facts(guard)
         finally:
-            code = _end(companion) if companion is not None else 0
+            code = _end(guard_process) if guard_process is not None else 0
         if answer is None and code:  # it has reported why
             _leave("", code)
         if answer is None:
@@ -161,7 +167,7 @@ class UnisonoRendezvous(RendezvousHandler):
         self._of_ranks = self._serve(host, self._bind(host))
         store.set(key, json.dumps(self._address))
 
-    def _bring(self, guard: Guard) -> Answer | None:
+    def _report_facts(self, guard: Guard) -> Answer | None:
         own: dict[str, Any] = {"max_restarts": self._max_restarts}
         if self._node_rank == 0:
             host = parse_rendezvous_endpoint(guard.store or self._parameters.endpoint, _DEFAULT_PORT)[0]
@@ -170,7 +176,7 @@ class UnisonoRendezvous(RendezvousHandler):
         limit_s = (
             float(guard.options.get("join_timeout_s", self._wait_s)) + 60.0
         )  # the front's own timeout comes first
-        return Presence(guard).bring(
+        return Presence(guard).report_facts(
             LAUNCHER,
             {"nproc": self._nproc},
             rank=self._node_rank,
@@ -200,7 +206,7 @@ class UnisonoRendezvous(RendezvousHandler):
             master_listen_fd=sock.detach(),
         )
 
-    def _start_companion(self) -> "tuple[Guard, subprocess.Popen[bytes]]":
+    def _start_guard_process(self) -> "tuple[Guard, subprocess.Popen[bytes]]":
         """Starts a small front where there is none: it compares the nodes, reports the result, and exits.
 
         The job's token is passed to it and removed from this process, so that ranks never see it.
@@ -219,32 +225,32 @@ class UnisonoRendezvous(RendezvousHandler):
         }
         environment = dict(os.environ)  # noqa: TID251 - as above
         os.environ.pop("UNISONO_TOKEN", None)  # noqa: TID251 - as above
-        companion = subprocess.Popen(
+        guard_process = subprocess.Popen(
             [sys.executable, "-m", "unisono.guard.torchrun_front"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,
         )
-        assert companion.stdin is not None
-        assert companion.stdout is not None
-        companion.stdin.write(json.dumps(settings).encode() + b"\n")
-        companion.stdin.flush()
-        said = companion.stdout.readline().decode().strip()
-        guard = find_guard({"UNISONO_GUARD": said})
+        assert guard_process.stdin is not None
+        assert guard_process.stdout is not None
+        guard_process.stdin.write(json.dumps(settings).encode() + b"\n")
+        guard_process.stdin.flush()
+        line = guard_process.stdout.readline().decode().strip()
+        guard = find_guard({"UNISONO_GUARD": line})
         if guard is None:  # it has reported why
-            _leave("", companion.wait(60) or 3)
-        return guard, companion
+            _leave("", guard_process.wait(60) or 3)
+        return guard, guard_process
 
 
-def _end(companion: "subprocess.Popen[bytes]") -> int:
+def _end(guard_process: "subprocess.Popen[bytes]") -> int:
     """Waits for the front, which exits once it has informed the other nodes; returns its exit code."""
-    assert companion.stdin is not None
+    assert guard_process.stdin is not None
     with contextlib.suppress(OSError):
-        companion.stdin.close()
+        guard_process.stdin.close()
     try:
-        return companion.wait(15)
+        return guard_process.wait(15)
     except subprocess.TimeoutExpired:
-        companion.kill()
+        guard_process.kill()
         return 0
 
 

@@ -19,10 +19,10 @@ from unisono.integrations.trainer_facts import TrainerFacts, compare
 _TURNS = count()  # of this process: all ranks agree equally often
 _FIRST_LOOK_S, _LONGEST_LOOK_S = 0.01, 0.25
 _HEARD_S = 5.0
-_SAID_AFTER_S = 30.0
+_NOTIFY_AFTER_S = 30.0
 _MOST_BYTES = 1 << 16
 
-Say = Callable[[str], None]
+Notify = Callable[[str], None]
 
 
 class World:
@@ -56,13 +56,13 @@ def find_world() -> World | None:
     return World(distributed.get_rank(), size, store)
 
 
-def meet(world: World, facts: TrainerFacts, *, say: Say) -> None:
+def meet(world: World, facts: TrainerFacts, *, notify: Notify) -> None:
     """Compares the facts of all ranks. All ranks must call it, and equally often; it is no collective.
 
     Args:
         world: see find_world.
         facts: of this rank.
-        say: reports that others are waited for.
+        notify: reports that others are waited for.
 
     Raises:
         Disagreed: on every rank, with the same message, if they differ; or if a rank has not come within the group's own patience.
@@ -71,9 +71,9 @@ def meet(world: World, facts: TrainerFacts, *, say: Say) -> None:
     prefix = f"unisono/{next(_TURNS)}"
     try:
         verdict = (
-            _compare_on_rank0(world, prefix, facts, say)
+            _compare_on_rank0(world, prefix, facts, notify)
             if world.rank == 0
-            else _await_verdict(world, prefix, facts, say)
+            else _await_verdict(world, prefix, facts, notify)
         )
     except RuntimeError as error:  # torch's DistError: the store, and so the rank that holds it, is gone
         raise Disagreed.of(
@@ -95,9 +95,9 @@ def refusal(verdict: Verdict) -> Disagreed:
     return error
 
 
-def _compare_on_rank0(world: World, prefix: str, facts: TrainerFacts, say: Say) -> Verdict | None:
+def _compare_on_rank0(world: World, prefix: str, facts: TrainerFacts, notify: Notify) -> Verdict | None:
     others = range(1, world.size)
-    late = _await(world, [f"{prefix}/{rank}" for rank in others], world.patience_s, say)
+    late = _await(world, [f"{prefix}/{rank}" for rank in others], world.patience_s, notify)
     if late:
         verdict: Verdict | None = _missing_ranks(
             [rank for rank in others if f"{prefix}/{rank}" in late], world
@@ -115,7 +115,7 @@ def _compare_on_rank0(world: World, prefix: str, facts: TrainerFacts, say: Say) 
     return verdict
 
 
-def _await_verdict(world: World, prefix: str, facts: TrainerFacts, say: Say) -> Verdict | None:
+def _await_verdict(world: World, prefix: str, facts: TrainerFacts, notify: Notify) -> Verdict | None:
     world.store.set(f"{prefix}/{world.rank}", json.dumps(facts.to_json()))
     word = f"{prefix}/word"
     if _await(world, [word], world.patience_s + _HEARD_S, None):
@@ -137,20 +137,20 @@ def _read(store: Any, key: str) -> str:
     return data[:_MOST_BYTES].decode(errors="replace")
 
 
-def _await(world: World, keys: Sequence[str], limit_s: float, say: Say | None) -> set[str]:
+def _await(world: World, keys: Sequence[str], limit_s: float, notify: Notify | None) -> set[str]:
     """Waits until all keys exist; returns those that are missing at the limit."""
     began = time.monotonic()
-    pause_s, said_s = _FIRST_LOOK_S, _SAID_AFTER_S
+    pause_s, notify_at_s = _FIRST_LOOK_S, _NOTIFY_AFTER_S
     while keys and not world.store.check(list(keys)):
         waited_s = time.monotonic() - began
         if waited_s >= limit_s:
             return {key for key in keys if not world.store.check([key])}
-        if say and waited_s >= said_s:
+        if notify and waited_s >= notify_at_s:
             missing = [int(key.rpartition("/")[2]) for key in keys if not world.store.check([key])]
-            say(
+            notify(
                 f"for {waited_s:.0f} s the other ranks have waited for {number_list('rank', missing)} to come to the first step"
             )
-            said_s *= 2
+            notify_at_s *= 2
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _LONGEST_LOOK_S)
     return set()
@@ -179,7 +179,7 @@ class Recorder(Protocol):
     def step(self, step: int) -> None:
         """The rank begins this optimizer step, from 1."""
 
-    def tell(self, kind: str, **fields: Any) -> None:
+    def emit(self, kind: str, **fields: Any) -> None:
         """An event of unisono.events."""
 
 
@@ -192,7 +192,7 @@ class Unwatched:
     def step(self, step: int) -> None:
         """Nothing."""
 
-    def tell(self, kind: str, **fields: Any) -> None:
+    def emit(self, kind: str, **fields: Any) -> None:
         """Nothing."""
 
 
@@ -213,16 +213,16 @@ class CallbackReporter:
         Raises:
             Disagreed: on every rank, with the same message.
         """
-        self._recorder.tell("facts", facts=facts.to_json())
+        self._recorder.emit("facts", facts=facts.to_json())
         world = find_world()
         if world is None:
             return
         self.phase("agree.ranks")
         try:
-            meet(world, facts, say=logging.getLogger("unisono").warning)
+            meet(world, facts, notify=logging.getLogger("unisono").warning)
         except Disagreed as error:
             verdict = error.verdict.to_json() if error.verdict else None
-            self._recorder.tell("refused", text=str(error), exit_code=error.exit_code, verdict=verdict)
+            self._recorder.emit("refused", text=str(error), exit_code=error.exit_code, verdict=verdict)
             raise
 
     def phase(self, name: str) -> None:
@@ -236,4 +236,4 @@ class CallbackReporter:
     def loss(self, step: int, loss: object) -> None:
         """Reports a loss that the trainer has already copied to the host; nothing is read from the device."""
         if isinstance(loss, int | float) and not isinstance(loss, bool):
-            self._recorder.tell("step", step=step, loss=loss if math.isfinite(loss) else str(loss))
+            self._recorder.emit("step", step=step, loss=loss if math.isfinite(loss) else str(loss))

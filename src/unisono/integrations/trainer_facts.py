@@ -80,7 +80,7 @@ class TrainerFacts:
     Attributes:
         rank: over all nodes.
         host: its machine's name.
-        dealt: whether one dataset is dealt over the ranks, so that all must hold the same.
+        sharded: whether one dataset is dealt over the ranks, so that all must hold the same.
         data: of the dataset.
         sampler_seed: of a distributed sampler.
         batches: micro-batches of an epoch on this rank; None where unknown.
@@ -89,7 +89,7 @@ class TrainerFacts:
 
     rank: int = 0
     host: str = ""
-    dealt: bool = False
+    sharded: bool = False
     data: DataFacts = DataFacts()
     sampler_seed: int | None = None
     batches: int | None = None
@@ -122,12 +122,12 @@ class TrainerFacts:
         """
         rows = (
             (self.data.rows, self.data.rows_digest or None, self.sampler_seed)
-            if self.dealt
+            if self.sharded
             else (None, None, None)
         )
-        steps = (self.steps, self.batches if self.dealt or self.steps is None else None)
-        said = zip((*_ROWS_KEYS, *_STEP_KEYS), (*rows, *steps), strict=True)
-        return {key: value for key, value in said if value is not None}
+        steps = (self.steps, self.batches if self.sharded or self.steps is None else None)
+        reported = zip((*_ROWS_KEYS, *_STEP_KEYS), (*rows, *steps), strict=True)
+        return {key: value for key, value in reported if value is not None}
 
 
 def _known(kind: type[Any], value: Mapping[str, Any]) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def compare(reports: Sequence[TrainerFacts]) -> Verdict | None:
     members = sorted((Member(hosts.index(one.host), one.rank, one.host), one) for one in reports)
     stage = Stage("agree.ranks", name_ranks if len(hosts) == 1 else name_all)
     values = [(who, one.comparable()) for who, one in members]
-    common = set.intersection(*(set(said) for _, said in values)) if values else set()
+    common = set.intersection(*(set(reported) for _, reported in values)) if values else set()
     of_rows = _judge(_blamed(members), values, [key for key in _ROWS_KEYS if key in common], stage)
     of_steps = _judge(_STEPS, values, [key for key in _STEP_KEYS if key in common], stage)
     return next(iter(of_rows.merged(of_steps).fatal), None)
@@ -155,9 +155,9 @@ def compare(reports: Sequence[TrainerFacts]) -> Verdict | None:
 def _judge(
     rule: Rule, values: Sequence[tuple[Member, Mapping[str, Hashable]]], keys: Sequence[str], stage: Stage
 ) -> Agreement:
-    said = [(who, {key: given[key] for key in keys}) for who, given in values]
+    reported = [(who, {key: given[key] for key in keys}) for who, given in values]
     wording = Wording(shown=_shown, label=lambda key: _LABELS.get(key, key), order=keys.index)
-    return judge_keys(rule, said, wording, stage=stage)
+    return judge_keys(rule, reported, wording, stage=stage)
 
 
 def _shown(key: str, value: Hashable) -> str:
@@ -189,7 +189,7 @@ def read_loader(loader: Any) -> TrainerFacts:
         return TrainerFacts()
     distributed = next((one for one in samplers if _is_a(one, "DistributedSampler")), None)
     return TrainerFacts(
-        dealt=distributed is not None or "BatchSamplerShard" in kinds,
+        sharded=distributed is not None or "BatchSamplerShard" in kinds,
         data=read_dataset(getattr(loader, "dataset", None)),
         sampler_seed=_number(getattr(distributed, "seed", None))
         if getattr(distributed, "shuffle", False)

@@ -10,7 +10,7 @@ from unisono.causes import Verdict, find_cause
 from unisono.checkpoint.manifest import user_key
 from unisono.checkpoint.store import CheckpointStore
 from unisono.errors import Disagreed, UnisonoError
-from unisono.events import Show, say
+from unisono.events import Show, notify
 from unisono.launch.curve_drawing import Drawing
 from unisono.launch.cut_files import with_cut_file
 from unisono.launch.head_nodes import HeadNodes
@@ -20,7 +20,7 @@ from unisono.launch.output_watch import CAUSE as OUTPUT_REMOVED
 from unisono.launch.output_watch import OutputWatch
 from unisono.launch.planning import LocalNode
 from unisono.launch.run_records import Table, write_agreement
-from unisono.launch.train_request import TrainRequest, Witness
+from unisono.launch.train_request import LostNodeSource, TrainRequest
 from unisono.plan import RunPlan
 from unisono.remote_checkpoint.rescue import RescuedStep, needs_other_nodes, rescue
 from unisono.rendezvous.remote_fronts import step_evidence
@@ -39,7 +39,7 @@ class AttemptEnd:
     """What the head makes of an attempt that has ended: judged, shown on all nodes, kept in the run's directory."""
 
     request: TrainRequest
-    here: LocalNode
+    local_node: LocalNode
     run: RunDir
     disk: RunsDisk
     interrupts: Interrupts
@@ -58,7 +58,7 @@ class AttemptEnd:
     ) -> Ending:
         """Names how the attempt ended, and keeps the newest step of a run that died."""
         watch.settle(attempt)
-        ending = with_witness(ending_of(attempt, plan), attempt, plan, self.request.witness)
+        ending = with_launcher_cause(ending_of(attempt, plan), attempt, plan, self.request.lost_node_source)
         ending = with_cut_file(ending, attempt, plan)
         ending = self._with_step(watch.judged(ending, attempt))
         ending = self._announce(plan, attempt, ending, log_events)
@@ -70,7 +70,7 @@ class AttemptEnd:
 
     def _with_step(self, ending: Ending) -> Ending:
         """The ending; its verdict also cites the Slurm step that this front runs in, if any."""
-        step, verdict = self.here.environment.slurm_step, ending.verdict
+        step, verdict = self.local_node.environment.slurm_step, ending.verdict
         if step is None or verdict is None:
             return ending
         cited = (*verdict.evidence, *step_evidence(step))
@@ -81,7 +81,7 @@ class AttemptEnd:
         verdict = error.verdict
         if verdict is None or not is_about_nodes(error):
             return Ending(error.exit_code, ending.fields, ending.verdict, error)
-        if not (isinstance(error, Disagreed) and error.said):
+        if not (isinstance(error, Disagreed) and error.already_shown):
             self._show_verdict(verdict)
 
         def keep() -> None:
@@ -98,7 +98,7 @@ class AttemptEnd:
             return ending
         verdict = log_events.cited(ending.verdict)
         if self.others is not None:
-            self.others.tell_verdict(verdict)
+            self.others.send_verdict(verdict)
         self._show_verdict(verdict)
         cited = self.disk.write("the verdict", lambda: self._keep_evidence(plan, attempt, verdict))
         return replace(ending, verdict=cited or verdict)
@@ -114,17 +114,17 @@ class AttemptEnd:
             table=Path(plan.data.cache_dir),
             raw=attempt.raw,
             programs=self.request.programs,
-            looks=attempt.picture.looks if attempt.picture is not None else {},
+            looks=attempt.run_view.looks if attempt.run_view is not None else {},
         )
         cited = verdict.model_copy(update={"evidence": (*verdict.evidence, *files)})
         complete_verdict(self.run, cited)
         if files:
-            say(self.show, f"stacks, recordings and logs that it cites: {self.run.evidence}")
+            notify(self.show, f"stacks, recordings and logs that it cites: {self.run.evidence}")
         return cited
 
     def _rescue(self, plan: RunPlan, attempt: Attempt, kept: SharedMemory) -> bool:
         """Makes a checkpoint of the newest step in memory, on this node or others; gives whether there is one now."""
-        store = checkpoints_of(self.run, self.here)
+        store = checkpoints_of(self.run, self.local_node)
         found = RescuedStep.of_node(kept)
         if self.others is not None and needs_other_nodes(plan, attempt):
             collect = partial(
@@ -153,7 +153,7 @@ class AttemptEnd:
         if now_at is not None and not (self.others is not None and needs_other_nodes(plan, attempt)):
             run = RunDir(now_at)
             work = partial(
-                rescue, run, plan, attempt, found, store=checkpoints_of(run, self.here), show=self.show
+                rescue, run, plan, attempt, found, store=checkpoints_of(run, self.local_node), show=self.show
             )
             if RunsDisk(now_at, self.show).write("what the ranks kept in memory", work) is True:
                 text = f"the newest step of this run, {attempt.saved_step}, is in {now_at}"
@@ -166,9 +166,9 @@ class AttemptEnd:
         self.show({"kind": "warning", "time": time.time(), "code": OUTPUT_REMOVED, "text": text, "fix": fix})
 
 
-def checkpoints_of(run: RunDir, here: LocalNode) -> CheckpointStore:
+def checkpoints_of(run: RunDir, local_node: LocalNode) -> CheckpointStore:
     """The run's checkpoints, signed with the key of the user who runs this command."""
-    return CheckpointStore(run.checkpoints, key=user_key(here.environment.settings_dir))
+    return CheckpointStore(run.checkpoints, key=user_key(local_node.environment.settings_dir))
 
 
 def keep_result(
@@ -181,15 +181,17 @@ def keep_result(
     drawing.finish()
 
 
-def with_witness(ending: Ending, attempt: Attempt, plan: RunPlan, witness: Witness | None) -> Ending:
+def with_launcher_cause(
+    ending: Ending, attempt: Attempt, plan: RunPlan, lost_node_source: LostNodeSource | None
+) -> Ending:
     """Adds the reason for a lost node to the ending's verdict where a witness knows it; otherwise returns the ending unchanged.
 
     The head sees a connection that closes, and a memory monitor that ends a node's front leaves no other trace.
     """
     loss = attempt.decision.loss if attempt.decision is not None else None
-    if witness is None or loss is None or loss.lost_head or ending.verdict is None:
+    if lost_node_source is None or loss is None or loss.lost_head or ending.verdict is None:
         return ending
-    reason = witness.of_lost(loss.node_rank)
+    reason = lost_node_source.of_lost(loss.node_rank)
     if reason is None:
         return ending
     known, waited_s = reason

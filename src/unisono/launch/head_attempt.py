@@ -19,7 +19,7 @@ from unisono.launch.run_records import Recorder, Table, write_agreement
 from unisono.launch.train_request import TrainRequest
 from unisono.plan import RankPlace, RunPlan
 from unisono.remote_checkpoint.first_checkpoint import FirstCheckpoint
-from unisono.remote_checkpoint.storage_trial import storage_companions
+from unisono.remote_checkpoint.storage_trial import storage_observers
 from unisono.remote_checkpoint.upload import Uploads
 from unisono.remote_checkpoint.verifier import Verifier
 from unisono.rundir import RunDir
@@ -42,7 +42,7 @@ class HeadAttempts:
     """
 
     request: TrainRequest
-    here: LocalNode
+    local_node: LocalNode
     run: RunDir
     disk: RunsDisk
     interrupts: Interrupts
@@ -62,10 +62,10 @@ class HeadAttempts:
         """
         server = self.others.hand_over(plan) if self.others is not None else None
         first = FirstCheckpoint(
-            plan, programs=self.request.programs, leftovers=self.here.leftovers, show=self.recorder.show
+            plan, programs=self.request.programs, leftovers=self.local_node.leftovers, show=self.recorder.show
         )
         self.log_events = LogEvents(plan.ranks)
-        key = user_key(self.here.environment.settings_dir)
+        key = user_key(self.local_node.environment.settings_dir)
         shards = None
         if server is not None:  # one node alone needs no channel
             from unisono.remote_checkpoint.shard_transfer import receiving_shards
@@ -79,17 +79,17 @@ class HeadAttempts:
             show=first.pass_on,
             on_agreement=self._keep_agreement,
             shards=shards,
-            companions=[
+            observers=[
                 watch,
                 first,
                 ReplicaDrift(plan, self.recorder.show),
                 self.log_events,
                 Verifier(self.run.checkpoints, key, self.recorder.show, self.request.rhythm),
-                *storage_companions(
+                *storage_observers(
                     plan,
                     self.uploading,
                     programs=self.request.programs,
-                    leftovers=self.here.leftovers,
+                    leftovers=self.local_node.leftovers,
                     show=self.recorder.show,
                 ),
             ],
@@ -98,7 +98,11 @@ class HeadAttempts:
     def _local_ranks(self, plan: RunPlan, kept: SharedMemory) -> LocalRanks:
         interface = interface_name(self.request.probes.network.interfaces(), plan.nodes[0].address)
         environments = rank_environments(
-            plan, 0, variables=self.here.leftovers, interface=interface, debug_comm=self.request.debug_comm
+            plan,
+            0,
+            variables=self.local_node.leftovers,
+            interface=interface,
+            debug_comm=self.request.debug_comm,
         )
         return LocalRanks(
             plan.on_node(0),
@@ -143,7 +147,7 @@ class ReplicaDrift:
         """
         self._plan = plan
         self._show = show
-        self._told: dict[int, dict[int, DriftReport]] = defaultdict(dict)
+        self._drift_reports: dict[int, dict[int, DriftReport]] = defaultdict(dict)
         self._equal_at: int | None = None
         self._verdict: Verdict | None = None
         self._warned = False
@@ -153,12 +157,12 @@ class ReplicaDrift:
         if message["kind"] != "digest" or self._verdict is not None:
             return
         step = int(message["step"])
-        here = self._told[step]
-        here[rank] = DriftReport(str(message["digest"]), str(message["arithmetic"]))
-        if len(here) == self._plan.world_size:
-            self._compare(step, self._told.pop(step))
-        while len(self._told) > _KEPT_STEPS:
-            self._told.pop(min(self._told))
+        by_rank = self._drift_reports[step]
+        by_rank[rank] = DriftReport(str(message["digest"]), str(message["arithmetic"]))
+        if len(by_rank) == self._plan.world_size:
+            self._compare(step, self._drift_reports.pop(step))
+        while len(self._drift_reports) > _KEPT_STEPS:
+            self._drift_reports.pop(min(self._drift_reports))
 
     def look(self) -> Verdict | None:
         """The verdict, once there is one."""

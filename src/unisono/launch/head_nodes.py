@@ -146,8 +146,8 @@ class HeadNodes:
         while found is None:
             found = self._round(make_report, question)
         known = {verdict.summary for verdict in self.meeting.agreement.verdicts}
-        news = [verdict for verdict in found.verdicts if verdict.summary not in known]
-        self.meeting.judge(Agreement(found.checks, news))
+        new_verdicts = [verdict for verdict in found.verdicts if verdict.summary not in known]
+        self.meeting.judge(Agreement(found.checks, new_verdicts))
         self.table.of_nodes = self.meeting.agreement
 
     def _round(self, make_report: "MakeRestartReport", question: "RestartQuestion") -> Agreement | None:
@@ -166,7 +166,7 @@ class HeadNodes:
             self.meeting.note(objection.verdicts[0].summary, everywhere=True)
             return None
 
-    def tell_verdict(self, verdict: Verdict) -> None:
+    def send_verdict(self, verdict: Verdict) -> None:
         """Reports on all nodes what ended the ranks; whether the run restarts is reported later."""
         self.meeting.broadcast({"kind": "verdict", **verdict.to_json()})
 
@@ -193,7 +193,7 @@ class HeadNodes:
 def together(
     request: TrainRequest,
     loaded: LoadedConfig,
-    here: LocalNode,
+    local_node: LocalNode,
     party: Party,
     *,
     run: RunDir,
@@ -211,21 +211,21 @@ def together(
         logs = run.log("", 0).parent
         return start_others(
             remote_train(request),
-            here.topology,
+            local_node.topology,
             party.token,
             address,
             logs=logs,
-            variables=here.environment.variables,
+            variables=local_node.environment.variables,
         )
 
     nonce = disk.need("the mark for the other nodes", partial(leave_nonce, run.root))
     try:
         with hold_meeting(
             party,
-            report_maker(request, loaded, here),
+            report_maker(request, loaded, local_node),
             welcome={NONCE_FILE: nonce},
             record=table.set_nodes,
-            start_others=start if here.topology.hosts else None,
+            start_others=start if local_node.topology.hosts else None,
         ) as meeting:
             yield HeadNodes(meeting, table)
     finally:

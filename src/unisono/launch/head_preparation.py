@@ -25,7 +25,7 @@ from unisono.rundir.start_decision import StartDecision, refuse_if_shrunk
 def restore_from_storage(
     request: TrainRequest,
     loaded: LoadedConfig,
-    here: LocalNode,
+    local_node: LocalNode,
     others: HeadNodes | None,
     *,
     node: str,
@@ -39,7 +39,7 @@ def restore_from_storage(
     def work(show: Show) -> bool:
         return download_newest(
             loaded.config,
-            here.environment,
+            local_node.environment,
             who=node,
             programs=request.programs,
             trust=request.trust,
@@ -52,7 +52,7 @@ def restore_from_storage(
 def prepare_all(
     request: TrainRequest,
     loaded: LoadedConfig,
-    here: LocalNode,
+    local_node: LocalNode,
     claimed: Claim,
     others: HeadNodes | None,
     *,
@@ -71,26 +71,26 @@ def prepare_all(
             claimed.run,
             claimed.decision.run_id,
             programs=request.programs,
-            leftovers=here.leftovers,
+            leftovers=local_node.leftovers,
             show=show,
         ):
-            return prepare(request, loaded, here.environment, ledger=True, show=show)
+            return prepare(request, loaded, local_node.environment, ledger=True, show=show)
 
     if others is not None:
         prepared = others.prepare(work)
         return prepared, lay_out([offer_of(report) for report in others.meeting.reports])
-    layout = lay_out([here.offer])
+    layout = lay_out([local_node.offer])
     if layout.world_size > 1:
-        report, agreement = look_alone(request, loaded, here)
+        report, agreement = look_alone(request, loaded, local_node)
         table.set_nodes([report], agreement)
-        _refuse_unfit(agreement, show)
+        _refuse_failed(agreement, show)
     return work(show), layout
 
 
 def plan_start(
     request: TrainRequest,
     loaded: LoadedConfig,
-    here: LocalNode,
+    local_node: LocalNode,
     *,
     run: RunDir,
     decision: StartDecision,
@@ -100,11 +100,11 @@ def plan_start(
     rehearse: bool = False,
 ) -> RunPlan:
     """Finds the checkpoint to resume from, and resolves the plan; with `rehearse` the first checkpoint is read back while training continues."""
-    resume, reason = find_resume_point(run, decision, here.environment, show, trust=request.trust)
+    resume, reason = find_resume_point(run, decision, local_node.environment, show, trust=request.trust)
     plan = make_plan(
         request,
         loaded,
-        here,
+        local_node,
         layout=layout,
         prepared=prepared,
         run_id=decision.run_id,
@@ -127,7 +127,7 @@ def as_warning(verdict: Verdict) -> Message:
     }
 
 
-def _refuse_unfit(agreement: Agreement, show: Show) -> None:
+def _refuse_failed(agreement: Agreement, show: Show) -> None:
     """Raises UnfitError or UsageError with the first fatal verdict; the others are shown as warnings."""
     if agreement.fatal:
         raise refusal_alone(agreement.fatal[0])

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from unisono.config import LoadedConfig
 from unisono.errors import UnfitError, UnisonoError, as_usage_error
-from unisono.events import Show, say
+from unisono.events import Show, notify
 from unisono.launch.attempt_end import AttemptEnd, checkpoints_of, keep_result
 from unisono.launch.head_attempt import HeadAttempts
 from unisono.launch.head_nodes import HeadNodes, together
@@ -54,15 +54,15 @@ class HeadRun:
     stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     disk: RunsDisk = field(init=False)
 
-    def run(self, loaded: LoadedConfig, here: LocalNode) -> dict[str, Any]:
+    def run(self, loaded: LoadedConfig, local_node: LocalNode) -> dict[str, Any]:
         """Runs to the end; gives the object of result.json."""
         with self.stack:
-            claimed = self._claim(loaded, here)
+            claimed = self._claim(loaded, local_node)
             self.disk = RunsDisk(claimed.run.root, self.show)
             try:
-                with self._others(loaded, here, claimed.run) as others:
-                    self._restore(loaded, here, claimed, others)
-                    result = self._train(loaded, here, claimed, others)
+                with self._others(loaded, local_node, claimed.run) as others:
+                    self._restore(loaded, local_node, claimed, others)
+                    result = self._train(loaded, local_node, claimed, others)
             except UnisonoError as error:
                 self._keep_refusal(loaded, claimed, error)
                 raise
@@ -71,17 +71,17 @@ class HeadRun:
             return result
 
     def _train(
-        self, loaded: LoadedConfig, here: LocalNode, claimed: Claim, others: HeadNodes | None
+        self, loaded: LoadedConfig, local_node: LocalNode, claimed: Claim, others: HeadNodes | None
     ) -> dict[str, Any]:
         run = claimed.run
-        self.disk.need("what is left of unfinished checkpoints", checkpoints_of(run, here).sweep)
+        self.disk.need("what is left of unfinished checkpoints", checkpoints_of(run, local_node).sweep)
         prepared, layout = prepare_all(
-            self.request, loaded, here, claimed, others, table=self.table, show=self.show
+            self.request, loaded, local_node, claimed, others, table=self.table, show=self.show
         )
         plan = plan_start(
             self.request,
             loaded,
-            here,
+            local_node,
             run=run,
             decision=claimed.decision,
             prepared=prepared,
@@ -90,10 +90,10 @@ class HeadRun:
             rehearse=self.request.rehearse,
         )
         recorder = Recorder(run, plan, self.disk, self.show)
-        self._begin_uploading(plan, here, run)
+        self._begin_uploading(plan, local_node, run)
         attempts = HeadAttempts(
             self.request,
-            here,
+            local_node,
             run,
             self.disk,
             self.interrupts,
@@ -102,8 +102,10 @@ class HeadRun:
             others,
             self.uploading,
         )
-        end = AttemptEnd(self.request, here, run, self.disk, self.interrupts, self.table, others, self.show)
-        restarts = Restarts(self.request, loaded, here, run, prepared, others, self.table, self.show)
+        end = AttemptEnd(
+            self.request, local_node, run, self.disk, self.interrupts, self.table, others, self.show
+        )
+        restarts = Restarts(self.request, loaded, local_node, run, prepared, others, self.table, self.show)
         recorder.on_step = restarts.stepped
         while True:
             write = partial(write_plan, run, claimed.lock, plan, self.table)
@@ -127,51 +129,51 @@ class HeadRun:
                 break
         return self._finish(claimed, plan, attempt, ending, restarts.restarts, others, recorder)
 
-    def _claim(self, loaded: LoadedConfig, here: LocalNode) -> Claim:
+    def _claim(self, loaded: LoadedConfig, local_node: LocalNode) -> Claim:
         """The run's directory, locked for this start; nodes that call meanwhile hear of a refusal."""
         refusals = refusals_reported(self.party) if self.party is not None else contextlib.nullcontext()
         with refusals, as_usage_error():
             return self.stack.enter_context(
                 claim(
                     loaded.config,
-                    host=here.machine.host,
+                    host=local_node.machine.host,
                     port=self.party.topology.head_port if self.party is not None else 0,
                     resume=self.request.resume,
                     fresh=self.request.fresh,
-                    say=lambda text: say(self.show, text),
+                    notify=lambda text: notify(self.show, text),
                     allow=self.request.allowed,
                 )
             )
 
     @contextlib.contextmanager
-    def _others(self, loaded: LoadedConfig, here: LocalNode, run: RunDir) -> Iterator[HeadNodes | None]:
+    def _others(self, loaded: LoadedConfig, local_node: LocalNode, run: RunDir) -> Iterator[HeadNodes | None]:
         """The other nodes, once all of them are here and agree; None where there are none."""
         if self.party is None:
             yield None
             return
         with together(
-            self.request, loaded, here, self.party, run=run, disk=self.disk, table=self.table
+            self.request, loaded, local_node, self.party, run=run, disk=self.disk, table=self.table
         ) as others:
             yield others
 
     def _restore(
-        self, loaded: LoadedConfig, here: LocalNode, claimed: Claim, others: HeadNodes | None
+        self, loaded: LoadedConfig, local_node: LocalNode, claimed: Claim, others: HeadNodes | None
     ) -> None:
         """With --resume and nothing left here: the newest checkpoint comes back from checkpoint.storage."""
         if not self.request.resume:
             return
         node = self.party.label if self.party is not None else ""
-        if restore_from_storage(self.request, loaded, here, others, node=node, show=self.show):
+        if restore_from_storage(self.request, loaded, local_node, others, node=node, show=self.show):
             claimed.decide_again(loaded.config, allow=self.request.allowed)
 
-    def _begin_uploading(self, plan: RunPlan, here: LocalNode, run: RunDir) -> None:
+    def _begin_uploading(self, plan: RunPlan, local_node: LocalNode, run: RunDir) -> None:
         if plan.config.checkpoint.storage is not None:
             self.uploading = self.stack.enter_context(
                 Uploads(
                     plan,
                     run,
                     programs=self.request.programs,
-                    leftovers=here.leftovers,
+                    leftovers=local_node.leftovers,
                     interrupts=self.interrupts,
                     show=self.show,
                 )

@@ -58,7 +58,7 @@ def party_of(request: TrainRequest, topology: Topology, *, host: str, token: str
     )
 
 
-def tell_early_refusal(
+def report_early_refusal(
     request: TrainRequest, environment: Environment, error: UnisonoError, *, token: str | None, show: Show
 ) -> None:
     """Tells the other nodes that this one does not start, though not even its config could be read."""
@@ -76,31 +76,33 @@ def tell_early_refusal(
     report_refusal(party, error)
 
 
-def report_maker(request: TrainRequest, loaded: LoadedConfig, here: LocalNode) -> MakeReport:
+def report_maker(request: TrainRequest, loaded: LoadedConfig, local_node: LocalNode) -> MakeReport:
     """The function that makes this node's report once the channel has given address, clock and ports."""
 
-    def make(standing: ChannelFacts, show: Show) -> NodeReport:
+    def make(channel: ChannelFacts, show: Show) -> NodeReport:
         return make_node_report(
             loaded=loaded,
-            here=here,
-            standing=standing,
-            files=look_at_files(loaded, here, programs=request.programs, show=show),
-            output=look_at_output(loaded, standing),
+            local_node=local_node,
+            channel=channel,
+            files=look_at_files(loaded, local_node, programs=request.programs, show=show),
+            output=look_at_output(loaded, channel),
             probes=request.probes,
         )
 
     return make
 
 
-def look_alone(request: TrainRequest, loaded: LoadedConfig, here: LocalNode) -> tuple[NodeReport, Agreement]:
+def look_alone(
+    request: TrainRequest, loaded: LoadedConfig, local_node: LocalNode
+) -> tuple[NodeReport, Agreement]:
     """The report of the only node of a job of several ranks, and what its settings, limits and devices are good for."""
-    standing = ChannelFacts(_LOOPBACK, {}, 0.0, [])
+    channel = ChannelFacts(_LOOPBACK, {}, 0.0, [])
     report = make_node_report(
         loaded=loaded,
-        here=here,
-        standing=standing,
+        local_node=local_node,
+        channel=channel,
         files={},
-        output=look_at_output(loaded, standing),
+        output=look_at_output(loaded, channel),
         probes=request.probes,
     )
     return report, compare_nodes([report])
@@ -114,8 +116,8 @@ def refusal_alone(verdict: Verdict, *, again: bool = False) -> UnisonoError:
         again: before a restart: the request was valid at the first start, so the machine has changed.
     """
     known = find_cause(verdict.cause)
-    unfit = again or (known is not None and known.exit_code == UnfitError.exit_code)
-    return (UnfitError if unfit else UsageError).of(
+    is_unfit = again or (known is not None and known.exit_code == UnfitError.exit_code)
+    return (UnfitError if is_unfit else UsageError).of(
         verdict.summary, where=verdict.phase or "", fix="; ".join(verdict.fix), verdict=verdict
     )
 

@@ -21,7 +21,7 @@ from unisono.launch.planning import LocalNode, accept_plan, prepare
 from unisono.launch.train_request import TrainRequest
 from unisono.plan import RunPlan
 from unisono.remote_checkpoint.shard_transfer import clear_parts
-from unisono.rendezvous.member_side import Attendance, attend_meeting, rejoin_as_member
+from unisono.rendezvous.member_side import MemberSide, join_meeting, rejoin_as_member
 from unisono.rendezvous.party import ChannelFacts, MakeReport, Party, RestartQuestion
 from unisono.rundir import RunDir
 from unisono.rundir.lock import RunLock, recorded_holder
@@ -34,7 +34,12 @@ from unisono.supervise.local_ranks import LocalRanks, SharedMemory, snapshot_ran
 
 
 def take_part(
-    request: TrainRequest, loaded: LoadedConfig, here: LocalNode, party: Party, *, interrupts: Interrupts
+    request: TrainRequest,
+    loaded: LoadedConfig,
+    local_node: LocalNode,
+    party: Party,
+    *,
+    interrupts: Interrupts,
 ) -> dict[str, Any]:
     """Carries this node's part to its end; gives the head's result, with this node's output_dir.
 
@@ -44,21 +49,21 @@ def take_part(
     """
     show, began = party.show, time.monotonic()
     disk = RunsDisk(Path(loaded.config.output_dir), show)
-    seen = _Seen(report_maker(request, loaded, here))
+    seen = _Seen(report_maker(request, loaded, local_node))
     try:
-        with attend_meeting(party, seen.make) as attendance:
-            attendance.wait_for("prepare")
+        with join_meeting(party, seen.make) as member_side:
+            member_side.wait_for("prepare")
             shared = seen.shares_output
-            with _own_directory(request, loaded, here, shared=shared, show=show) as (run, lock):
+            with _own_directory(request, loaded, local_node, shared=shared, show=show) as (run, lock):
                 heads = (
                     disk.write("who holds the run", partial(recorded_holder, run.lock)) if shared else None
                 )
                 member = _Member(
-                    request, loaded, here, attendance, interrupts, show, run, lock, seen.report, disk
+                    request, loaded, local_node, member_side, interrupts, show, run, lock, seen.report, disk
                 )
                 last = member.run()
                 if isinstance(last, LostHead):
-                    attendance.link.close()  # it is over; what follows may take a while
+                    member_side.link.close()  # it is over; what follows may take a while
                     own = HeadlessEnd(run, last, heads, shared, show, disk, began)
                     return own.end(stop=interrupts.first)
     except Disagreed as error:
@@ -68,7 +73,7 @@ def take_part(
                 partial(keep_refusal, RunDir(Path(loaded.config.output_dir)), error),
             )
         raise
-    head = str(attendance.welcome.get("head_host", ""))
+    head = str(member_side.welcome.get("head_host", ""))
     return keep_end(run, last.message, head=head, shared=shared, show=show, disk=disk)
 
 
@@ -82,8 +87,8 @@ class _Seen:
     """The head's mark was looked for in it, and is not there."""
     report: NodeReport = field(init=False)
 
-    def make(self, standing: ChannelFacts, show: Show) -> NodeReport:
-        report = self.report = self.maker(standing, show)
+    def make(self, channel: ChannelFacts, show: Show) -> NodeReport:
+        report = self.report = self.maker(channel, show)
         self.shares_output = report.output.shared is True
         self.has_own_output = report.output.shared is False
         return report
@@ -93,8 +98,8 @@ class _Seen:
 class _Member:
     request: TrainRequest
     loaded: LoadedConfig
-    here: LocalNode
-    attendance: Attendance
+    local_node: LocalNode
+    member_side: MemberSide
     interrupts: Interrupts
     show: Show
     run_dir: RunDir
@@ -104,45 +109,49 @@ class _Member:
 
     def run(self) -> LastWord | LostHead:
         """Prepares, and then serves one plan after the other until the last word."""
-        prepared = self.attendance.run_in_background(
+        prepared = self.member_side.run_in_background(
             lambda show: prepare(
-                self.request, self.loaded, self.here.environment, ledger=self.lock is not None, show=show
+                self.request,
+                self.loaded,
+                self.local_node.environment,
+                ledger=self.lock is not None,
+                show=show,
             )
         )
         facts = prepared_facts(prepared).to_json()
-        self.attendance.send({"kind": "prepared", "facts": facts})
-        message = self.attendance.wait_for("plan")
+        self.member_side.send({"kind": "prepared", "facts": facts})
+        message = self.member_side.wait_for("plan")
         while True:
             plan = accept_plan(
                 message.get("plan"),
                 own=self.loaded.config,
-                node_rank=self.here.topology.node_rank,
-                host=self.here.machine.host,
-                devices=self.here.devices,
+                node_rank=self.local_node.topology.node_rank,
+                host=self.local_node.machine.host,
+                devices=self.local_node.devices,
                 prepared=prepared,
             )
             last = self._serve(plan)
             if isinstance(last, LostHead) or last.is_final:
                 return last
             try:
-                message = rejoin_as_member(self.attendance, last.message, self._look_again)
+                message = rejoin_as_member(self.member_side, last.message, self._look_again)
             except Disagreed:
-                if self.attendance.head_gone is None:
+                if self.member_side.head_left is None:
                     raise
                 own = NodeLoss.at_node(
-                    self.attendance.head_gone,
-                    node_rank=self.here.topology.node_rank,
-                    host=self.here.machine.host,
+                    self.member_side.head_left,
+                    node_rank=self.local_node.topology.node_rank,
+                    host=self.local_node.machine.host,
                 )
                 return LostHead(plan.nodes[0].host, own, plan.resume.step if plan.resume else 0, plan)
             if message["kind"] == "ended":
                 return LastWord(message)
 
-    def _look_again(self, standing: ChannelFacts, question: RestartQuestion) -> NodeReport:
-        return look_again(self.request, self.loaded, self.here, self.first, standing, question)
+    def _look_again(self, channel: ChannelFacts, question: RestartQuestion) -> NodeReport:
+        return look_again(self.request, self.loaded, self.local_node, self.first, channel, question)
 
     def _serve(self, plan: RunPlan) -> LastWord | LostHead:
-        node_rank = self.here.topology.node_rank
+        node_rank = self.local_node.topology.node_rank
         plan_file = self.run_dir.node_plan(node_rank)
 
         def write_plan() -> None:
@@ -160,13 +169,13 @@ class _Member:
             ) from error
         self.show({"kind": "plan", "time": time.time(), **plan.to_json()})
         own = ", ".join(str(place.rank) for place in plan.on_node(node_rank))
-        text = f"node {node_rank} ({self.here.machine.host}): starting rank {own} of {plan.world_size}; steps are shown by node 0"
+        text = f"node {node_rank} ({self.local_node.machine.host}): starting rank {own} of {plan.world_size}; steps are shown by node 0"
         self.show({"kind": "note", "time": time.time(), "text": text})
         interface = interface_name(self.request.probes.network.interfaces(), plan.node(node_rank).address)
         environments = rank_environments(
             plan,
             node_rank,
-            variables=self.here.leftovers,
+            variables=self.local_node.leftovers,
             interface=interface,
             debug_comm=self.request.debug_comm,
         )
@@ -187,7 +196,7 @@ class _Member:
                 self.disk.need("what is left of unfinished checkpoints", partial(clear_parts, parts))
             with kept:
                 serving = Serving(
-                    self.attendance,
+                    self.member_side,
                     local,
                     self.interrupts,
                     self.show,
@@ -212,7 +221,7 @@ def _remove_plan(path: Path) -> None:
 
 @contextlib.contextmanager
 def _own_directory(
-    request: TrainRequest, loaded: LoadedConfig, here: LocalNode, *, shared: bool, show: Show
+    request: TrainRequest, loaded: LoadedConfig, local_node: LocalNode, *, shared: bool, show: Show
 ) -> Iterator[tuple[RunDir, RunLock | None]]:
     """This node's output_dir: the head's; or one of its own, with its lock, which is held here.
 
@@ -228,7 +237,7 @@ def _own_directory(
     _refuse_another_run(run, fresh=request.fresh, show=show)
     make_private_dir(run.root)
     lock = RunLock(run.lock)
-    note = lock.acquire(here.machine.host, os.getpid())
+    note = lock.acquire(local_node.machine.host, os.getpid())
     if note:
         show({"kind": "note", "time": time.time(), "text": note})
     try:

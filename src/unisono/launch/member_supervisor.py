@@ -27,13 +27,13 @@ from unisono.rundir.records import RunResult, set_verdict, write_result
 from unisono.supervise.bounded_io import RunsDisk
 from unisono.supervise.decision import NodeLoss
 from unisono.supervise.interrupts import Interrupts, exit_code_of
-from unisono.supervise.local_ranks import LocalRanks, RankEnd, RankNews
+from unisono.supervise.local_ranks import LocalRanks, RankEnd, RankUpdate
 from unisono.supervise.postmortem import name_loss
 from unisono.supervise.rank_monitor import MonitorReports
 from unisono.text import plain
 
 if TYPE_CHECKING:
-    from unisono.rendezvous.member_side import Attendance
+    from unisono.rendezvous.member_side import MemberSide
 
 
 _POLL_S = 0.2
@@ -90,7 +90,7 @@ class Serving:
         checkpoints: where the ranks write their parts of checkpoints, which are then sent to the head; None: the head sees them.
     """
 
-    link: "Attendance"
+    link: "MemberSide"
     local: LocalRanks
     interrupts: Interrupts
     show: Show
@@ -100,10 +100,10 @@ class Serving:
     _output: MemberWatch | None = field(default=None, init=False)
     _shards: ShardSender | None = field(default=None, init=False)
     _kept: MemorySender | None = field(default=None, init=False)
-    _telling: MonitorReports = field(init=False)
-    _told_stop: bool = field(default=False, init=False)
-    _told_again_at: float | None = field(default=None, init=False)
-    _told_gone: bool = field(default=False, init=False)
+    _monitor_reports: MonitorReports = field(init=False)
+    _stop_forwarded: bool = field(default=False, init=False)
+    _second_stop_at: float | None = field(default=None, init=False)
+    _ended_reported: bool = field(default=False, init=False)
 
     def watch(self, lock: RunLock | None, write_plan: Callable[[], None]) -> None:
         """Has this node's output_dir watched from now on.
@@ -120,7 +120,7 @@ class Serving:
             places,
             self.disk,
             self.show,
-            send=lambda message: self._tell(places[0].rank, message),
+            send=lambda message: self._forward(places[0].rank, message),
             write_plan=write_plan,
         )
 
@@ -133,14 +133,14 @@ class Serving:
                 self._output.settle()
 
     def _serve(self) -> LastWord | LostHead:
-        self._telling = MonitorReports(self.local, self._node_rank, self.link.send)
-        with self.local, contextlib.closing(self._telling), FileSender(self.link.link) as transfers:
+        self._monitor_reports = MonitorReports(self.local, self._node_rank, self.link.send)
+        with self.local, contextlib.closing(self._monitor_reports), FileSender(self.link.link) as transfers:
             self._make_senders(transfers)
             self.interrupts.collect()
             self.link.send({"kind": "ranks_started"})
             while True:
-                for news in self.local.poll(_POLL_S, also=[self.link.fileno(), transfers.fileno()]):
-                    self._pass_on(news)
+                for update in self.local.poll(_POLL_S, also=[self.link.fileno(), transfers.fileno()]):
+                    self._pass_on(update)
                 for outcome in transfers.outcomes():
                     self._take_outcome(outcome)
                 for event in self.link.receive(0):
@@ -150,8 +150,8 @@ class Serving:
                     last = self._obey(event.message)
                     if last is not None:
                         return last
-                self._telling.send()
-                self._tell_stop()
+                self._monitor_reports.send()
+                self._forward_stop()
                 if self._output is not None:
                     self._output.look()
                 if self._head_is_late():
@@ -184,25 +184,25 @@ class Serving:
 
     def _make_senders(self, transfers: FileSender) -> None:
         if self.checkpoints is not None:
-            self._shards = ShardSender(transfers, self.checkpoints, self._tell, self.disk.later)
+            self._shards = ShardSender(transfers, self.checkpoints, self._forward, self.disk.later)
         if self.local.shared_memory is not None:
             self._kept = MemorySender(transfers, self.local.shared_memory, self.link.send)
 
-    def _pass_on(self, news: RankNews) -> None:
-        if isinstance(news, RankEnd):
-            self._telling.send_views()
-            self.link.send({"kind": "rank_ended", "end": news.to_json()})
-        elif news.message["kind"] == "rank_report":
-            self.link.send(news.message)
-        elif news.message["kind"] == "shard_written" and self._shards is not None:
-            self._shards.written(news.rank, news.message)
-        elif news.message["kind"] in _PASSED_ON:
-            self._tell(news.rank, news.message)
-            if news.message["kind"] == "ready" and self._output is not None:
+    def _pass_on(self, update: RankUpdate) -> None:
+        if isinstance(update, RankEnd):
+            self._monitor_reports.send_views()
+            self.link.send({"kind": "rank_ended", "end": update.to_json()})
+        elif update.message["kind"] == "rank_report":
+            self.link.send(update.message)
+        elif update.message["kind"] == "shard_written" and self._shards is not None:
+            self._shards.written(update.rank, update.message)
+        elif update.message["kind"] in _PASSED_ON:
+            self._forward(update.rank, update.message)
+            if update.message["kind"] == "ready" and self._output is not None:
                 self._output.ranks_ready()
-        self._tell_gone()
+        self._report_ended()
 
-    def _tell(self, rank: int, message: Message) -> None:
+    def _forward(self, rank: int, message: Message) -> None:
         """Passes a rank's message to the head."""
         self.link.send({"kind": "rank_said", "rank": rank, "message": message})
 
@@ -213,19 +213,19 @@ class Serving:
             case "stop":
                 number = signal.Signals[str(message["signal"])]
                 self.interrupts.request_stop(number, where=f"node 0 ({self._head})")
-                self._told_stop = True
+                self._stop_forwarded = True
                 self.local.signal(number)
             case "end":
                 self.local.end(str(message.get("why", "")))
-                for news in self.local.poll(0):
-                    self._pass_on(news)  # the last of them reports, once, that all have ended
-                self._tell_gone()
+                for update in self.local.poll(0):
+                    self._pass_on(update)  # the last of them reports, once, that all have ended
+                self._report_ended()
             case "look":
-                self._telling.look(message)
+                self._monitor_reports.look(message)
             case "kept_wanted" if self._kept is not None:
                 self._kept.send_all()
             case "verdict":
-                self._say_verdict(message)
+                self._show_verdict(message)
             case "note":
                 self.show({"kind": "note", "time": time.time(), "text": str(message.get("text", ""))})
             case "ended" | "again":
@@ -235,34 +235,34 @@ class Serving:
                 pass  # a newer head or node may send more kinds of messages
         return None
 
-    def _say_verdict(self, message: Message) -> None:
+    def _show_verdict(self, message: Message) -> None:
         try:
             verdict = Verdict.from_json({k: v for k, v in message.items() if k not in ("kind", "time")})
         except ValueError:  # of a newer head; its last word follows
             return
         self.show({"kind": "verdict", "time": time.time(), **verdict.to_json()})
 
-    def _tell_gone(self) -> None:
+    def _report_ended(self) -> None:
         """Once: a second message would reach the head during the next start of the ranks and count for those."""
-        if self.local.all_ended and not self._told_gone:
-            self._told_gone = True
+        if self.local.all_ended and not self._ended_reported:
+            self._ended_reported = True
             self.link.send({"kind": "all_ended"})
 
-    def _tell_stop(self) -> None:
+    def _forward_stop(self) -> None:
         """A signal here stops the whole job: the head informs all nodes, and the ranks agree on the step."""
         first = self.interrupts.first
         if first is None:
             return
-        if not self._told_stop:
-            self._told_stop = True
+        if not self._stop_forwarded:
+            self._stop_forwarded = True
             self.link.send({"kind": "stop", "signal": first.name})
-        if self.interrupts.twice and self._told_again_at is None:
-            self._told_again_at = time.monotonic()
+        if self.interrupts.twice and self._second_stop_at is None:
+            self._second_stop_at = time.monotonic()
             self.link.send({"kind": "stop", "signal": first.name, "again": True})
 
     def _head_is_late(self) -> bool:
         """Whether a second signal was passed on without effect."""
-        at = self._told_again_at
+        at = self._second_stop_at
         return at is not None and time.monotonic() - at > _HEAD_ANSWERS_S
 
 

@@ -20,7 +20,7 @@ from unisono.events import Show
 from unisono.facts.environment import code_digests, decisive_versions, read_nccl_files, versions_digest
 from unisono.facts.limits import SystemLimits, read_limits
 from unisono.facts.machine import Gpu, read_machine
-from unisono.facts.orphans import wait_until_gone
+from unisono.facts.orphans import wait_until_ended
 from unisono.facts.probes import Probes
 from unisono.facts.processes import stuck_threads
 from unisono.facts.storage import StorageFacts, is_nonce, probe_storage
@@ -43,7 +43,7 @@ Contents = Mapping[str, Any]
 
 
 def look_at_files(
-    loaded: LoadedConfig, here: LocalNode, *, programs: Programs | None = None, show: Show | None = None
+    loaded: LoadedConfig, local_node: LocalNode, *, programs: Programs | None = None, show: Show | None = None
 ) -> Contents:
     """What the run's files hold, by a task of its own; where that fails, why: then they are UNKNOWN and nothing is refused here.
 
@@ -51,7 +51,7 @@ def look_at_files(
     """
     request = {
         "config": loaded.config.model_dump(mode="json", by_alias=True),
-        "cache_dir": str(here.environment.cache_dir),
+        "cache_dir": str(local_node.environment.cache_dir),
     }
     try:
         return run_task("contents", request, on_message=show, programs=programs)
@@ -59,17 +59,17 @@ def look_at_files(
         return {"note": error.problems[0].what}
 
 
-def look_at_output(loaded: LoadedConfig, standing: ChannelFacts) -> StorageFacts:
+def look_at_output(loaded: LoadedConfig, channel: ChannelFacts) -> StorageFacts:
     """Whether this node can write into its output_dir, and whether it is the head's."""
-    name = str(standing.welcome.get(NONCE_FILE) or "")
+    name = str(channel.welcome.get(NONCE_FILE) or "")
     return probe_storage(Path(loaded.config.output_dir), nonce=name if is_nonce(name) else None)
 
 
 def make_node_report(
     *,
     loaded: LoadedConfig,
-    here: LocalNode,
-    standing: ChannelFacts,
+    local_node: LocalNode,
+    channel: ChannelFacts,
     files: Contents,
     output: StorageFacts,
     probes: Probes,
@@ -78,13 +78,13 @@ def make_node_report(
 
     Args:
         loaded: the config, its paths absolute.
-        here: machine, environment, and this node's part of the job.
-        standing: what the channel knows: address, clock, ports.
+        local_node: machine, environment, and this node's part of the job.
+        channel: what the channel knows: address, clock, ports.
         files: of `look_at_files`.
         output: of `look_at_output`.
         probes: network, clock and packages.
     """
-    machine, environment, topology = here.machine, here.environment, here.topology
+    machine, environment, topology = local_node.machine, local_node.environment, local_node.topology
     packages = probes.packages()
     limits = read_limits()
     own: list[str] = []
@@ -93,21 +93,24 @@ def make_node_report(
         topology.nodes > 1
     ):  # a job of one node has no addresses to resolve, and a resolver that hangs would cost three seconds
         own, head = _resolved(probes, machine.host, topology.head_host)
-    threads, threads_origin = here.threads
+    threads, threads_origin = local_node.threads
     return NodeReport(
         node_rank=topology.node_rank,
         host=machine.host,
-        address=standing.address,
+        address=channel.address,
         pid=os.getpid(),
         nodes=topology.nodes,
         nproc=topology.nproc,
         nproc_declared=topology.nproc_declared,
         nproc_origin=topology.nproc_origin,
-        device_kind=here.devices[0].kind,
+        device_kind=local_node.devices[0].kind,
         chosen=[
-            reported_device(gpu) for place in here.devices for gpu in machine.gpus if gpu.uuid == place.uuid
+            reported_device(gpu)
+            for place in local_node.devices
+            for gpu in machine.gpus
+            if gpu.uuid == place.uuid
         ],
-        places=here.devices,
+        places=local_node.devices,
         threads=threads,
         threads_origin=threads_origin,
         visible=[reported_device(gpu) for gpu in visible_gpus(machine.gpus, environment.visible_devices)],
@@ -130,8 +133,8 @@ def make_node_report(
         interfaces=[Interface(**asdict(one)) for one in probes.network.interfaces()],
         host_addresses=own,
         head_addresses=head,
-        clock_offset_s=_offset(standing.clock_offset_s, probes),
-        probe_ports=list(standing.probe_ports),
+        clock_offset_s=_offset(channel.clock_offset_s, probes),
+        probe_ports=list(channel.probe_ports),
         reserved=reserve(limits, nproc=topology.nproc, disk_bytes=checkpoints_bytes(loaded.config, files)),
     )
 
@@ -244,9 +247,9 @@ def question_of(checkpoint: Path | None) -> dict[str, Any]:
 def look_again(
     request: TrainRequest,
     loaded: LoadedConfig,
-    here: LocalNode,
+    local_node: LocalNode,
     first: NodeReport,
-    standing: ChannelFacts,
+    channel: ChannelFacts,
     question: Mapping[str, Any],
 ) -> NodeReport:
     """This node's report with all that may have changed while ranks ran.
@@ -254,9 +257,9 @@ def look_again(
     Args:
         request: for the probes.
         loaded: the config, its paths absolute.
-        here: machine and environment.
+        local_node: machine and environment.
         first: this node's report before the first start.
-        standing: where it stands at the channel now.
+        channel: where it stands at the channel now.
         question: of `question_of`, from the head.
 
     Raises:
@@ -264,7 +267,7 @@ def look_again(
     """
     who = name_node(first.node_rank, first.host)
     refuse_old_ranks(who, first.host)
-    output = look_at_output(loaded, standing)
+    output = look_at_output(loaded, channel)
     if first.node_rank != 0 and first.output.shared and output.writable is not False:
         _see_checkpoint(RunDir(Path(loaded.config.output_dir)), question, who=who, host=first.host)
     machine = read_machine(request.probes.devices)
@@ -277,15 +280,16 @@ def look_again(
         reserved["disk_bytes"] //= copies
     return first.model_copy(
         update={
-            "address": standing.address,
-            "probe_ports": list(standing.probe_ports),
-            "clock_offset_s": standing.clock_offset_s,
+            "address": channel.address,
+            "probe_ports": list(channel.probe_ports),
+            "clock_offset_s": channel.clock_offset_s,
             "output": OutputFacts(**asdict(output)),
             "limits": Limits(**asdict(read_limits())),
             "interfaces": [Interface(**asdict(one)) for one in request.probes.network.interfaces()],
             "chosen": [reported_device(gpu) for gpu in machine.gpus if gpu.uuid in chosen],
             "visible": [
-                reported_device(gpu) for gpu in visible_gpus(machine.gpus, here.environment.visible_devices)
+                reported_device(gpu)
+                for gpu in visible_gpus(machine.gpus, local_node.environment.visible_devices)
             ],
             "physical": [reported_device(gpu) for gpu in machine.gpus],
             "device_note": machine.gpu_note,
@@ -300,7 +304,7 @@ def refuse_old_ranks(who: str, host: str) -> None:
     Raises:
         Disagreed: stale_process, with the pids and what they wait in.
     """
-    left = wait_until_gone(os.getpid(), limit_s=_GONE_S)
+    left = wait_until_ended(os.getpid(), limit_s=_GONE_S)
     if not left:
         return
     shown = ", ".join(map(str, left[:8]))

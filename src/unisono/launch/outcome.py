@@ -72,7 +72,7 @@ def ending_of(attempt: Attempt, plan: RunPlan) -> Ending:
         if verdict is None and _left_early(last, plan):
             # Its process may hang after its last word, and then has no end yet.
             end = attempt.ends.get(0) or RankEnd(0, 0, last, "end", attempt.step)
-            return _ended_by(name_death(end, plan, seen=attempt.picture), {**known, **reported})
+            return _ended_by(name_death(end, plan, seen=attempt.run_view), {**known, **reported})
         return Ending(int(last.get("exit_code", 0)), {**known, **reported}, verdict)
     decision = attempt.decision or Decision()
     if decision.agreement is not None:
@@ -90,7 +90,7 @@ def ending_of(attempt: Attempt, plan: RunPlan) -> Ending:
     if culprit is not None and culprit.last is not None and culprit.last["kind"] == "refused":
         error = refusal(culprit.last)
         if plan.world_size > 1:
-            error = _said_by(error, plan.ranks[culprit.rank])
+            error = _with_place(error, plan.ranks[culprit.rank])
         return Ending(error.exit_code, known, _placed(error.verdict, culprit, plan), error)
     stopped = _stopped(attempt, culprit)
     if stopped and not (culprit is not None and culprit.last is not None):
@@ -109,7 +109,7 @@ def _ended_by(verdict: Verdict, fields: dict[str, Any]) -> Ending:
     return Ending(cause.exit_code if cause else 5, fields, verdict)
 
 
-def _said_by(error: UnisonoError, place: RankPlace) -> UnisonoError:
+def _with_place(error: UnisonoError, place: RankPlace) -> UnisonoError:
     """The same refusal with the rank that raised it: other nodes cannot know."""
     problems = [
         replace(problem, where=f"{place.label}: {problem.where}" if problem.where else place.label)
@@ -128,7 +128,7 @@ def _placed(verdict: Verdict | None, end: RankEnd, plan: RunPlan) -> Verdict | N
 
 def _name(decision: Decision, attempt: Attempt, plan: RunPlan) -> Verdict:
     after_s = decision.after_s if plan.world_size > 1 else None
-    verdict = name_failure(decision, plan, after_s=after_s, seen=attempt.picture)
+    verdict = name_failure(decision, plan, after_s=after_s, seen=attempt.run_view)
     return verdict or name_victims(list(attempt.ends.values()), plan, after_s=after_s)
 
 

@@ -87,7 +87,7 @@ class OutputWatch:
 
     def look(self) -> Verdict | None:
         """Acts on what has changed; gives the verdict that ends the ranks, once there is one."""
-        found = self._watch.news() if self._watch is not None and self.verdict is None else None
+        found = self._watch.poll() if self._watch is not None and self.verdict is None else None
         if found is not None:
             self._judge(*found)
         return self.verdict

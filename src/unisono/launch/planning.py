@@ -87,20 +87,20 @@ def look_around(
         UsageError: if the options contradict each other or the machine.
     """
     torch_version = request.probes.packages().get("torch", "")
-    wish, visible = loaded.config.device, environment.visible_devices
-    usable = usable_accelerators(machine, wish=wish, visible=visible, torch_version=torch_version)
+    requested, visible = loaded.config.device, environment.visible_devices
+    usable = usable_accelerators(machine, requested=requested, visible=visible, torch_version=torch_version)
     topology = read_topology(
         request.topology,
         environment.leftovers,
         usable,
-        is_here=lambda host: is_this_machine(host, request.probes.network),
+        is_local=lambda host: is_this_machine(host, request.probes.network),
         placed=placed_by_slurm(environment.slurm_step, request.probes.network),
     )
     refuse_lone_node(request.launcher, request.nodes, topology)
     topology = find_head(topology, request.probes.network)
     devices, origin = choose_devices(
         machine,
-        wish=wish,
+        requested=requested,
         named=device_words(request.devices),
         visible=visible,
         nproc=topology.nproc,
@@ -138,7 +138,7 @@ def prepare(
 def make_plan(
     request: TrainRequest,
     loaded: LoadedConfig,
-    here: LocalNode,
+    local_node: LocalNode,
     *,
     layout: Layout,
     prepared: dict[str, Any],
@@ -151,7 +151,7 @@ def make_plan(
     Args:
         request: the command line's part.
         loaded: the config, its paths absolute.
-        here: machine and environment.
+        local_node: machine and environment.
         layout: which rank runs where.
         prepared: what `prepare` gave.
         run_id: the same over all starts of a run.
@@ -166,7 +166,7 @@ def make_plan(
             config=loaded.config,
             run_id=run_id,
             output_dir=loaded.config.output_dir,
-            host=here.machine.host,
+            host=local_node.machine.host,
             device=layout.ranks[0].device,
             nodes=layout.nodes,
             ranks=layout.ranks,
@@ -177,17 +177,17 @@ def make_plan(
             data=DataSummary.model_validate(prepared["data"]),
             resume=resume,
             resume_reason=resume_reason,
-            settings=_set_by_hand(here.environment, loaded.config.reasons),
-            ignored_variables=misleading_variables(here.leftovers, world_size=layout.world_size),
-            origins=_origins(loaded, here, layout),
+            settings=_set_by_hand(local_node.environment, loaded.config.reasons),
+            ignored_variables=misleading_variables(local_node.leftovers, world_size=layout.world_size),
+            origins=_origins(loaded, local_node, layout),
             faults=request.faults,
         )
     )
 
 
-def _origins(loaded: LoadedConfig, here: LocalNode, layout: Layout) -> dict[str, str]:
-    own = {"device": f"{layout.ranks[0].device.name}: {here.device_origin}"}
-    return {**loaded.origins, **here.topology.origins, **own}
+def _origins(loaded: LoadedConfig, local_node: LocalNode, layout: Layout) -> dict[str, str]:
+    own = {"device": f"{layout.ranks[0].device.name}: {local_node.device_origin}"}
+    return {**loaded.origins, **local_node.topology.origins, **own}
 
 
 def _set_by_hand(environment: Environment, reasons: Mapping[str, str]) -> dict[str, str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.errors import UsageError
-from unisono.events import Message, Show, say
+from unisono.events import Message, Show, notify
 from unisono.launch.session import plan_only, train
 from unisono.launch.train_request import TrainRequest
 from unisono.plan import RunPlan
@@ -72,7 +72,7 @@ def rehearse(request: TrainRequest, show: Show) -> Rehearsal:
             fix="leave out --nodes and --hosts; `unisono train --dry-run` shows the plan of all nodes",
         )
     if request.launcher in ("ray", "slurm"):
-        say(
+        notify(
             show,
             f"a rehearsal runs on this machine only: --launcher {request.launcher} is ignored",
         )
@@ -84,7 +84,7 @@ def rehearse(request: TrainRequest, show: Show) -> Rehearsal:
         yield
         done.stages.append((name, time.monotonic() - began))
         if done.exit_code == 0:
-            say(show, f"{name}: done in {show_seconds(done.stages[-1][1])}")
+            notify(show, f"{name}: done in {show_seconds(done.stages[-1][1])}")
 
     with tempfile.TemporaryDirectory(prefix="unisono-rehearsal-") as folder:
         run = RunDir(Path(folder) / "run")

@@ -65,7 +65,7 @@ class Replayed:
         checkpoint: the step that they began from.
         first, last: the steps.
         differences: all that came out otherwise, in order.
-        excuses: why they may; empty where the same bits had to come out.
+        explanations: why they may; empty where the same bits had to come out.
         seconds: from the start of the ranks to their end.
     """
 
@@ -73,7 +73,7 @@ class Replayed:
     first: int
     last: int
     differences: tuple[Difference, ...] = ()
-    excuses: tuple[str, ...] = ()
+    explanations: tuple[str, ...] = ()
     seconds: float = 0.0
 
     @property
@@ -85,7 +85,7 @@ class Replayed:
     def is_right(self) -> bool:
         """Whether what came out is what had to: the same bits, or the same to rounding where that is all one can ask for."""
         losses = [one for one in self.differences if one.name == "loss"]
-        return not self.differences or (bool(self.excuses) and all(one.is_rounding for one in losses))
+        return not self.differences or (bool(self.explanations) and all(one.is_rounding for one in losses))
 
     def lines(self) -> list[str]:
         """For people; the first line is the answer."""
@@ -99,13 +99,13 @@ class Replayed:
         if self.is_right:
             return [
                 f"{self.steps} give{'s' * one} the same to rounding, not bit-exactly: {shown}",
-                *self.excuses,
+                *self.explanations,
             ]
-        return [f"{self.steps} do{'es' * one} not give the same: {shown}", *self.excuses]
+        return [f"{self.steps} do{'es' * one} not give the same: {shown}", *self.explanations]
 
     def error(self, where: str) -> IntegrityError:
         """The explanation if the replay differs."""
-        known = "; ".join(self.excuses)
+        known = "; ".join(self.explanations)
         why = (
             f"more than rounding can make, which these allow for: {known}"
             if known
@@ -127,7 +127,7 @@ class Replayed:
             "equal": not self.differences,
             "right": self.is_right,
             "differences": [asdict(one) for one in self.differences],
-            "excuses": list(self.excuses),
+            "excuses": list(self.explanations),
             "seconds": self.seconds,
         }
 
@@ -194,18 +194,18 @@ class Replay:
         logged = {line["step"]: line for line in iterate_metrics(self.run.metrics) if "loss" in line}
         found = self._choose(plan, logged)
         last = found.step + self.steps
-        excuses = _excuses_of_the_run(plan, found, last=last)
+        explanations = _run_explanations(plan, found, last=last)
         with tempfile.TemporaryDirectory(prefix="unisono-replay-") as folder:
             scratch = RunDir(Path(folder) / "run")
             again = self._plan_again(plan, found, scratch)
-            excuses += _excuses_of_the_machine(plan, again)
-            excuses += changed_versions(self.run, self.probes.packages())
+            explanations += _machine_explanations(plan, again)
+            explanations += changed_versions(self.run, self.probes.packages())
             self._announce(plan, again)
             attempt = self._train(again, scratch)
             lines = {line["step"]: line for line in iterate_metrics(scratch.metrics) if "loss" in line}
         _check_end(attempt, again, lines)
         return Replayed(
-            found.step, found.step + 1, last, compare(logged, lines), tuple(excuses), attempt.seconds
+            found.step, found.step + 1, last, compare(logged, lines), tuple(explanations), attempt.seconds
         )
 
     def _choose(self, plan: RunPlan, logged: Lines) -> IntactCheckpoint:
@@ -237,7 +237,7 @@ class Replay:
         try:
             devices, _ = choose_devices(
                 machine,
-                wish=plan.device.kind,
+                requested=plan.device.kind,
                 named=(),
                 visible=environment.visible_devices,
                 nproc=plan.world_size,
@@ -274,8 +274,8 @@ class Replay:
         assert again.resume is not None
         ranks = f"{again.world_size} ranks ({again.strategy})" if again.world_size > 1 else "1 rank"
         many = len(plan.nodes)
-        here = f", all on this machine; the run had them on {many} nodes" if many > 1 else ""
-        text = f"running steps {again.resume.step + 1}-{again.last_step} again from step {again.resume.step}: {ranks}{here}"
+        place = f", all on this machine; the run had them on {many} nodes" if many > 1 else ""
+        text = f"running steps {again.resume.step + 1}-{again.last_step} again from step {again.resume.step}: {ranks}{place}"
         self.show({"kind": "phase", "time": time.time(), "phase": "replay", "text": text})
 
     def _train(self, plan: RunPlan, scratch: RunDir) -> Attempt:
@@ -376,15 +376,15 @@ def _nothing_to_compare(store: CheckpointStore, step: int | None, steps: int, lo
 
 def _refuse_other_ranks(plan: RunPlan, found: IntactCheckpoint) -> None:
     """The plans of earlier starts are not kept; steps that were made with other ranks cannot be made again."""
-    manifest, begun = found.manifest, plan.resume.step if plan.resume else 0
-    if found.step >= begun or (manifest.world_size, manifest.threads) == (plan.world_size, plan.threads):
+    manifest, first_step = found.manifest, plan.resume.step if plan.resume else 0
+    if found.step >= first_step or (manifest.world_size, manifest.threads) == (plan.world_size, plan.threads):
         return
     raise UsageError.of(
         f"the steps after checkpoint {found.step} were made by an earlier start with a different layout",
         where=str(found.path),
         why=f"it was written by {manifest.world_size} ranks with {manifest.threads} threads, and the plan that is kept has"
         f" {plan.world_size} with {plan.threads}",
-        fix=f"choose a checkpoint from step {begun} on, with --step",
+        fix=f"choose a checkpoint from step {first_step} on, with --step",
     )
 
 
@@ -404,7 +404,7 @@ def _refuse_changed(plan: RunPlan, prepared: Mapping[str, Any]) -> None:
             )
 
 
-def _excuses_of_the_run(plan: RunPlan, found: IntactCheckpoint, *, last: int) -> list[str]:
+def _run_explanations(plan: RunPlan, found: IntactCheckpoint, *, last: int) -> list[str]:
     """Why steps of this run may come out otherwise, whatever machine they are run on."""
     lines = []
     if plan.device.kind == "cuda" and not plan.config.deterministic:
@@ -421,7 +421,7 @@ def _excuses_of_the_run(plan: RunPlan, found: IntactCheckpoint, *, last: int) ->
     return lines
 
 
-def _excuses_of_the_machine(plan: RunPlan, again: RunPlan) -> list[str]:
+def _machine_explanations(plan: RunPlan, again: RunPlan) -> list[str]:
     """What is not as it was: kinds of device, and several machines that are one now."""
     before = {place.device.name for place in plan.ranks} or {plan.device.name}
     lines = []

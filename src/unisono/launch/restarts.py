@@ -16,7 +16,7 @@ from unisono.checkpoint.store import CheckpointStore
 from unisono.config import LoadedConfig
 from unisono.config.schema import ParallelSection
 from unisono.errors import Disagreed
-from unisono.events import Show, say
+from unisono.events import Show, notify
 from unisono.launch.head_nodes import HeadNodes
 from unisono.launch.meeting_entry import refusal_alone
 from unisono.launch.node_report import look_again, question_of, refuse_old_ranks
@@ -80,7 +80,7 @@ class Restarts:
     Attributes:
         request: the command line's part.
         loaded: the config, its paths absolute.
-        here: machine and environment.
+        local_node: machine and environment.
         run: its directory.
         prepared: what data and model are.
         others: the other nodes, or None.
@@ -91,7 +91,7 @@ class Restarts:
 
     request: TrainRequest
     loaded: LoadedConfig
-    here: LocalNode
+    local_node: LocalNode
     run: RunDir
     prepared: dict[str, Any]
     others: HeadNodes | None
@@ -110,7 +110,7 @@ class Restarts:
                 if self._has_least
                 else f"; with --nodes MIN:{len(plan.nodes)} it could continue without that node"
             )
-            say(
+            notify(
                 self.show,
                 f"a node is lost: the run ends, and resumes when it is started again on all nodes{hint}",
             )
@@ -120,9 +120,9 @@ class Restarts:
             step=attempt.step,
             earlier=self._deaths,
             allowed=plan.config.restarts,
-            without_culprit=bool(self._unfit(plan, attempt, verdict)),
+            without_culprit=bool(self._unusable_nodes(plan, attempt, verdict)),
         )
-        say(self.show, why)
+        notify(self.show, why)
         return again
 
     def next_plan(self, plan: RunPlan, attempt: Attempt, verdict: Verdict) -> RunPlan:
@@ -136,8 +136,8 @@ class Restarts:
         """
         self._since = attempt.decided_at or time.monotonic()
         self._deaths.append(Death(verdict.cause, attempt.step))
-        unfit = self._unfit(plan, attempt, verdict)
-        if unfit:
+        unusable = self._unusable_nodes(plan, attempt, verdict)
+        if unusable:
             assert self.others is not None
             done = {
                 "step": attempt.step,
@@ -145,13 +145,13 @@ class Restarts:
                 "loss": attempt.loss,
                 "checkpoint": attempt.checkpoint,
             }
-            self.others.leave_out(unfit, verdict, done=done)
-        CheckpointStore(self.run.checkpoints, key=user_key(self.here.environment.settings_dir)).sweep()
+            self.others.leave_out(unusable, verdict, done=done)
+        CheckpointStore(self.run.checkpoints, key=user_key(self.local_node.environment.settings_dir)).sweep()
         set_verdict(
             self.run, None
         )  # what the dead ranks were writing is gone, and their verdict among the earlier ones
         resume, _ = find_resume_point(
-            self.run, self._decision(plan), self.here.environment, self.show, trust=self.request.trust
+            self.run, self._decision(plan), self.local_node.environment, self.show, trust=self.request.trust
         )
         self._agree(resume)
         self.restarts.append(
@@ -188,7 +188,7 @@ class Restarts:
     def _lost(self, plan: RunPlan, attempt: Attempt) -> set[int]:
         return {loss.node_rank for loss in attempt.lost} & {node.node_rank for node in plan.nodes}
 
-    def _unfit(self, plan: RunPlan, attempt: Attempt, verdict: Verdict) -> set[int]:
+    def _unusable_nodes(self, plan: RunPlan, attempt: Attempt, verdict: Verdict) -> set[int]:
         """Nodes that take part no more: those that are gone, and the one whose machine is the cause, where it can be done without."""
         found = self._lost(plan, attempt)
         blamed = {plan.ranks[rank].node_rank for rank in verdict.ranks if rank < plan.world_size}
@@ -201,7 +201,7 @@ class Restarts:
         question = question_of(Path(resume.path) if resume else None)
         if self.others is not None:
             first = self.others.meeting.roll.reports[0]
-            make = partial(look_again, self.request, self.loaded, self.here, first)
+            make = partial(look_again, self.request, self.loaded, self.local_node, first)
             self.others.agree_again(make, question)
             return
         try:
@@ -214,11 +214,16 @@ class Restarts:
     def _agree_alone(self, question: dict[str, Any]) -> None:
         """On the only node of the job."""
         if not self.table.nodes:  # a single rank has made no report
-            refuse_old_ranks(name_node(0, self.here.machine.host), self.here.machine.host)
+            refuse_old_ranks(name_node(0, self.local_node.machine.host), self.local_node.machine.host)
             return
         first = self.table.nodes[0]
         report = look_again(
-            self.request, self.loaded, self.here, first, ChannelFacts(first.address, {}, 0.0, []), question
+            self.request,
+            self.loaded,
+            self.local_node,
+            first,
+            ChannelFacts(first.address, {}, 0.0, []),
+            question,
         )
         found = compare_again([report])
         if found.fatal:
@@ -236,8 +241,8 @@ class Restarts:
         assert self.others is not None
         meeting = self.others.meeting
         layout = lay_out([offer_of(report) for report in meeting.reports])
-        gone = [node for node in plan.nodes if node.node_rank not in meeting.roll.hosts]
-        names = ", ".join(name_node(node.node_rank, node.host) for node in gone)
+        lost = [node for node in plan.nodes if node.node_rank not in meeting.roll.hosts]
+        names = ", ".join(name_node(node.node_rank, node.host) for node in lost)
         line = (
             f"continues with {len(layout.nodes)} of {meeting.roll.nodes} nodes, without {names}: {layout.world_size} ranks in place of "
             f"{plan.world_size}, the same {plan.global_batch} sequences a step"
@@ -253,7 +258,7 @@ class Restarts:
         made = make_plan(
             self.request,
             replace(self.loaded, config=pinned),
-            self.here,
+            self.local_node,
             layout=layout,
             prepared=self.prepared,
             run_id=plan.run_id,

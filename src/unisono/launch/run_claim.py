@@ -149,7 +149,7 @@ def claim(
     port: int = 0,
     resume: bool,
     fresh: bool,
-    say: Callable[[str], None],
+    notify: Callable[[str], None],
     allow: frozenset[str] = frozenset(),
 ) -> Iterator[Claim]:
     """Decides, makes the directory, locks it, and decides again under the lock.
@@ -160,7 +160,7 @@ def claim(
         port: on which the job's other nodes are met; 0 where there are none.
         resume: `--resume`.
         fresh: `--fresh`.
-        say: shows a line.
+        notify: shows a line.
         allow: keys of the config that may have changed.
 
     Raises:
@@ -171,16 +171,16 @@ def claim(
     refuse_if_silent(run.root)
     decide_start(run, config, resume=resume, fresh=fresh, allow=allow)  # refuses before anything is touched
     if fresh and run.root.exists() and any(run.root.iterdir()):
-        with _locked(run, host, port, say):  # a run that is active must not be renamed
+        with _locked(run, host, port, notify):  # a run that is active must not be renamed
             moved = set_aside(run)
-        say(f"the earlier run is now {moved}")
+        notify(f"the earlier run is now {moved}")
     missing, made = not run.root.exists(), False
     _make(run)
     try:
-        with _locked(run, host, port, say) as lock:
+        with _locked(run, host, port, notify) as lock:
             made = missing  # from here on: a start that is refused must not remove what another start has just created
             if remove_partial_download(run):
-                say(f"removed the incomplete download of a killed start from {run.root}")
+                notify(f"removed the incomplete download of a killed start from {run.root}")
             decision = decide_start(run, config, resume=resume, fresh=False, allow=allow)
             claimed = Claim(run, decision, made, Earlier.of(run), lock)
             try:
@@ -224,11 +224,11 @@ def _is_in_place(lock: RunLock) -> bool:
 
 
 @contextlib.contextmanager
-def _locked(run: RunDir, host: str, port: int, say: Callable[[str], None]) -> Iterator[RunLock]:
+def _locked(run: RunDir, host: str, port: int, notify: Callable[[str], None]) -> Iterator[RunLock]:
     lock = RunLock(run.lock)
     note = lock.acquire(host, os.getpid(), port=port)
     if note:
-        say(note)
+        notify(note)
     try:
         yield lock
     finally:

@@ -7,14 +7,14 @@ from typing import Any
 
 from unisono.config import LoadedConfig
 from unisono.errors import Disagreed, UnisonoError, as_usage_error
-from unisono.events import Show, say
+from unisono.events import Show, notify
 from unisono.facts import Environment, read_environment, read_machine, take_token
 from unisono.launch.head_preparation import plan_start
 from unisono.launch.head_run import HeadRun
-from unisono.launch.meeting_entry import is_about_nodes, party_of, tell_early_refusal
+from unisono.launch.meeting_entry import is_about_nodes, party_of, report_early_refusal
 from unisono.launch.outcome import NOTHING_DONE, Ending, result_of
 from unisono.launch.planning import LocalNode, look_around, prepare
-from unisono.launch.train_request import TrainRequest, load_asked, refuse_live_launcher
+from unisono.launch.train_request import TrainRequest, load_requested, refuse_live_launcher
 from unisono.plan import RunPlan
 from unisono.plan.placement import lay_out
 from unisono.remote_checkpoint.storage_trial import storage_tried
@@ -34,13 +34,13 @@ def train(request: TrainRequest, show: Show) -> dict[str, Any]:
     """
     began = time.monotonic()
     token = take_token()
-    with Interrupts() as interrupts, ForkServer(lambda text: say(show, text)) as fork_server:
+    with Interrupts() as interrupts, ForkServer(lambda text: notify(show, text)) as fork_server:
         request = replace(request, programs=replace(request.programs, fork_server=fork_server))
         try:
             result = _start(request, show, interrupts, began, token)
         except Stopped as stopped:
             who = stopped.number.name + (f" to {stopped.where}" if stopped.where else "")
-            say(show, f"{who} before anything was started: nothing changed")
+            notify(show, f"{who} before anything was started: nothing changed")
             result = result_of(
                 Ending(exit_code_of(stopped.number), NOTHING_DONE),
                 run_id="",
@@ -56,7 +56,7 @@ def train(request: TrainRequest, show: Show) -> dict[str, Any]:
                 and token is None
                 and (hint := token_hint(read_environment()))
             ):
-                say(show, hint)
+                notify(show, hint)
             result = _disagreed(error, show, began)
     show({"kind": "result", "time": time.time(), **result})
     return result
@@ -68,7 +68,7 @@ def plan_only(request: TrainRequest, show: Show) -> RunPlan:
     Raises:
         UnisonoError: whatever the start itself would be refused for before its ranks.
     """
-    loaded, here = _look(request, read_environment())
+    loaded, local_node = _look(request, read_environment())
     run = RunDir(Path(loaded.config.output_dir))
     with as_usage_error():
         decision = decide_start(
@@ -79,20 +79,20 @@ def plan_only(request: TrainRequest, show: Show) -> RunPlan:
         run,
         decision.run_id,
         programs=request.programs,
-        leftovers=here.leftovers,
+        leftovers=local_node.leftovers,
         show=show,
     ):
-        prepared = prepare(request, loaded, here.environment, ledger=False, show=show)
-    layout = lay_out([here.offer_as(node_rank) for node_rank in range(here.topology.nodes)])
+        prepared = prepare(request, loaded, local_node.environment, ledger=False, show=show)
+    layout = lay_out([local_node.offer_as(node_rank) for node_rank in range(local_node.topology.nodes)])
     return plan_start(
-        request, loaded, here, run=run, decision=decision, prepared=prepared, show=show, layout=layout
+        request, loaded, local_node, run=run, decision=decision, prepared=prepared, show=show, layout=layout
     )
 
 
 def _look(request: TrainRequest, environment: Environment) -> tuple[LoadedConfig, LocalNode]:
     """The config, and what is here for it."""
     with as_usage_error():
-        loaded = load_asked(request)
+        loaded = load_requested(request)
         refuse_live_launcher(environment, request)
         return loaded, look_around(request, loaded, read_machine(request.probes.devices), environment)
 
@@ -103,28 +103,28 @@ def _start(
     environment = read_environment()
     token = token or token_of_step(environment)
     try:
-        loaded, here = _look(request, environment)
+        loaded, local_node = _look(request, environment)
     except UnisonoError as error:
-        tell_early_refusal(request, environment, error, token=token, show=show)
+        report_early_refusal(request, environment, error, token=token, show=show)
         raise
     party = None
-    if here.topology.nodes > 1:
+    if local_node.topology.nodes > 1:
         if request.programs.fork_server is not None:
             request.programs.fork_server.waits = (
                 False  # meanwhile this front would not answer the other nodes
             )
-        party = party_of(request, here.topology, host=here.machine.host, token=token, show=show)
-    if party is not None and not here.topology.is_head:
+        party = party_of(request, local_node.topology, host=local_node.machine.host, token=token, show=show)
+    if party is not None and not local_node.topology.is_head:
         from unisono.launch.member_run import take_part
 
-        return take_part(request, loaded, here, party, interrupts=interrupts)
-    return HeadRun(request, show, interrupts, began, party).run(loaded, here)
+        return take_part(request, loaded, local_node, party, interrupts=interrupts)
+    return HeadRun(request, show, interrupts, began, party).run(loaded, local_node)
 
 
 def _disagreed(error: UnisonoError, show: Show, began: float) -> dict[str, Any]:
     """Says what nodes or ranks disagree about, in the same words on all of them, and gives the result."""
     assert error.verdict is not None
-    if not (isinstance(error, Disagreed) and error.said):
+    if not (isinstance(error, Disagreed) and error.already_shown):
         meeting_rules.show_verdicts(show, error.verdict, [problem.what for problem in error.problems[1:]])
     return result_of(
         Ending(error.exit_code, NOTHING_DONE, error.verdict),

@@ -23,7 +23,7 @@ from unisono.rundir.config_changes import read_allowed
 from unisono.supervise.child_process import Programs
 
 
-class Witness(Protocol):
+class LostNodeSource(Protocol):
     """Whoever started the fronts."""
 
     def of_lost(self, node_rank: int) -> tuple[Verdict, float] | None:
@@ -114,7 +114,7 @@ class TrainRequest:
         probes: how this machine is inspected; tests replace it.
         faults: written into the plan; only tests and drills do.
         rhythm: how fast checkpoints are re-read during the run; tests use a faster one.
-        witness: the launcher's knowledge of lost nodes; None if the launcher knows no more than the head.
+        lost_node_source: the launcher's knowledge of lost nodes; None if the launcher knows no more than the head.
     """
 
     config_path: Path
@@ -145,7 +145,7 @@ class TrainRequest:
     probes: Probes = field(default_factory=Probes)
     faults: dict[str, Any] = field(default_factory=dict)
     rhythm: ReadingRate = field(default_factory=ReadingRate)
-    witness: Witness | None = None
+    lost_node_source: LostNodeSource | None = None
 
     @property
     def command(self) -> str:
@@ -181,7 +181,7 @@ class TrainRequest:
         )
 
 
-def load_asked(request: TrainRequest) -> LoadedConfig:
+def load_requested(request: TrainRequest) -> LoadedConfig:
     """The config with overrides and options laid over it, its paths absolute.
 
     Raises:
@@ -217,8 +217,12 @@ def refuse_live_launcher(environment: Environment, request: TrainRequest) -> Non
     nodes = environment.slurm_nodes or 1
     many = launcher == "srun" and nodes > 1
     start = {"torchrun": "", "srun": "srun --ntasks-per-node=1 " if many else "srun --ntasks=1 "}[launcher]
-    here = environment.leftovers.get("LOCAL_WORLD_SIZE", "")
-    ranks = f" --nproc {here}" if here.isdigit() and int(here) > 1 and request.nproc is None else ""
+    launcher_size = environment.leftovers.get("LOCAL_WORLD_SIZE", "")
+    ranks = (
+        f" --nproc {launcher_size}"
+        if launcher_size.isdigit() and int(launcher_size) > 1 and request.nproc is None
+        else ""
+    )
     raise UsageError.of(
         f"unisono train was started by {launcher} as one of {environment.world_size} ranks",
         where=f"WORLD_SIZE={environment.world_size}, {variable} is set",

@@ -191,16 +191,18 @@ def _not_asked(hub: Hub, silent: str, error: Exception) -> str:
     return f"{hub.endpoint} does not answer: {silent}" if silent else str(error)
 
 
-Vouch = Callable[[Path, dict[str, tuple[int, str]]], None]
+VerifyFiles = Callable[[Path, dict[str, tuple[int, str]]], None]
 """Called with a model's directory, and size and XXH3-128 of its files by name; raises if they are not as expected."""
 
 
-def inspect_model(config: RunConfig, *, vouch: Vouch = lambda _directory, _digests: None) -> ModelFacts:
+def inspect_model(
+    config: RunConfig, *, verify_files: VerifyFiles = lambda _directory, _digests: None
+) -> ModelFacts:
     """The figures of the config's model; downloads it first if it is a hub id. Reads its weights once.
 
     Args:
         config: of the run.
-        vouch: called after all files are read, before NaN and infinite weights are refused: damage can cause such values.
+        verify_files: called after all files are read, before NaN and infinite weights are refused: damage can cause such values.
 
     Raises:
         ModelError: if files are missing, damaged, or do not belong together, or weights are NaN or infinite.
@@ -222,7 +224,7 @@ def inspect_model(config: RunConfig, *, vouch: Vouch = lambda _directory, _diges
     digests = {"config.json": _digest_file(directory / "config.json")} | {
         file.name: (found.bytes, found.digest) for file, found in contents.items()
     }
-    vouch(directory, digests)
+    verify_files(directory, digests)
     odd = {file: found.odd for file, found in contents.items() if found.odd}
     if odd:
         raise odd_weights(odd)

@@ -13,22 +13,22 @@ _BFLOAT16_SINCE = (8, 0)  # Ampere
 
 
 def usable_accelerators(
-    machine: Machine, *, wish: str, visible: str | None, torch_version: str = ""
+    machine: Machine, *, requested: str, visible: str | None, torch_version: str = ""
 ) -> Accelerators:
     """How many accelerators ranks could use here, by the config's `device`; what `read_topology` infers from."""
-    if wish == "cpu":
+    if requested == "cpu":
         return Accelerators(0, "device: cpu")
     gpus = visible_gpus(machine.gpus, visible)
-    why_not = _why_none(machine, gpus, visible, torch_version)
-    if why_not:
-        return Accelerators(0, why_not)
+    why_cpu = _why_none(machine, gpus, visible, torch_version)
+    if why_cpu:
+        return Accelerators(0, why_cpu)
     return Accelerators(len(gpus), f"CUDA_VISIBLE_DEVICES={visible}" if visible is not None else "")
 
 
 def choose_devices(
     machine: Machine,
     *,
-    wish: str,
+    requested: str,
     named: tuple[str, ...],
     visible: str | None,
     nproc: int,
@@ -38,7 +38,7 @@ def choose_devices(
 
     Args:
         machine: this machine.
-        wish: the config's `device`: auto, cpu or cuda.
+        requested: the config's `device`: auto, cpu or cuda.
         named: `--devices`: physical indices or UUIDs; none: the first that are visible.
         visible: CUDA_VISIBLE_DEVICES, or None where it is not set.
         nproc: ranks on this node; on a CPU they share its memory.
@@ -47,7 +47,7 @@ def choose_devices(
     Raises:
         UsageError: if there is no such device, it may not be used, or there are too few.
     """
-    if wish == "cpu":
+    if requested == "cpu":
         if named:
             raise UsageError.of(
                 f"--devices {','.join(named)} names an accelerator, but the config says `device: cpu`",
@@ -56,14 +56,14 @@ def choose_devices(
             )
         return [_cpu(machine, nproc)] * nproc, "device: cpu"
     gpus = visible_gpus(machine.gpus, visible)
-    why_not = _why_none(machine, gpus, visible, torch_version)
-    if not named and wish == "auto" and why_not:
-        return [_cpu(machine, nproc)] * nproc, f"auto: {why_not}"
-    if why_not:
+    why_cpu = _why_none(machine, gpus, visible, torch_version)
+    if not named and requested == "auto" and why_cpu:
+        return [_cpu(machine, nproc)] * nproc, f"auto: {why_cpu}"
+    if why_cpu:
         raise UsageError.of(
             "there is no CUDA device for this run",
             where="--devices" if named else "device",
-            why=why_not,
+            why=why_cpu,
             fix="set `device: cpu`, or fix what the line above reports",
         )
     if named:
@@ -71,7 +71,7 @@ def choose_devices(
         _refuse_repeated(named, chosen)
         return [_cuda(gpu) for gpu in chosen], "--devices"
     _refuse_too_few(nproc, gpus, visible)
-    return [_cuda(gpu) for gpu in gpus[:nproc]], f"{wish}: {_first_of(nproc, gpus)}"
+    return [_cuda(gpu) for gpu in gpus[:nproc]], f"{requested}: {_first_of(nproc, gpus)}"
 
 
 def device_words(text: str | None) -> tuple[str, ...]:

@@ -153,16 +153,16 @@ def _period(text: str | None, config: RunConfig, data: DataSummary) -> int | Non
 
 
 def _dtype(config: RunConfig, devices: list[DeviceChoice], origins: dict[str, str]) -> Dtype:
-    asked = config.model.dtype
-    if asked != "auto":
-        if asked == "float16" and any(device.kind == "cpu" for device in devices):
+    requested = config.model.dtype
+    if requested != "auto":
+        if requested == "float16" and any(device.kind == "cpu" for device in devices):
             raise ConfigError.of(
                 "float16 does not train on a CPU",
                 where="model.dtype",
                 why="its sums overflow and there is no loss scaling",
                 fix="set model.dtype to bfloat16, float32 or auto",
             )
-        return asked
+        return requested
     without = next((device for device in devices if not device.bfloat16), None)
     odd = without or devices[0]
     origins["dtype"] = f"auto: {odd.name} {'has no' if without else 'has'} bfloat16 arithmetic"
@@ -207,19 +207,19 @@ def _fit(
 
 def _strategies(given: PlanInputs) -> list[Strategy]:
     """The strategies to try, in order."""
-    asked = given.config.parallel.strategy
+    requested = given.config.parallel.strategy
     if given.world_size == 1:
         return ["single"]
-    if asked == "single":
+    if requested == "single":
         raise ConfigError.of(
             f"parallel.strategy is single, and there are {given.world_size} ranks",
             where="parallel.strategy",
             why="a single rank has no peers",
             fix="pass --nproc 1, or set parallel.strategy to auto, ddp or fsdp",
         )
-    if asked == "auto":  # muon needs full matrices, which fsdp shards
+    if requested == "auto":  # muon needs full matrices, which fsdp shards
         return ["ddp"] if given.config.optim.kind == "muon" else ["ddp", "fsdp"]
-    return [asked]
+    return [requested]
 
 
 def _micro_batch(
@@ -228,15 +228,15 @@ def _micro_batch(
     """The largest micro batch that fits; None if none fits."""
     config, longest = given.config, given.data.train.longest_sequence
     choices = _micro_choices(given)
-    wish = config.memory.gradient_checkpointing
-    for checkpointing in (False, True) if wish == "auto" else (bool(wish),):
+    requested = config.memory.gradient_checkpointing
+    for checkpointing in (False, True) if requested == "auto" else (bool(requested),):
         for micro in choices:
             estimate = _need(given, strategy, dtype, micro=micro, checkpointing=checkpointing)
             enough = micro * longest > _ENOUGH_TOKENS[given.device.kind] and micro > 1 and len(choices) > 1
             if estimate.total <= room and not enough:
                 if config.batch.micro == "auto":
                     origins["micro_batch"] = f"auto: {micro} × {longest} tokens fit"
-                if wish == "auto":
+                if requested == "auto":
                     needed = "needed to fit" if checkpointing else "not needed"
                     origins["gradient_checkpointing"] = f"auto: {needed}"
                 return _Fitting(strategy, micro, checkpointing, estimate)
@@ -314,12 +314,12 @@ def _uneven(nodes: list[NodePlace]) -> list[str]:
 def _silent(given: PlanInputs, strategy: Strategy) -> list[str]:
     """A warning if answers are enabled and cannot be generated: see `RunPlan.answers`."""
     names = sorted({device.name for device in given.devices})
-    asked = [key for key in ("exact_match", "samples") if getattr(given.config.eval, key)]
+    requested = [key for key in ("exact_match", "samples") if getattr(given.config.eval, key)]
     if strategy != "fsdp" or len(names) == 1 or given.data.eval is None:
         return []
     return [
         f"eval.{key} has no effect: with fsdp all ranks generate in step, and their devices differ: {', '.join(names)}"
-        for key in asked
+        for key in requested
     ]
 
 

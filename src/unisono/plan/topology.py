@@ -204,29 +204,29 @@ class Topology:
 
 
 def read_topology(
-    asked: TopologyRequest,
+    request: TopologyRequest,
     variables: Mapping[str, str],
     accelerators: Accelerators,
     *,
-    is_here: Callable[[str], bool] = lambda _host: False,
+    is_local: Callable[[str], bool] = lambda _host: False,
     placed: Placed | None = None,
 ) -> Topology:
     """The shape of the job.
 
     Args:
-        asked: the options.
+        request: the options.
         variables: of a distributed job, as `Environment.leftovers` has them.
         accelerators: `plan.placement.usable_accelerators` gives them.
-        is_here: whether a host of `--hosts` is this machine.
+        is_local: whether a host of `--hosts` is this machine.
         placed: by a scheduler that has started one front on each node; None: none has.
 
     Raises:
         UsageError: if something is missing, contradicts, or cannot be read; with the command line to type.
     """
-    reader = _Reader(asked, variables, placed)
-    hosts = _others(asked, is_here)
-    nodes = reader.nodes(len(hosts) + 1 if asked.hosts else None)
-    node_rank, host, port = reader.place(nodes, started_from_here=bool(asked.hosts))
+    reader = _Reader(request, variables, placed)
+    hosts = _others(request, is_local)
+    nodes = reader.nodes(len(hosts) + 1 if request.hosts else None)
+    node_rank, host, port = reader.place(nodes, started_locally=bool(request.hosts))
     nproc, declared, origin = reader.nproc(accelerators)
     return Topology(
         nodes=nodes,
@@ -247,7 +247,7 @@ def read_topology(
 class _Reader:
     """Reads one value after the other, and notes where each came from."""
 
-    asked: TopologyRequest
+    request: TopologyRequest
     variables: Mapping[str, str]
     placed: Placed | None = None
     origins: dict[str, str] = field(default_factory=dict)
@@ -256,8 +256,8 @@ class _Reader:
 
     def nodes(self, listed: int | None) -> int:
         """The number of nodes; `listed`: by --hosts."""
-        if self.asked.nodes is not None:
-            return self._declared_nodes(self.asked.nodes, "--nodes", listed)
+        if self.request.nodes is not None:
+            return self._declared_nodes(self.request.nodes, "--nodes", listed)
         if listed is not None:
             self.origins["nodes"] = "--hosts"
             return listed
@@ -266,7 +266,7 @@ class _Reader:
         if self.placed is not None:
             self.origins["nodes"] = self.placed.origins["nodes"]
             return self.placed.nodes
-        for option, value in (("--node-rank", self.asked.node_rank), ("--head", self.asked.head)):
+        for option, value in (("--node-rank", self.request.node_rank), ("--head", self.request.head)):
             if value is not None:  # alone, node 0 would train by itself, and the others would wait for it
                 raise UsageError.of(
                     f"{option} {value} says that there are several nodes, and not how many",
@@ -288,14 +288,14 @@ class _Reader:
         self.origins["nodes"] = source
         return nodes
 
-    def place(self, nodes: int, *, started_from_here: bool) -> tuple[int, str, int]:
+    def place(self, nodes: int, *, started_locally: bool) -> tuple[int, str, int]:
         """Which node this is, and the head's host and port."""
-        if started_from_here:
+        if started_locally:
             return self._first_of_hosts()
         if nodes == 1:
-            if self.asked.node_rank:
+            if self.request.node_rank:
                 raise UsageError.of(
-                    f"--node-rank {self.asked.node_rank} is outside of --nodes 1: ranks of nodes count from 0",
+                    f"--node-rank {self.request.node_rank} is outside of --nodes 1: ranks of nodes count from 0",
                     where="command line",
                     fix="pass the number of nodes with --nodes, or --node-rank 0",
                 )
@@ -303,19 +303,19 @@ class _Reader:
         return self._node_rank(nodes), *self._head(nodes)
 
     def _first_of_hosts(self) -> tuple[int, str, int]:
-        if self.asked.node_rank:
+        if self.request.node_rank:
             raise UsageError.of(
-                f"--hosts starts the other nodes from node 0, and --node-rank says {self.asked.node_rank}",
+                f"--hosts starts the other nodes from node 0, and --node-rank says {self.request.node_rank}",
                 where="command line",
                 fix="leave out --node-rank, and run the command on the first host",
             )
-        if self.asked.head is None:
+        if self.request.head is None:
             return 0, "", DEFAULT_PORT
         self.origins["head"] = "--head"
-        return 0, *parse_head(self.asked.head, "--head")
+        return 0, *parse_head(self.request.head, "--head")
 
     def _node_rank(self, nodes: int) -> int:
-        rank, source = self.asked.node_rank, "--node-rank"
+        rank, source = self.request.node_rank, "--node-rank"
         if rank is None and "NODE_RANK" in self.variables and not self._nodes_placed:
             source = "NODE_RANK"
             rank = whole(self.variables[source], source)
@@ -339,9 +339,9 @@ class _Reader:
         return rank
 
     def _head(self, nodes: int) -> tuple[str, int]:
-        if self.asked.head is not None:
+        if self.request.head is not None:
             self.origins["head"] = "--head"
-            return parse_head(self.asked.head, "--head")
+            return parse_head(self.request.head, "--head")
         if self.placed is not None and (self._nodes_placed or not self.variables.get("MASTER_ADDR")):
             self.origins["head"] = self.placed.origins["head"]
             return self.placed.head_host, self.placed.head_port
@@ -362,9 +362,9 @@ class _Reader:
 
     def nproc(self, accelerators: Accelerators) -> tuple[int, bool, str]:
         """Ranks here, whether that was declared, and where it came from."""
-        number, declared, origin = self._nproc_asked(accelerators)
+        number, declared, origin = self._nproc_requested(accelerators)
         self.origins["nproc"] = origin
-        named = len(self.asked.devices)
+        named = len(self.request.devices)
         if named and number != named:
             raise UsageError.of(
                 f"{origin} asks for {_ranks(number)}, and --devices names {named}",
@@ -382,15 +382,15 @@ class _Reader:
             )
         return number, declared, origin
 
-    def _nproc_asked(self, accelerators: Accelerators) -> tuple[int, bool, str]:
-        if self.asked.nproc is not None:
-            return self.asked.nproc, True, "--nproc"
+    def _nproc_requested(self, accelerators: Accelerators) -> tuple[int, bool, str]:
+        if self.request.nproc is not None:
+            return self.request.nproc, True, "--nproc"
         text = self.variables.get("NPROC_PER_NODE", "")
         if text and text.strip().lower() not in _AUTOMATIC:
             self.used.add("NPROC_PER_NODE")
             return positive(text, "NPROC_PER_NODE"), True, "NPROC_PER_NODE"
-        if self.asked.devices:
-            return len(self.asked.devices), False, f"--devices names {len(self.asked.devices)}"
+        if self.request.devices:
+            return len(self.request.devices), False, f"--devices names {len(self.request.devices)}"
         if accelerators.count:
             many = "" if accelerators.count == 1 else "s"
             return accelerators.count, False, f"{accelerators.count} visible accelerator{many}"
@@ -408,29 +408,29 @@ class _Reader:
         return f"NNODES={nodes}" if self.origins.get("nodes") == "NNODES" else f"--nodes {nodes}"
 
     def _example(self, nodes: str) -> str:
-        rank = "R" if self.asked.node_rank is None else str(self.asked.node_rank)
-        head = self.asked.head or f"HOST:{DEFAULT_PORT}"
-        return f"{self.asked.command} --nodes {nodes} --node-rank {rank} --head {head}"
+        rank = "R" if self.request.node_rank is None else str(self.request.node_rank)
+        head = self.request.head or f"HOST:{DEFAULT_PORT}"
+        return f"{self.request.command} --nodes {nodes} --node-rank {rank} --head {head}"
 
 
-def _others(asked: TopologyRequest, is_here: Callable[[str], bool]) -> tuple[str, ...]:
+def _others(request: TopologyRequest, is_local: Callable[[str], bool]) -> tuple[str, ...]:
     """The hosts that are not this machine, which stands first where it is listed at all."""
-    hosts = tuple(checked_host(host, "--hosts") for host in asked.hosts)
+    hosts = tuple(checked_host(host, "--hosts") for host in request.hosts)
     twice = sorted({host for host in hosts if hosts.count(host) > 1})
     if twice:
         raise UsageError.of(
             f"--hosts names {', '.join(twice)} twice", where="command line", fix="name each host once"
         )
-    if hosts and is_here(hosts[0]):
+    if hosts and is_local(hosts[0]):
         return hosts[1:]
-    here = next((host for host in hosts if is_here(host)), None)
-    if here is not None:
-        rest = [host for host in hosts if host != here]
+    own_host = next((host for host in hosts if is_local(host)), None)
+    if own_host is not None:
+        rest = [host for host in hosts if host != own_host]
         raise UsageError.of(
-            f"--hosts: {here} is this machine and does not stand first",
+            f"--hosts: {own_host} is this machine and does not stand first",
             where="command line",
             why="this machine is node 0",
-            fix=f"--hosts {','.join([here, *rest])}",
+            fix=f"--hosts {','.join([own_host, *rest])}",
         )
     return hosts
 

@@ -119,7 +119,7 @@ class FirstCheckpoint:
             if self._task is None:
                 self._start(self._saved)
             assert self._task is not None
-            for message in self._task.news():
+            for message in self._task.new_messages():
                 self._take(message, self._saved)
         except RankDied as error:  # says nothing about the checkpoint; a damaged one is refused
             self._end()

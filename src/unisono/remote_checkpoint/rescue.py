@@ -102,7 +102,7 @@ def rescue(
     if not pieces:
         missing = [str(rank) for rank in holders if not found.steps.get(rank)]
         if missing and any(found.steps.values()):
-            _say(show, f"the state in memory is incomplete: nothing from rank {', '.join(missing)}")
+            _notify(show, f"the state in memory is incomplete: nothing from rank {', '.join(missing)}")
         return False
     step, began = pieces[0].step, time.monotonic()
     try:
@@ -189,7 +189,7 @@ def _report_checkpoint(
         show({**message, "time": time.time()})
     rest = "nothing is lost" if lost <= 0 else f"the {lost} after it are lost"
     who = _culprit_label(plan, attempt)
-    _say(show, f"{who}: step {snapshot.step} was saved from memory as checkpoint {path.name}; {rest}")
+    _notify(show, f"{who}: step {snapshot.step} was saved from memory as checkpoint {path.name}; {rest}")
 
 
 def _culprit_label(plan: RunPlan, attempt: Attempt) -> str:
@@ -205,7 +205,7 @@ def _warn(show: Show, code: str, text: str) -> None:
     show({"kind": "warning", "time": time.time(), "code": code, "text": text, "fix": ""})
 
 
-def _say(show: Show, text: str) -> None:
+def _notify(show: Show, text: str) -> None:
     show({"kind": "note", "time": time.time(), "text": text})
 
 

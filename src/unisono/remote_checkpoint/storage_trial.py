@@ -8,20 +8,20 @@ from typing import Any
 from unisono.causes import Evidence, Verdict
 from unisono.config import RunConfig
 from unisono.errors import IntegrityError, Problem, RankDied, UnfitError, UnisonoError
-from unisono.events import Message, Show, say
+from unisono.events import Message, Show, notify
 from unisono.plan import RunPlan
 from unisono.remote_checkpoint.first_checkpoint import at_most, how_many_more, slow_after, steps_due
 from unisono.remote_checkpoint.upload import CopyResult, Uploads, storage_url
 from unisono.rundir import RunDir
 from unisono.supervise.child_process import Programs, child_environment
-from unisono.supervise.rank_supervisor import Companion
+from unisono.supervise.rank_supervisor import RunObserver
 from unisono.supervise.task_process import TaskProcess, cannot_start
 from unisono.text import show_bytes, show_seconds
 
 
-def storage_companions(
+def storage_observers(
     plan: RunPlan, uploading: Uploads | None, *, programs: Programs, leftovers: dict[str, str], show: Show
-) -> tuple[Companion, ...]:
+) -> tuple[RunObserver, ...]:
     """The companions of one attempt with a storage: the uploads, and the check of the first copy."""
     if uploading is None:
         return ()
@@ -86,12 +86,12 @@ class FirstCopy:
         if self._task is None:
             self._start(copied)
         assert self._task is not None
-        for message in self._task.news():
+        for message in self._task.new_messages():
             if message["kind"] == "result":
                 self._end()
-                self._tell(copied, message)
+                self._report_copy(copied, message)
                 return
-        self._tell_if_slow(copied)
+        self._warn_if_slow(copied)
 
     def _start(self, copied: CopyResult) -> None:
         request = {
@@ -115,7 +115,7 @@ class FirstCopy:
             self._task.close(patience_s=0)
             self._task = None
 
-    def _tell(self, copied: CopyResult, found: Message) -> None:
+    def _report_copy(self, copied: CopyResult, found: Message) -> None:
         text = summary(self._plan, copied, found, place=self._place(copied))
         self._show({"kind": "note", "time": time.time(), "text": text})
         needed, free = more_bytes(self._plan, copied, found), found["free_bytes"]
@@ -126,7 +126,7 @@ class FirstCopy:
                 "free space there, or lower checkpoint.keep; a copy without space is a warning, and training continues",
             )
 
-    def _tell_if_slow(self, copied: CopyResult) -> None:
+    def _warn_if_slow(self, copied: CopyResult) -> None:
         patience = slow_after(copied.seconds)
         if time.monotonic() - self._began < patience:
             return
@@ -275,7 +275,7 @@ def _wait(task: TaskProcess, url: str, show: Show, patience_s: float) -> None:
     began, noted = time.monotonic(), False
     while (waited := time.monotonic() - began) < patience_s:
         try:
-            if any(message["kind"] == "result" for message in task.news()):
+            if any(message["kind"] == "result" for message in task.new_messages()):
                 return
         except RankDied as error:  # says nothing about the storage
             _warn(show, url, str(error))
@@ -284,7 +284,7 @@ def _wait(task: TaskProcess, url: str, show: Show, patience_s: float) -> None:
             raise UnfitError(*map(_with_local_option, error.problems)) from error
         if waited > _NOTE_AFTER_S and not noted:
             noted = True
-            say(show, f"waiting for {url} to answer; at most {show_seconds(patience_s - waited)} more")
+            notify(show, f"waiting for {url} to answer; at most {show_seconds(patience_s - waited)} more")
         time.sleep(_POLL_S)
     _warn(show, url, f"no answer within {show_seconds(patience_s)}")
 

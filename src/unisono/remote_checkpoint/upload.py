@@ -108,7 +108,7 @@ class Uploads:
         if rank == 0 and message["kind"] == "checkpoint":
             if self._due is not None and self._task is not None:
                 text = f"{self._due.name} is not copied to {self._url}: uploads are slower than checkpoints, and there is a newer one"
-                self._say(text)
+                self._notify(text)
             self._due = Path(str(message["path"]))
 
     def expect(self, step: int) -> None:
@@ -125,7 +125,7 @@ class Uploads:
             self._begin()
             return None
         try:
-            for message in self._task.news():
+            for message in self._task.new_messages():
                 self._take(message)
                 if self._task is None:
                     return None
@@ -160,7 +160,7 @@ class Uploads:
             if time.monotonic() - noted > _NOTE_EVERY_S:
                 noted = time.monotonic()
                 at_most = f"; at most {show_seconds(limit - noted)} more" if limit < math.inf else ""
-                self._say(f"waiting for {self._progress()}{at_most}")
+                self._notify(f"waiting for {self._progress()}{at_most}")
             time.sleep(0.05)
         if self._task is not None or self._due is not None:
             left = self._due or self._path
@@ -212,7 +212,7 @@ class Uploads:
             self._close()
             if message["pruned"]:
                 text = f"{self._path.name} is not copied to {self._url}: it was pruned here before its upload started; checkpoints are faster than uploads"
-                self._say(text)
+                self._notify(text)
                 return
             self.uploaded = self._path
             if self._is_expected():
@@ -220,7 +220,7 @@ class Uploads:
                 self._expected = None
             if message["bytes"]:
                 size, seconds = show_bytes(message["bytes"]), show_seconds(message["seconds"])
-                self._say(f"{self._path.name} is in {self._url}/{self._plan.run_id}: {size} in {seconds}")
+                self._notify(f"{self._path.name} is in {self._url}/{self._plan.run_id}: {size} in {seconds}")
 
     def _is_expected(self) -> bool:
         return self._expected is not None and _step_of(self._path) >= self._expected
@@ -260,7 +260,7 @@ class Uploads:
             self._task.close(patience_s=0)
             self._task = None
 
-    def _say(self, text: str) -> None:
+    def _notify(self, text: str) -> None:
         self._show({"kind": "note", "time": time.time(), "text": text})
 
     def _warn(self, text: str, fix: str) -> None:

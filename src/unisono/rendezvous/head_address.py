@@ -210,7 +210,7 @@ def answer_callers(party: Party, verdict: Verdict) -> None:
     absent = set(range(1, party.topology.nodes))
     try:
         for server in servers:
-            server.settle(message)
+            server.send_last(message)
         limit = time.monotonic() + _LISTEN_S
         while absent and time.monotonic() < limit:
             for server in servers:

@@ -129,8 +129,8 @@ def _wait_for_nodes(
     Raises:
         Disagreed: if nodes are missing, one refuses, or one has a different token.
     """
-    standing = ChannelFacts(meeting.server.address[0], meeting.welcome, 0.0, probe_ports)
-    own = BackgroundWork(lambda show: make_report(standing, show))
+    channel = ChannelFacts(meeting.server.address[0], meeting.welcome, 0.0, probe_ports)
+    own = BackgroundWork(lambda show: make_report(channel, show))
     roll = meeting.roll
     next_line = meeting.began + _FIRST_LINE_S
     while not roll.complete:
@@ -201,8 +201,8 @@ def rejoin_at_head(
     _refuse_lost_nodes(meeting)
     with listen(meeting.server.address[0], meeting.party.token, meeting.run_nonce) as listener:
         meeting.broadcast({"kind": "again", "round": round_, "question": question})
-        standing = ChannelFacts(meeting.server.address[0], meeting.welcome, 0.0, listener.ports)
-        own = meeting.run_in_background(lambda _show: make_report(standing, question))
+        channel = ChannelFacts(meeting.server.address[0], meeting.welcome, 0.0, listener.ports)
+        own = meeting.run_in_background(lambda _show: make_report(channel, question))
         answers = meeting.gather(
             restart_report_kind(round_), timeout_s=_ANSWER_S, what="its report before the restart"
         )
@@ -222,9 +222,9 @@ def rejoin_at_head(
 
 def _refuse_lost_nodes(meeting: Meeting) -> None:
     """Refuses if a node left after its ranks had ended, while nobody was listening."""
-    connected = meeting.server.here()
-    gone = [rank for rank in meeting.roll.others if rank not in connected]
-    if gone:
+    connected = meeting.server.connected()
+    left = [rank for rank in meeting.roll.others if rank not in connected]
+    if left:
         why = "its connection is closed"
-        lost = [node_left(rank, meeting.roll.hosts[rank], why, moment="the restart") for rank in gone]
-        meeting.refuse(lost, nodes=gone)
+        lost = [node_left(rank, meeting.roll.hosts[rank], why, moment="the restart") for rank in left]
+        meeting.refuse(lost, nodes=left)

@@ -131,7 +131,7 @@ class Meeting:
 
     def broadcast(self, message: Message) -> None:
         """Sends a message to all other nodes."""
-        self.server.tell_all(message)
+        self.server.broadcast(message)
 
     def note(self, text: str, *, everywhere: bool = False) -> None:
         """Shows a note here, or on all nodes."""
@@ -173,9 +173,11 @@ class Meeting:
             if time.monotonic() > limit:
                 late = sorted(wanted - set(self._inbox.get(kind, {})))
                 why = f"no answer within {timeout_s:.0f} s: {what or kind}"
-                gone = [self._left_verdict(rank, self.roll.hosts.get(rank, "?"), why) for rank in late]
+                left_verdicts = [
+                    self._left_verdict(rank, self.roll.hosts.get(rank, "?"), why) for rank in late
+                ]
                 after = {"named_after_s": round(timeout_s, 3)}
-                self.refuse([verdict.model_copy(update=after) for verdict in gone], nodes=late)
+                self.refuse([verdict.model_copy(update=after) for verdict in left_verdicts], nodes=late)
             self.listen(min(_POLL_S, max(0.0, limit - time.monotonic())))
         return self._inbox.pop(kind, {})  # the head may be the only one left
 
@@ -246,7 +248,7 @@ class Meeting:
         meeting_rules.show_verdicts(self.party.show, timed[0], [verdict.summary for verdict in timed[1:]])
         self.end(end_message(timed, exit_code=exit_code))
         error = disagreement(timed)
-        error.said = True
+        error.already_shown = True
         raise error
 
     def fail(self, error: BaseException) -> None:
@@ -273,7 +275,7 @@ class Meeting:
         Missing nodes get a few seconds to connect and receive it.
         """
         self._ended = True
-        self.server.settle(message)
+        self.server.send_last(message)
         absent = set(self.roll.missing)
         limit = time.monotonic() + _LINGER_S
         while absent and time.monotonic() < limit:

@@ -105,8 +105,8 @@ class RollCall:
 
     def waiting_line(self, waited_s: float) -> str:
         """`2 of 3 nodes are here (4.0 s); node 2 has never connected`."""
-        here = f"{len(self.hosts)} of {count(self.nodes, 'node')} {'is' if len(self.hosts) == 1 else 'are'} here ({waited_s:.1f} s)"
-        parts = [here]
+        present = f"{len(self.hosts)} of {count(self.nodes, 'node')} {'is' if len(self.hosts) == 1 else 'are'} here ({waited_s:.1f} s)"
+        parts = [present]
         never = [rank for rank in self.missing if rank not in self.left]
         if never:
             parts.append(
@@ -129,11 +129,11 @@ class RollCall:
             names: the hosts on which the nodes should be, from --hosts.
         """
         after = {"named_after_s": round(waited_s, 1)}
-        gone = [node_left(rank, *self.left[rank]) for rank in self.missing if rank in self.left]
+        left_verdicts = [node_left(rank, *self.left[rank]) for rank in self.missing if rank in self.left]
         known = self.hosts | {rank: host for rank, (host, _) in self.left.items()}
         if len(known) < self.nodes:
-            gone.append(missing_nodes(self.nodes, known, self.rejected, waited_s, hosts=names))
-        return [verdict.model_copy(update=after) for verdict in gone]
+            left_verdicts.append(missing_nodes(self.nodes, known, self.rejected, waited_s, hosts=names))
+        return [verdict.model_copy(update=after) for verdict in left_verdicts]
 
     def _has_left(self, node_rank: int) -> str:
         host, why = self.left[node_rank]

@@ -41,7 +41,7 @@ _NEXT_LINES_S = 10.0
 _HANDLED_AT_ONCE = ("note", "warning", "ended")
 
 
-class Attendance:
+class MemberSide:
     """This node's connection to the meeting. As a context manager it reports to the head how this front ended.
 
     An error that leaves it is sent to the head, and the head's verdict on it is raised in its place, so that all nodes
@@ -51,7 +51,7 @@ class Attendance:
         party: this node.
         link: the connection to the head; once the ranks start, the caller reads it (`link.receive`).
         welcome: the head's welcome message: run_nonce, epoch, wall, head_host, and what its caller added.
-        head_gone: the end of the connection to the head; None while it is connected.
+        head_left: the end of the connection to the head; None while it is connected.
     """
 
     def __init__(self, party: Party) -> None:
@@ -74,7 +74,7 @@ class Attendance:
             nodes=topology.nodes,
         )
         self.welcome = self.link.welcome
-        self.head_gone: Left | None = None
+        self.head_left: Left | None = None
         self._over = False
         self._unread: list[NodeMessage | Left] = []
 
@@ -167,7 +167,7 @@ class Attendance:
     def _handle(self, event: NodeMessage | Left) -> None:
         if isinstance(event, Left):
             self._over = True
-            self.head_gone = event
+            self.head_left = event
             if event.gave_up:  # this process was suspended: the same verdict as the head's
                 own = meeting_rules.node_left(self.party.topology.node_rank, self.party.host, event.why)
                 raise meeting_rules.disagreement([own.model_copy(update={"named_after_s": event.silent_s})])
@@ -208,13 +208,13 @@ class Attendance:
             self.party.show(message)
 
 
-def attend_meeting(
+def join_meeting(
     party: Party,
     make_report: MakeReport,
     *,
     tries_collective: bool = True,
-    trial: Callable[[Attendance, NodeReport], None] | None = None,
-) -> Attendance:
+    trial: Callable[[MemberSide, NodeReport], None] | None = None,
+) -> MemberSide:
     """This node's connection to the meeting, agreed, so that each node can prepare its data. Called by the fronts of all nodes but 0.
 
     Use the result as a context manager: an exception that leaves it is reported to the head.
@@ -228,38 +228,38 @@ def attend_meeting(
     Raises:
         Disagreed: with the verdict that was sent to all nodes.
     """
-    attendance = Attendance(party)
+    member_side = MemberSide(party)
     try:
-        link, welcome = attendance.link, attendance.welcome
+        link, welcome = member_side.link, member_side.welcome
         with listen(link.local_address, party.token, str(welcome["run_nonce"])) as listener:
-            standing = ChannelFacts(link.local_address, welcome, link.clock_offset_s, listener.ports)
-            report = attendance.run_in_background(lambda show: make_report(standing, show))
-            attendance.send({"kind": "report", "report": report.to_json()})
+            channel = ChannelFacts(link.local_address, welcome, link.clock_offset_s, listener.ports)
+            report = member_side.run_in_background(lambda show: make_report(channel, show))
+            member_side.send({"kind": "report", "report": report.to_json()})
             if trial is not None:
-                trial(attendance, report)
+                trial(member_side, report)
             else:
-                try_network(attendance, report, tries_collective=tries_collective)
-            attendance.wait_for("agreed")
+                try_network(member_side, report, tries_collective=tries_collective)
+            member_side.wait_for("agreed")
     except BaseException as error:  # reported to the head, and raised again
-        attendance.__exit__(type(error), error, error.__traceback__)
+        member_side.__exit__(type(error), error, error.__traceback__)
         raise
-    return attendance
+    return member_side
 
 
-def try_network(attendance: Attendance, report: NodeReport, *, tries_collective: bool = True) -> None:
+def try_network(member_side: MemberSide, report: NodeReport, *, tries_collective: bool = True) -> None:
     """Connects to the nodes in the head's request, and takes part in a small collective.
 
     Raises:
         Disagreed: with the head's verdict.
     """
-    request = attendance.wait_for("dial")
-    present = nodes_present(request, own=attendance.party.topology.node_rank)
+    request = member_side.wait_for("dial")
+    present = nodes_present(request, own=member_side.party.topology.node_rank)
     if not tries_collective:
-        node_dials(attendance, request)
+        node_dials(member_side, request)
         return
-    with collective_task(report, present, attendance.party.programs) as task:
-        node_dials(attendance, request)
-        node_collective(attendance, task)
+    with collective_task(report, present, member_side.party.programs) as task:
+        node_dials(member_side, request)
+        node_collective(member_side, task)
 
 
 def _is_refusal(event: NodeMessage) -> bool:
@@ -285,11 +285,11 @@ class _ConnectProgress:
 # ---- Before a restart
 
 
-def rejoin_as_member(attendance: Attendance, request: Message, make_report: MakeRestartReport) -> Message:
+def rejoin_as_member(member_side: MemberSide, request: Message, make_report: MakeRestartReport) -> Message:
     """The message that ends the rounds before a restart, on a member: `plan`, or `ended` with a result.
 
     Args:
-        attendance: this node's connection to the head.
+        member_side: this node's connection to the head.
         request: the first `again`.
         make_report: makes this node's report.
 
@@ -297,19 +297,19 @@ def rejoin_as_member(attendance: Attendance, request: Message, make_report: Make
         Disagreed: with the head's verdict if it ends the job, or if the head is lost: then `attendance.head_gone` has the reason.
     """
     while request["kind"] == "again":
-        request = _rejoin_round(attendance, request, make_report)
+        request = _rejoin_round(member_side, request, make_report)
     return request
 
 
-def _rejoin_round(attendance: Attendance, request: Message, make_report: MakeRestartReport) -> Message:
-    link, welcome = attendance.link, attendance.welcome
+def _rejoin_round(member_side: MemberSide, request: Message, make_report: MakeRestartReport) -> Message:
+    link, welcome = member_side.link, member_side.welcome
     question = dict(request.get("question") or {})
-    with listen(link.local_address, attendance.party.token, str(welcome["run_nonce"])) as listener:
-        standing = ChannelFacts(link.local_address, welcome, link.clock_offset_s, listener.ports)
-        report = attendance.run_in_background(lambda _show: make_report(standing, question))
-        attendance.send({"kind": restart_report_kind(request.get("round")), "report": report.to_json()})
-        answer = attendance.wait_for("dial", "again", "plan", "ended")
+    with listen(link.local_address, member_side.party.token, str(welcome["run_nonce"])) as listener:
+        channel = ChannelFacts(link.local_address, welcome, link.clock_offset_s, listener.ports)
+        report = member_side.run_in_background(lambda _show: make_report(channel, question))
+        member_side.send({"kind": restart_report_kind(request.get("round")), "report": report.to_json()})
+        answer = member_side.wait_for("dial", "again", "plan", "ended")
         if answer["kind"] != "dial":
             return answer
-        node_dials(attendance, answer)
-        return attendance.wait_for("again", "plan", "ended")
+        node_dials(member_side, answer)
+        return member_side.wait_for("again", "plan", "ended")

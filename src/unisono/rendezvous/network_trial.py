@@ -66,17 +66,17 @@ def head_dials(meeting: HeadSide) -> Agreement:
     return compare_network(found, meeting.reports)
 
 
-def node_dials(attendance: NodeSide, request: Message) -> None:
+def node_dials(member_side: NodeSide, request: Message) -> None:
     """Connects to the nodes in the head's `dial`, and sends it the results.
 
     Raises:
         Disagreed: with the head's verdict, if it ends the job first.
     """
     peers = _peers(request)
-    key = reach_key(attendance.party.token, str(attendance.welcome["run_nonce"]))
-    source = attendance.party.topology.node_rank
-    found = attendance.run_in_background(lambda _show: dial_all(peers, key, source=source))
-    attendance.send({"kind": "reached", "reached": [asdict(one) for one in found]})
+    key = reach_key(member_side.party.token, str(member_side.welcome["run_nonce"]))
+    source = member_side.party.topology.node_rank
+    found = member_side.run_in_background(lambda _show: dial_all(peers, key, source=source))
+    member_side.send({"kind": "reached", "reached": [asdict(one) for one in found]})
 
 
 def nodes_present(request: Message, *, own: int) -> list[int]:
@@ -169,19 +169,21 @@ def head_collective(meeting: HeadSide, task: TaskProcess) -> Agreement:
     return _judge(results, reports)
 
 
-def node_collective(attendance: NodeSide, task: TaskProcess) -> None:
+def node_collective(member_side: NodeSide, task: TaskProcess) -> None:
     """Takes part in the collective on the head's request, and sends it the result.
 
     Raises:
         Disagreed: with the head's verdict, if it ends the job in the meantime.
     """
     messages = task.messages()
-    attendance.send(
-        {"kind": "collective_ready", **attendance.run_in_background(lambda _show: _until_ready(messages))}
+    member_side.send(
+        {"kind": "collective_ready", **member_side.run_in_background(lambda _show: _until_ready(messages))}
     )
-    request = attendance.wait_for("collective")
+    request = member_side.wait_for("collective")
     task.send({"kind": "collective", "store": request.get("store")})
-    attendance.send({"kind": "collective", **attendance.run_in_background(lambda _show: _outcome(messages))})
+    member_side.send(
+        {"kind": "collective", **member_side.run_in_background(lambda _show: _outcome(messages))}
+    )
 
 
 def _environment(report: NodeReport) -> dict[str, str]:

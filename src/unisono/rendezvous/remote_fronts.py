@@ -355,7 +355,7 @@ def step_evidence(step: SlurmStep) -> tuple[Evidence, ...]:
             evidence.append(
                 Evidence(
                     where=f"Slurm node {node.name}",
-                    text=f"{number}({node.name}) is {node.told.partition(' is ')[2]}",
+                    text=f"{number}({node.name}) is {node.description.partition(' is ')[2]}",
                 )
             )
     return tuple(evidence)

@@ -76,7 +76,7 @@ def merged_logs(root: Path, *, on_skip: Callable[[str], None] = lambda _: None) 
             fix="give the output_dir of a run that has been started",
         )
     yield from sources.more(whole=False)
-    sources.tell_skipped(on_skip)
+    sources.report_skipped(on_skip)
 
 
 def followed_logs(root: Path, *, on_skip: Callable[[str], None] = lambda _: None) -> Iterator[LogLine]:
@@ -93,7 +93,7 @@ def followed_logs(root: Path, *, on_skip: Callable[[str], None] = lambda _: None
         is_over = not sources.run.lock.is_file()
         sources.find()
         yield from sources.more(whole=not is_over)
-        sources.tell_skipped(on_skip)
+        sources.report_skipped(on_skip)
         if is_over:
             break
         time.sleep(_FOLLOW_S)
@@ -104,9 +104,9 @@ class _Sources:
 
     def __init__(self, run: RunDir) -> None:
         self.run = run
-        self.all: dict[Path, _Printed | _Told] = {}
+        self.all: dict[Path, _Printed | _EventFile] = {}
         self._verdicts = _Verdicts(run)
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     def find(self) -> None:
         """Takes in files that are new."""
@@ -116,21 +116,21 @@ class _Sources:
                 self.all[path] = _Printed(path, clocks)
         for path in sorted(self.run.events(0).parent.glob("rank-*.jsonl")):
             if path not in self.all:
-                self.all[path] = _Told(path, clocks)
+                self.all[path] = _EventFile(path, clocks)
 
     def more(self, *, whole: bool) -> Iterator[LogLine]:
         """What has come since the last call."""
         return heapq.merge(*(source.more(whole=whole) for source in self.all.values()), self._verdicts.more())
 
-    def tell_skipped(self, tell: Callable[[str], None]) -> None:
+    def report_skipped(self, on_skip: Callable[[str], None]) -> None:
         """Tells once of each file that cannot be read, and how many lines of the others were left out since the last call."""
         for path, source in self.all.items():
             name = path.relative_to(self.run.root)
-            if source.refused and str(name) not in self._told:
-                self._told.add(str(name))
-                tell(f"{name} cannot be read: {source.refused}")
+            if source.refused and str(name) not in self._reported:
+                self._reported.add(str(name))
+                on_skip(f"{name} cannot be read: {source.refused}")
             for why, count in source.skipped.items():
-                tell(f"{name}: {count} {'line was' if count == 1 else 'lines were'} left out: {why}")
+                on_skip(f"{name}: {count} {'line was' if count == 1 else 'lines were'} left out: {why}")
             source.skipped.clear()
 
 
@@ -214,7 +214,7 @@ class _Printed(_OfRank):
             yield LogLine(self._now, self._rank, self._order, self._host, "printed", text)
 
 
-class _Told(_OfRank):
+class _EventFile(_OfRank):
     """The events of one rank."""
 
     def __init__(self, path: Path, clocks: Clocks) -> None:

@@ -232,7 +232,7 @@ class StackCollection:
         self._request = memory.ask()
         self._spy: _PySpy | None = None
         self._frozen = frozen_cgroup(pid) if pid is not None else None
-        self._why_not = self._signal()
+        self._signal_error = self._signal()
 
     def result(self, now: float, *, has_pulse: bool) -> Look | None:
         """The result, once it is complete or time is over; else None.
@@ -243,12 +243,12 @@ class StackCollection:
         """
         if self._pid is None or now - self._began >= LIMIT_S:
             return self._finish()
-        stacks_are_here = self._stacks_are_here(now)
-        if not stacks_are_here and (self._why_not or now - self._began >= _ANSWERS_S):
-            stacks_are_here = self._spy_is_done(self._pid)
+        has_stacks = self._has_stacks(now)
+        if not has_stacks and (self._signal_error or now - self._began >= _ANSWERS_S):
+            has_stacks = self._spy_is_done(self._pid)
         beat = self._memory.read()
         is_answered = beat is not None and beat.answered >= self._request
-        return self._finish() if stacks_are_here and (is_answered or not has_pulse) else None
+        return self._finish() if has_stacks and (is_answered or not has_pulse) else None
 
     def close(self) -> None:
         """Ends py-spy, if it was started."""
@@ -276,7 +276,7 @@ class StackCollection:
             return f"the process cannot be signalled: {error.strerror}"
         return ""
 
-    def _stacks_are_here(self, now: float) -> bool:
+    def _has_stacks(self, now: float) -> bool:
         size = self._memory.stacks_bytes
         if size != self._size:
             self._size, self._grown_at = size, now
@@ -291,7 +291,7 @@ class StackCollection:
         if self._spy is None:
             program = py_spy()
             if program is None:
-                return bool(self._why_not)  # a signal may still be answered
+                return bool(self._signal_error)  # a signal may still be answered
             self._spy = _PySpy(program, pid)
         return self._spy.has_ended()
 
@@ -317,14 +317,14 @@ class StackCollection:
     def _by_spy(self, stacks: str) -> tuple[tuple[str, ...], str, str]:
         """The stack, how it was obtained, and the text; or why there is none."""
         late = f"the process did not answer a signal within {LIMIT_S:g} s"
-        why = self._why_not or (late if not stacks else "faulthandler has left out the main thread")
+        why = self._signal_error or (late if not stacks else "faulthandler has left out the main thread")
         if self._spy is None:
             return (), why, stacks
         printed = self._spy.printed
         stack = main_thread_of_py_spy(printed, pid=self._pid or 0)
         if stack:
             return stack, "py-spy", printed
-        return (), f"{why}; py-spy: {self._spy.why_nothing}", stacks
+        return (), f"{why}; py-spy: {self._spy.why_missing}", stacks
 
     def _flight_text(self) -> str:
         beat = self._memory.read()
@@ -353,7 +353,7 @@ class _PySpy:
         return os.pread(self._output.fileno(), _PY_SPY_BYTES, 0).decode("utf-8", "replace")
 
     @property
-    def why_nothing(self) -> str:
+    def why_missing(self) -> str:
         code = self._child.returncode
         if code is None:
             return "has not ended in time"

@@ -163,7 +163,7 @@ class GracefulStop:
             return None
         if not self._is_signalled:
             self._is_signalled = True
-            self._say(self._first_text(first, ready=ready))
+            self._notify(self._first_text(first, ready=ready))
             return "signal"
         patience_s = self.patience_s if ready else min(self.patience_s, _NOTHING_TO_SAVE_S)
         waited_s = time.monotonic() - self._interrupts.at
@@ -174,10 +174,10 @@ class GracefulStop:
         else:
             return None
         if ready and not finished:
-            self._say(f"{why}: ending the ranks; {newest}")
+            self._notify(f"{why}: ending the ranks; {newest}")
         return "end"
 
-    def _say(self, text: str) -> None:
+    def _notify(self, text: str) -> None:
         self._show({"kind": "note", "time": time.time(), "text": text})
 
     def _first_text(self, first: signal.Signals, *, ready: bool) -> str:

@@ -164,7 +164,7 @@ class RankEnd:
         step: the last step it finished.
         tail: the end of its output.
         oom_killed: whether the kernel counted an OOM kill in this cgroup meanwhile.
-        ended_by_us: why its front ended it; empty if the front did not.
+        end_reason: why its front ended it; empty if the front did not.
     """
 
     rank: int
@@ -174,7 +174,7 @@ class RankEnd:
     step: int
     tail: str = ""
     oom_killed: bool = False
-    ended_by_us: str = ""
+    end_reason: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """As a message for the head."""
@@ -198,11 +198,11 @@ class RankEnd:
             step=int(value["step"]),
             tail=str(value["tail"]),
             oom_killed=bool(value["oom_killed"]),
-            ended_by_us=str(value["ended_by_us"]),
+            end_reason=str(value["ended_by_us"]),
         )
 
 
-RankNews = RankMessage | RankEnd
+RankUpdate = RankMessage | RankEnd
 
 
 @dataclass
@@ -215,7 +215,7 @@ class _Rank:
     phase: str = "start"
     step: int = 0
     last: Message | None = None
-    ended_by_us: str = ""
+    end_reason: str = ""
     end_reported: bool = False
     last_at: float = 0.0
 
@@ -298,7 +298,7 @@ class LocalRanks:
         """Whether every rank has ended, and `poll` has reported its end."""
         return all(rank.end_reported for rank in self._ranks.values())
 
-    def poll(self, timeout_s: float, *, also: Sequence[int] = ()) -> list[RankNews]:
+    def poll(self, timeout_s: float, *, also: Sequence[int] = ()) -> list[RankUpdate]:
         """New messages and ends of ranks, after waiting at most `timeout_s` for the first.
 
         Args:
@@ -308,22 +308,25 @@ class LocalRanks:
         waiting = [rank.child.fileno for rank in self._ranks.values() if rank.child.fileno is not None]
         quick = any(not rank.end_reported and rank.child.fileno is None for rank in self._ranks.values())
         select.select([*waiting, *also], [], [], 0.01 if quick else timeout_s)
-        news: list[RankNews] = []
+        updates: list[RankUpdate] = []
         for number, rank in self._ranks.items():
             if rank.end_reported:
                 continue
             for message in rank.child.read(0):
                 rank.note(message)
-                news.append(RankMessage(number, message))
-            news += [RankMessage(number, warning) for warning in (*rank.times.note(), *rank.followed.news())]
+                updates.append(RankMessage(number, message))
+            updates += [
+                RankMessage(number, warning)
+                for warning in (*rank.times.note(), *rank.followed.take_matches())
+            ]
             self._end_if_overdue(rank)
             if rank.child.ended:
                 rank.end_reported = True
-                news += [RankMessage(number, match) for match in _last_log_matches(rank)]
+                updates += [RankMessage(number, match) for match in _last_log_matches(rank)]
                 if rank.child.is_beyond_reach:
-                    news.append(RankMessage(number, _beyond_reach(rank)))
-                news.append(self._end_of(rank))
-        return news
+                    updates.append(RankMessage(number, _beyond_reach(rank)))
+                updates.append(self._end_of(rank))
+        return updates
 
     def send(self, message: Message, *, rank: int | None = None) -> None:
         """Sends a message to one rank, or to all."""
@@ -340,7 +343,7 @@ class LocalRanks:
         """Ends every rank that lives, with its descendants, at once."""
         alive = [rank for rank in self._ranks.values() if not rank.end_reported]
         for rank in alive:
-            rank.ended_by_us = rank.ended_by_us or why
+            rank.end_reason = rank.end_reason or why
             rank.child.kill()  # all at first, so that none sees a peer's end
         for rank in alive:
             rank.child.end(patience_s=0)
@@ -391,7 +394,7 @@ class LocalRanks:
             step=rank.step,
             tail=_tail_of(rank.log),
             oom_killed=(oom_kills() or 0) > self._kills_before,
-            ended_by_us=rank.ended_by_us,
+            end_reason=rank.end_reason,
         )
 
 
@@ -409,7 +412,7 @@ def _last_log_matches(rank: _Rank) -> list[Message]:
     """Matches at the end of the log, which often show the cause."""
     with contextlib.suppress(Hung, OSError):  # reading the end of the log, which is next, reports it
         unless_stuck(lambda: rank.followed.grew(os.fstat(rank.log.fileno()).st_size))
-    return rank.followed.news()
+    return rank.followed.take_matches()
 
 
 def _tail_of(log: IO[bytes]) -> str:

@@ -12,14 +12,14 @@ from unisono.supervise.decision import Decision, NodeLoss, is_victim
 from unisono.supervise.local_ranks import Job, RankEnd
 from unisono.supervise.task_process import how_it_ended
 from unisono.text import one_line
-from unisono.watch import Picture, RankView
+from unisono.watch import RankView, RunView
 from unisono.watch.verdicts import describe_activity, mismatch
 
 _TAIL_LINES = 3
-_STOOD_S = 0.2  # a living rank with a newer heartbeat has moved
+_STALLED_S = 0.2  # a living rank with a newer heartbeat has moved
 
 
-def apart(seen: Picture | None, culprit: RankEnd | None) -> Verdict | None:
+def apart(seen: RunView | None, culprit: RankEnd | None) -> Verdict | None:
     """The verdict on ranks that failed because they were in different collectives; None if they were not.
 
     gloo ends ranks that receive a different size than they expect. Ranks that only lost their peers may be one collective apart because of
@@ -28,12 +28,12 @@ def apart(seen: Picture | None, culprit: RankEnd | None) -> Verdict | None:
     if seen is None:
         return None
     died_at = _place(seen.views.get(culprit.rank)) if culprit is not None else None
-    stood = [
+    stalled = [
         v
         for v in seen.views.values()
-        if v.has_ended or v.idle_s >= _STOOD_S or (died_at is not None and _place(v) == died_at)
+        if v.has_ended or v.idle_s >= _STALLED_S or (died_at is not None and _place(v) == died_at)
     ]
-    in_collectives = {v.rank: v for v in stood if v.beat is not None and v.beat.phase == "comm"}
+    in_collectives = {v.rank: v for v in stalled if v.beat is not None and v.beat.phase == "comm"}
     if culprit is None or is_victim(culprit):
         counts = {(v.beat.step, v.beat.comm) for v in in_collectives.values() if v.beat is not None}
         if len(counts) != 1:
@@ -51,7 +51,7 @@ def _place(view: RankView | None) -> tuple[int, int] | None:
 
 
 def name_failure(
-    decision: Decision, job: Job, *, after_s: float | None, seen: Picture | None = None
+    decision: Decision, job: Job, *, after_s: float | None, seen: RunView | None = None
 ) -> Verdict | None:
     """The verdict on the rank or node that failed first; None if none is known.
 
@@ -72,7 +72,7 @@ def name_failure(
 
 
 def name_death(
-    end: RankEnd, plan: Job, *, after_s: float | None = None, seen: Picture | None = None
+    end: RankEnd, plan: Job, *, after_s: float | None = None, seen: RunView | None = None
 ) -> Verdict:
     """The verdict on a rank that crashed, was killed, or exited without a final message."""
     place = plan.ranks[end.rank]

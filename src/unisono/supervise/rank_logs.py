@@ -202,7 +202,7 @@ class FollowedLog:
         self._lines = LineSplitter()
         self._place = os.fstat(self._fd).st_size
         self._seen: set[str] = set()
-        self._news: deque[Message] = deque()
+        self._pending: deque[Message] = deque()
         self._lock = threading.Lock()
 
     def grew(self, size: int) -> None:
@@ -224,11 +224,11 @@ class FollowedLog:
                 for line in self._lines.feed(data):
                     self._look_at(line)
 
-    def news(self) -> list[Message]:
+    def take_matches(self) -> list[Message]:
         """Matches since the last call, as warnings."""
         found = []
-        while self._news:
-            found.append(self._news.popleft())
+        while self._pending:
+            found.append(self._pending.popleft())
         return found
 
     def _look_at(self, line: str) -> None:
@@ -236,7 +236,7 @@ class FollowedLog:
             if signature.id not in self._seen and self._rate.allows():
                 self._seen.add(signature.id)
                 text = one_line(redact(line[:LINE_LIMIT]), limit=_SHOWN_CHARS)
-                self._news.append(
+                self._pending.append(
                     LogMatch(self._rank, signature.id, signature.cause, text, time.time()).to_message()
                 )
 

@@ -166,7 +166,7 @@ class RankMonitor:
             pulse_idle_s=seen.pulse_idle_s,
             process=seen.process,
             has_ended=pid is None or seen.process.state in _GONE_STATES or kind in ("refused", "crashed"),
-            told_result=kind == "result",
+            reported_result=kind == "result",
         )
 
     @staticmethod

@@ -20,18 +20,18 @@ from unisono.plan import RunPlan
 from unisono.supervise.decision import Decider, Decision, NodeLoss
 from unisono.supervise.evidence import RawEvidence
 from unisono.supervise.interrupts import GracefulStop, Interrupts, NewestCheckpoint
-from unisono.supervise.local_ranks import FINAL_KINDS, LocalRanks, RankEnd, RankNews
+from unisono.supervise.local_ranks import FINAL_KINDS, LocalRanks, RankEnd, RankUpdate
 from unisono.supervise.postmortem import node_refused
 from unisono.supervise.rank_monitor import RankMonitor
 from unisono.supervise.stall_monitor import StallMonitor
 from unisono.text import one_line
-from unisono.watch import Picture
+from unisono.watch import RunView
 
 if TYPE_CHECKING:
     from unisono.control.server import HeadServer
 
 
-class Companion(Protocol):
+class RunObserver(Protocol):
     """Works beside the ranks during one start. Its methods must not block: long work belongs in a thread or a process."""
 
     def on_message(self, rank: int, message: Message) -> None:
@@ -86,7 +86,7 @@ class Attempt:
         seconds: duration of the start.
         ends: of the ranks, by rank.
         lost: nodes that are gone, or that did not report that their ranks are.
-        picture: of the ranks, as last seen.
+        run_view: of the ranks, as last seen.
         raw: unparsed evidence of the ranks, if something ended them.
     """
 
@@ -106,7 +106,7 @@ class Attempt:
     evals: dict[str, Any] = field(default_factory=dict)
     ends: dict[int, RankEnd] = field(default_factory=dict)
     lost: list[NodeLoss] = field(default_factory=list)
-    picture: Picture | None = None
+    run_view: RunView | None = None
     raw: dict[int, RawEvidence] = field(default_factory=dict)
 
     def note(self, message: Message) -> None:
@@ -136,7 +136,7 @@ def run_attempt(
     interrupts: Interrupts,
     show: Show,
     on_agreement: Callable[[Mapping[int, RankReport], Agreement], None],
-    companions: Sequence[Companion] = (),
+    observers: Sequence[RunObserver] = (),
     shards: "AbstractContextManager[ShardPort] | None" = None,
 ) -> Attempt:
     """Starts the ranks of this node, supervises those of all nodes, and waits for their end.
@@ -148,25 +148,25 @@ def run_attempt(
         interrupts: signals to stop.
         show: gets the messages.
         on_agreement: gets the ranks' reports and the result of their comparison, before the ranks continue.
-        companions: get the ranks' messages, and may end the ranks.
+        observers: get the ranks' messages, and may end the ranks.
         shards: receives the checkpoint parts of other nodes' ranks; None if every rank writes to this node's disk.
     """
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
         stack.enter_context(local)
         interrupts.collect()
-        supervision = _RankSupervision(plan, local, server, interrupts, show, on_agreement, companions)
+        supervision = _RankSupervision(plan, local, server, interrupts, show, on_agreement, observers)
         stack.callback(supervision.monitor.close)
         if shards is not None:
             supervision.shards = stack.enter_context(shards)
         try:
             supervision.run()
-            supervision.attempt.picture = supervision.stall_monitor.picture
+            supervision.attempt.run_view = supervision.stall_monitor.run_view
             if supervision.attempt.decision is not None:
                 supervision.attempt.raw = supervision.stall_monitor.raw()
         finally:
-            for companion in companions:
-                companion.finish()
+            for observer in observers:
+                observer.finish()
     attempt = supervision.attempt
     attempt.seconds = time.monotonic() - began
     attempt.ends = supervision.decider.ends
@@ -183,10 +183,10 @@ class _RankSupervision:
         interrupts: Interrupts,
         show: Show,
         on_agreement: Callable[[Mapping[int, RankReport], Agreement], None],
-        companions: Sequence[Companion],
+        observers: Sequence[RunObserver],
     ) -> None:
         self.plan = plan
-        self._companions = companions
+        self._observers = observers
         self._on_agreement = on_agreement
         self.decider = Decider(plan)
         step = plan.resume.step if plan.resume else 0
@@ -214,7 +214,7 @@ class _RankSupervision:
                 self._end_all("teardown took too long")
                 return
             self._report_arrivals()
-            self._poll_companions()
+            self._poll_observers()
             decision = self.decider.decide(now=time.monotonic())
             if decision is not None and not self.decider.has_result:
                 self.attempt.decision, self.attempt.decided_at = decision, time.monotonic()
@@ -239,23 +239,23 @@ class _RankSupervision:
     def _receive(self, timeout_s: float) -> None:
         """Takes the news of ranks and nodes, after waiting for the first."""
         server = self._server
-        for news in self._local.poll(timeout_s, also=[server.fileno()] if server else []):
-            self._take_news(news)
+        for update in self._local.poll(timeout_s, also=[server.fileno()] if server else []):
+            self._take_update(update)
         for event in server.receive(0) if server else []:
             self._take_event(event)
 
-    def _take_news(self, news: RankNews) -> None:
-        if isinstance(news, RankEnd):
-            self.decider.failures.rank_ended(news, now=time.monotonic())
+    def _take_update(self, update: RankUpdate) -> None:
+        if isinstance(update, RankEnd):
+            self.decider.failures.rank_ended(update, now=time.monotonic())
         else:
-            self._take_message(news.rank, news.message)
+            self._take_message(update.rank, update.message)
 
     def _take_message(self, rank: int, message: Message) -> None:
         if message["kind"] == "rank_report":
             self._take_report(RankReport.model_validate(message["report"]))
             return
-        for companion in self._companions:
-            companion.on_message(rank, message)
+        for observer in self._observers:
+            observer.on_message(rank, message)
         if message["kind"] == "digest":
             return
         if message["kind"] in _SHARD_KINDS:
@@ -294,13 +294,13 @@ class _RankSupervision:
         else:
             self._local.send({**message, "rank": rank}, rank=0)
 
-    def _poll_companions(self) -> None:
+    def _poll_observers(self) -> None:
         """Takes verdicts and errors of the stall monitor and the companions."""
         verdict = self.stall_monitor.look()
         if verdict is not None:
             self.decider.judged(verdict)
-        for companion in self._companions:
-            found = companion.look()
+        for observer in self._observers:
+            found = observer.look()
             if isinstance(found, Verdict):
                 self.decider.judged(found)
             elif found is not None:
@@ -315,8 +315,8 @@ class _RankSupervision:
         go = {"kind": "go", "store": list(store)}
         self._local.send(go)
         if self._server is not None:
-            self._server.tell_all(go)
-        self._say(f"all {self.plan.world_size} ranks agree")
+            self._server.broadcast(go)
+        self._notify(f"all {self.plan.world_size} ranks agree")
 
     def _take_event(self, event: Event) -> None:
         now = time.monotonic()
@@ -365,7 +365,7 @@ class _RankSupervision:
     def _end_all(self, why: str) -> None:
         """Ends all ranks that live, on all nodes, and waits until they have ended."""
         if self._server is not None:
-            self._server.tell_all({"kind": "end", "why": why})
+            self._server.broadcast({"kind": "end", "why": why})
         self._local.end(why)
         limit = time.monotonic() + _GONE_S
         failures = self.decider.failures
@@ -388,7 +388,7 @@ class _RankSupervision:
             number = signal.SIGINT if self._interrupts.first is signal.SIGINT else signal.SIGTERM
             self._local.signal(number)
             if self._server is not None:
-                self._server.tell_all({"kind": "stop", "signal": number.name})
+                self._server.broadcast({"kind": "stop", "signal": number.name})
         elif action == "end":
             self._end_all("it did not stop within the grace period")
 
@@ -399,17 +399,19 @@ class _RankSupervision:
         if not self.decider.reports or not missing or now - self._missing_reported_at < _WAITING_EVERY_S:
             return
         self._missing_reported_at = now
-        here = self.plan.world_size - len(missing)
-        self._say(f"{here} of {self.plan.world_size} ranks are ready; waiting for {_names(missing)}")
+        ready_count = self.plan.world_size - len(missing)
+        self._notify(
+            f"{ready_count} of {self.plan.world_size} ranks are ready; waiting for {_names(missing)}"
+        )
 
-    def _say(self, text: str) -> None:
+    def _notify(self, text: str) -> None:
         self._show({"kind": "note", "time": time.time(), "text": text})
 
     def _show_everywhere(self, message: Message) -> None:
         """Shows a message here and on the other nodes."""
         self._show(message)
         if self._server is not None:
-            self._server.tell_all({"kind": "note", "text": message["text"]})
+            self._server.broadcast({"kind": "note", "text": message["text"]})
 
 
 def _names(places: Sequence[Any]) -> str:

@@ -8,7 +8,7 @@ from unisono.causes import Verdict
 from unisono.events import Message
 from unisono.supervise.evidence import RawEvidence
 from unisono.supervise.local_ranks import Job
-from unisono.watch import Look, NodeView, Picture, RankView, Suspicion
+from unisono.watch import Look, NodeView, RankView, RunView, Suspicion
 from unisono.watch.judge import judge
 from unisono.watch.pace import Pace, Patience
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 _EVERY_S = 0.2  # as often as its callers poll
-_CALM_EVERY_S = 0.4  # if every rank has moved since the last look
+_QUIET_EVERY_S = 0.4  # if every rank has moved since the last look
 _SILENT_S = 3.0
 _REQUEST_AGAIN_S = 5.0
 _LATE_S = 2.0  # possible age of a view of a rank on a different node
@@ -52,7 +52,7 @@ class StallMonitor:
     """Watches the ranks of one start. Nothing in it blocks.
 
     Attributes:
-        picture: of all ranks, as last seen.
+        run_view: of all ranks, as last seen.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class StallMonitor:
         self._reported_silent: set[int] = set()
         self._next = 0.0
         self._found: Verdict | None = None
-        self.picture = Picture(self._places, {}, total_steps=plan.total_steps)
+        self.run_view = RunView(self._places, {}, total_steps=plan.total_steps)
 
     def on_message(self, node_rank: int, message: Message) -> None:
         """Takes a node's report on its ranks: `beats`, or `looked` after a request.
@@ -127,7 +127,7 @@ class StallMonitor:
             return self._found
         self._next = now + _EVERY_S
         self._take(now)
-        found = judge(self.picture, self._patience)
+        found = judge(self.run_view, self._patience)
         if isinstance(found, Verdict):
             self._found = self._with_first_detection(found)
             return self._found
@@ -137,11 +137,11 @@ class StallMonitor:
         else:
             self._suspect(found, now)
         self._pace.note(self._views, now)
-        slow = self._pace.straggler(self.picture)
+        slow = self._pace.straggler(self.run_view)
         if slow is not None:
             self._warn(slow)
         if self._suspicion is None and not any(view.idle_s for view in self._views.values()):
-            self._next = now + _CALM_EVERY_S
+            self._next = now + _QUIET_EVERY_S
         return None
 
     def see(self) -> None:
@@ -167,13 +167,13 @@ class StallMonitor:
             )
             for node in self._plan.nodes
         }
-        audible = {
+        responding = {
             rank: view for rank, view in self._views.items() if silences.get(view.node_rank, 0.0) < _SILENT_S
         }
-        for rank in self._looks.keys() & audible.keys():
-            if audible[rank].idle_s + _LATE_S < now - self._requested_at.get(rank, now):
+        for rank in self._looks.keys() & responding.keys():
+            if responding[rank].idle_s + _LATE_S < now - self._requested_at.get(rank, now):
                 del self._looks[rank]  # it has moved since
-        self.picture = Picture(self._places, audible, nodes, dict(self._looks), self._plan.total_steps)
+        self.run_view = RunView(self._places, responding, nodes, dict(self._looks), self._plan.total_steps)
 
     def _suspect(self, found: Suspicion, now: float) -> None:
         self._request_stacks(
@@ -186,7 +186,7 @@ class StallMonitor:
         )
         before = self._suspicion
         if before is None:
-            self._say(f"investigating: {found.verdict.summary}")
+            self._notify(f"investigating: {found.verdict.summary}")
         who = (found.verdict.cause, found.verdict.ranks)
         if found.is_named and who not in self._warned:
             self._warned[who] = found.since_s
@@ -211,7 +211,7 @@ class StallMonitor:
         if self._suspicion is None:
             return
         if self._suspicion.is_named:
-            self._say(
+            self._notify(
                 f"the ranks move again after {self._suspicion.since_s:.0f} s: {self._suspicion.verdict.summary}"
             )
         self._suspicion = None
@@ -241,7 +241,7 @@ class StallMonitor:
             }
         )
         if self._server is not None:
-            self._server.tell_all({"kind": "note", "text": text})
+            self._server.broadcast({"kind": "note", "text": text})
 
     def _report_silences(self, silences: Mapping[int, float]) -> None:
         for node in self._plan.nodes:  # a node that was left out may still be connected
@@ -249,12 +249,12 @@ class StallMonitor:
             if seconds is not None and node.node_rank not in self._reported_silent:
                 self._reported_silent.add(node.node_rank)
                 who = f"node {node.node_rank} ({node.host})"
-                self._say(f"{who} has been silent for {seconds:.0f} s; after 8 s it counts as lost")
+                self._notify(f"{who} has been silent for {seconds:.0f} s; after 8 s it counts as lost")
         for node_rank in self._reported_silent - set(silences):
             self._reported_silent.discard(node_rank)
 
-    def _say(self, text: str) -> None:
+    def _notify(self, text: str) -> None:
         message: dict[str, Any] = {"kind": "note", "time": time.time(), "text": text}
         self._show(message)
         if self._server is not None:
-            self._server.tell_all({"kind": "note", "text": text})
+            self._server.broadcast({"kind": "note", "text": text})

@@ -127,11 +127,11 @@ class TaskProcess:
             UnfitError: if it was silent for too long.
             RankDied: if it crashed or was killed.
         """
-        heard_at = time.monotonic()
+        last_message_at = time.monotonic()
         while not self._child.ended:
             found = self._child.read()
-            heard_at = time.monotonic() if found else heard_at
-            if silence_s is not None and time.monotonic() - heard_at > silence_s:
+            last_message_at = time.monotonic() if found else last_message_at
+            if silence_s is not None and time.monotonic() - last_message_at > silence_s:
                 raise UnfitError.of(f"nothing has moved for {show_seconds(silence_s)}", where=self.name)
             for message in found:
                 yield self._checked(message)
@@ -139,7 +139,7 @@ class TaskProcess:
                     return
         raise self._ended()
 
-    def news(self) -> list[Message]:
+    def new_messages(self) -> list[Message]:
         """The messages that have arrived, without waiting. `result` is the last one; do not call it after that.
 
         Raises:
@@ -192,9 +192,9 @@ class TaskProcess:
 
 
 def _environment() -> dict[str, str]:
-    here = read_environment()
-    threads = here.omp_num_threads or read_machine(_no_devices).cores
-    return child_environment(threads=threads, without=here.leftovers)
+    environment = read_environment()
+    threads = environment.omp_num_threads or read_machine(_no_devices).cores
+    return child_environment(threads=threads, without=environment.leftovers)
 
 
 def refusal(message: Message) -> UnisonoError:

@@ -36,7 +36,7 @@ def prepare(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     config = RunConfig.model_validate(request["config"])
     report.phase("model", "reading the model's files")
     try:
-        facts = inspect_model(config, vouch=_refuse_damage)
+        facts = inspect_model(config, verify_files=_refuse_damage)
     except ModelError:  # an unreadable file may have been damaged since it was written
         _refuse_damage(locate_model(config.model.path, config.model.revision), {})
         raise

@@ -297,14 +297,14 @@ class Storage:
     def _prune(self, run_id: str, *, rules: Rules, local: Path) -> list[int]:
         """Deletes copies that the run itself has pruned, except the newest and the protected ones."""
         steps = sorted(self._steps(run_id))
-        here = {int(found[1]) for path in local.iterdir() if (found := _STEP.fullmatch(path.name))}
+        local_steps = {int(found[1]) for path in local.iterdir() if (found := _STEP.fullmatch(path.name))}
         old = steps[: max(0, len(steps) - rules.keep)]
-        gone = [step for step in old if step not in here and not rules.protects(step)]
-        for step in gone:
+        removed = [step for step in old if step not in local_steps and not rules.protects(step)]
+        for step in removed:
             place = self._place(run_id, step)
             self._remove_marker(place)
             self._fs.rm(place, recursive=True)
-        return gone
+        return removed
 
     def _best(self, run_id: str, metrics: Path) -> set[int]:
         """The best step with a complete copy. A run that was resumed on a different machine has that checkpoint only in the storage."""

@@ -288,7 +288,7 @@ def run_chat(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
 
     Request: target, step (or null), system (or null), max_tokens, temperature, top_p, seed. It reads JSON lines from stdin:
     {"kind": "say", "text"}, {"kind": "clear"}; the end of stdin ends the chat, SIGINT ends the present answer. It sends `ready` (facts:
-    description, note), then for each `say`: `token` (text) as they are generated and `answer` (text, tokens, ended: stop | length |
+    description, note), then for each `answer`: `token` (text) as they are generated and `answer` (text, tokens, ended: stop | length |
     interrupted), or `refused_turn` (text, fix) if the turn cannot be answered. Result: turns.
     """
     opened = open_for_inference(request["target"], step=request.get("step"), report=report)
@@ -302,7 +302,7 @@ def run_chat(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
         if message["kind"] == "clear":
             conversation.clear()
         else:
-            conversation.say(message["text"])
+            conversation.answer(message["text"])
     return {"turns": conversation.turns}
 
 
@@ -344,7 +344,7 @@ class Conversation:
         system = self._request.get("system")
         self._messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
 
-    def say(self, text: str) -> None:
+    def answer(self, text: str) -> None:
         """Answers a message; if it cannot be answered, it is removed."""
         self._messages.append({"role": "user", "content": text})
         self._interrupt.pressed = False

@@ -178,7 +178,7 @@ def _answers(
                 is_over=stop,
             )
         )
-    if stop.came:
+    if stop.is_requested:
         return []
     return [(question, _text(run, answer)) for question, answer in zip(questions, answers, strict=True)]
 
@@ -190,7 +190,7 @@ class _StopCheck:
     """
 
     def __init__(self, run: Run) -> None:
-        self.came = False
+        self.is_requested = False
         self._run = run
         self._tokens = 0
 
@@ -199,10 +199,10 @@ class _StopCheck:
         self._tokens += 1
         self._run.beats.enter("sample", done=self._tokens)
         if self._run.sharded is None:
-            self.came = own
+            self.is_requested = own
         elif self._tokens % _AGREE_EVERY_TOKENS == 0:
-            self.came = self._run.group.any(own)
-        return self.came
+            self.is_requested = self._run.group.any(own)
+        return self.is_requested
 
 
 def _stop_ids(run: Run, questions: list[Question]) -> set[int]:

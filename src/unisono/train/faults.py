@@ -71,12 +71,12 @@ __all__ = [
     "at_the_end",
     "change_loaded",
     "change_table",
+    "corrupt_gradient",
+    "corrupt_loss",
     "in_compute",
     "in_data",
     "pause",
     "plan_of_rank",
-    "spoil_gradient",
-    "spoil_loss",
     "wrap_group",
     "write_rows",
 ]
@@ -303,7 +303,7 @@ def write_rows(plan: RunPlan, rank: int, step: int, batch: Batch) -> None:
         file.write(json.dumps(line) + "\n")
 
 
-def spoil_loss(plan: RunPlan, rank: int, step: int, loss: torch.Tensor) -> torch.Tensor:
+def corrupt_loss(plan: RunPlan, rank: int, step: int, loss: torch.Tensor) -> torch.Tensor:
     """nan_loss: the loss of a micro batch, or NaN."""
     fault = plan.faults.get("nan_loss")
     if fault is None or rank != fault["rank"] or step not in fault["steps"]:
@@ -312,7 +312,7 @@ def spoil_loss(plan: RunPlan, rank: int, step: int, loss: torch.Tensor) -> torch
     return loss * math.nan
 
 
-def spoil_gradient(plan: RunPlan, step: int, parameter: torch.Tensor) -> None:
+def corrupt_gradient(plan: RunPlan, step: int, parameter: torch.Tensor) -> None:
     """nan_steps: replaces the gradient by NaN."""
     if step in plan.faults.get("nan_steps", ()):
         if parameter.grad is None:

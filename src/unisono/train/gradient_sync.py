@@ -45,7 +45,7 @@ class GradientSync(Protocol):
     def wait_for_own_part(self) -> None:
         """Waits until this rank's own part is computed, if that can be determined. The caller waits for the device next."""
 
-    def settle_and_time(self) -> float:
+    def wait_and_time(self) -> float:
         """Called after the wait for the device: seconds spent only waiting for the other ranks' gradients."""
 
 
@@ -67,7 +67,7 @@ class NoSync:
     def wait_for_own_part(self) -> None:
         """Does nothing."""
 
-    def settle_and_time(self) -> float:
+    def wait_and_time(self) -> float:
         """Zero seconds."""
         return 0.0
 
@@ -171,7 +171,7 @@ class ReplicaSync:
         """Keeps this rank's own compute time out of the time spent waiting for the others."""
         self._watch.wait_for_begin()
 
-    def settle_and_time(self) -> float:
+    def wait_and_time(self) -> float:
         """Removes gradients that no rank has computed; gives the seconds spent waiting."""
         for parameter, count in zip(self.parameters, self._tail[self.scalars :].tolist(), strict=True):
             if count == 0:
@@ -224,7 +224,7 @@ class ReplicaSync:
 class ShardSync:
     """Every rank holds a shard of each weight ("fsdp"): backward itself sums gradients into the shards.
 
-    `settle_and_time` measures the sum of the scalars alone: the rest overlaps with forward and backward.
+    `wait_and_time` measures the sum of the scalars alone: the rest overlaps with forward and backward.
     """
 
     group: Group
@@ -255,6 +255,6 @@ class ShardSync:
     def wait_for_own_part(self) -> None:
         """Does nothing: forward and backward also wait for the other ranks, and the two cannot be told apart."""
 
-    def settle_and_time(self) -> float:
+    def wait_and_time(self) -> float:
         """Seconds spent on the sum of the scalars."""
         return self._watch.seconds()

@@ -240,17 +240,17 @@ def backend_of(device: torch.device) -> str:
     return "nccl" if device.type == "cuda" else "gloo"
 
 
-def close_group(*, in_peace: bool) -> bool:
+def close_group(*, orderly: bool) -> bool:
     """Closes the process group if there is one; False if it stays open until the process exits.
 
     A second call does nothing. All results have been written and reported before.
 
     Args:
-        in_peace: whether the run ended normally. After a failure the group is not closed: other ranks may be gone.
+        orderly: whether the run ended normally. After a failure the group is not closed: other ranks may be gone.
     """
     if not dist.is_available() or not dist.is_initialized():
         return True
-    if not in_peace:
+    if not orderly:
         return False
     let_gloo_finish()
     closing = threading.Thread(target=dist.destroy_process_group, daemon=True, name="close-group")

@@ -177,7 +177,7 @@ class Save:
         blocking_s: seconds for which training was blocked.
         began: monotonic seconds.
         moved: when it last made progress, in monotonic seconds.
-        doing: what the thread does, for messages, e.g. "writing /out/checkpoints/…".
+        activity: what the thread does, for messages, e.g. "writing /out/checkpoints/…".
         thread_id: the kernel's id of the thread that writes.
         waits_for_others: whether it has written its own part, and waits for those of other ranks.
         waits_for_main: whether it waits for the directory that rank 0 creates; its own thread's activity is not progress then.
@@ -192,7 +192,7 @@ class Save:
     blocking_s: float = 0.0
     began: float = field(default_factory=time.monotonic)
     moved: float = field(default_factory=time.monotonic)
-    doing: str = "copying"
+    activity: str = "copying"
     thread_id: int = 0
     waits_for_others: bool = False
     waits_for_main: bool = False
@@ -204,11 +204,11 @@ class Save:
     done: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
 
-    def advance(self, doing: str | None = None) -> None:
+    def advance(self, activity: str | None = None) -> None:
         """Records progress."""
         self.moved = time.monotonic()
-        if doing is not None:
-            self.doing = doing
+        if activity is not None:
+            self.activity = activity
 
     @property
     def waits(self) -> bool:

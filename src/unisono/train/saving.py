@@ -40,8 +40,8 @@ from unisono.train.shard_files import (
     Job,
     dismiss_parts,
     refuse_abandoned,
+    report_moves,
     shards_of_others,
-    tell_others_of_moves,
     write_own_files,
     write_shard,
 )
@@ -98,7 +98,7 @@ def _warn_unfinished(run: Run) -> None:
     if save is not None and not save.done.is_set():
         run.report.warning(
             "checkpoint_skipped",
-            f"step {save.step} is not saved: its save has made no progress for {save.idle_s:.0f} s ({save.doing}), and the"
+            f"step {save.step} is not saved: its save has made no progress for {save.idle_s:.0f} s ({save.activity}), and the"
             " run no longer waits for it",
             fix="check the storage of output_dir, and the network to it from the other nodes",
         )
@@ -191,7 +191,7 @@ def _is_free(run: Run) -> bool:
         run.report.warning(
             "checkpoint_skipped",
             f"step {run.state.step} is not saved: the save of step {save.step} has made no progress for"
-            f" {save.idle_s:.0f} s ({save.doing}); training continues (after a wait of {time.perf_counter() - began:.0f} s)",
+            f" {save.idle_s:.0f} s ({save.activity}); training continues (after a wait of {time.perf_counter() - began:.0f} s)",
             fix="check the storage of output_dir; older checkpoints are unchanged",
         )
     return False
@@ -229,7 +229,7 @@ def _write(run: Run, job: Job, text: bytes | None, save: Save, files: Files) -> 
     plan = run.plan
     parts_are_needed = threading.Event()
     if job.shards > 1:
-        tell_others_of_moves(run, job, save)
+        report_moves(run, job, save)
     try:
         require_directory(run)
         _sync_metrics(run, run.metrics, save)

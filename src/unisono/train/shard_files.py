@@ -76,8 +76,8 @@ def write_shard(run: Run, job: Job, save: Save, files: Files) -> None:
         entries = write_own_files(run, job, save, files, directory, {})
         refuse_abandoned(save, directory)
     except (OSError, StorageFailed) as failure:
-        trouble = write_failure(failure, directory, directory)
-        found = trouble or (failure if isinstance(failure, StorageFailed) else None)
+        write_problem = write_failure(failure, directory, directory)
+        found = write_problem or (failure if isinstance(failure, StorageFailed) else None)
         error = "; ".join(str(problem.what) for problem in found.problems) if found else str(failure)
         verdict = found.verdict.to_json() if found and found.verdict else None
     written = {name: entry.model_dump() for name, entry in entries.items()}
@@ -102,7 +102,7 @@ def _moves(job: Job, number: int) -> str:
     return f"moves {job.temporary} {number}"
 
 
-def tell_others_of_moves(run: Run, job: Job, save: Save) -> None:
+def report_moves(run: Run, job: Job, save: Save) -> None:
     """Makes rank 0 leave notes for the other ranks while its save makes progress."""
     numbers = itertools.count()
     save.on_move = lambda: run.group.leave_note(_moves(job, next(numbers)))
@@ -168,7 +168,7 @@ def shards_of_others(run: Run, job: Job, save: Save) -> dict[str, FileEntry]:
     save.waits_for_others = bool(missing)
     found: dict[str, FileEntry] = {}
     while missing:
-        save.doing = "waiting for the part of " + ", ".join(
+        save.activity = "waiting for the part of " + ", ".join(
             run.plan.ranks[rank].label for rank in sorted(missing)
         )
         assert run.front_messages is not None

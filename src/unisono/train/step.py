@@ -58,13 +58,13 @@ def optimizer_step(run: Run, batches: StepBatches) -> StepOutcome:
     run.optimizers.set_factor(factor)
     run.gradient_sync.begin()
     total, data_time = _add_up(run, batches)
-    faults.spoil_gradient(run.plan, batches.step, next(iter(run.forward.loaded.trainable.values())))
+    faults.corrupt_gradient(run.plan, batches.step, next(iter(run.forward.loaded.trainable.values())))
     summed = run.gradient_sync.finish(_scalars(run, total))
     norm = _clip(run, section.max_grad_norm)
     # The only wait for the device in a step: these figures decide whether the update is made, and whether it is the last.
     run.gradient_sync.wait_for_own_part()
     (loss, *rest), norm_value = run.group.figures(summed), float(norm)
-    comm_time = run.gradient_sync.settle_and_time()
+    comm_time = run.gradient_sync.wait_and_time()
     flags, odd = rest[:2], rest[2:]
     run.agreed_stop = outcome_of(flags)
     run.beats.enter("update")
@@ -109,7 +109,7 @@ def _add_up(run: Run, batches: StepBatches) -> tuple[torch.Tensor, float]:
             run.gradient_sync.before_last_backward()
         if len(rows.labels) or run.gradient_sync.needs_equal_rounds:
             loss = run.forward.loss(rows, count=batches.loss_tokens)
-            loss = faults.spoil_loss(run.plan, run.group.rank, batches.step, loss)
+            loss = faults.corrupt_loss(run.plan, run.group.rank, batches.step, loss)
             if micro is None:
                 loss = loss * 0.0
             loss.backward()

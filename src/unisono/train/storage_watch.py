@@ -81,7 +81,7 @@ class StorageWatch:
         self._pass_on_moves(save)
         blocked_s = save.blocked_s
         if blocked_s > STUCK_S and save.on_stuck is not None:
-            save.on_stuck(f"no progress for {blocked_s:.0f} s, {save.doing}; {look}")
+            save.on_stuck(f"no progress for {blocked_s:.0f} s, {save.activity}; {look}")
             save.on_stuck = None
         if blocked_s > _REPORTED_AFTER_S and self._reported is not save:
             self._reported = save
@@ -90,8 +90,8 @@ class StorageWatch:
                 code="storage_blocked",
                 step=save.step,
                 fix=_FIX,
-                where=save.doing,
-                text=f"the save of step {save.step} has made no progress for {blocked_s:.0f} s: {save.doing}; {look}; "
+                where=save.activity,
+                text=f"the save of step {save.step} has made no progress for {blocked_s:.0f} s: {save.activity}; {look}; "
                 "training continues; nothing is saved until the storage responds",
             )
 

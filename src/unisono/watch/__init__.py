@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from unisono.watch.beat import PHASES, Beats, Phase, Pulse, phase_named
     from unisono.watch.rank_record import Beat, BeatMemory
-    from unisono.watch.views import Collective, Look, NodeView, Picture, ProcessView, RankView, Suspicion
+    from unisono.watch.views import Collective, Look, NodeView, ProcessView, RankView, RunView, Suspicion
 
 __all__ = [
     "PHASES",
@@ -21,17 +21,17 @@ __all__ = [
     "Look",
     "NodeView",
     "Phase",
-    "Picture",
     "ProcessView",
     "Pulse",
     "RankView",
+    "RunView",
     "Suspicion",
     "phase_named",
 ]
 _HOME = {
     "beat": ("PHASES", "Beats", "Phase", "Pulse", "phase_named"),
     "rank_record": ("Beat", "BeatMemory"),
-    "views": ("Collective", "Look", "NodeView", "Picture", "ProcessView", "RankView", "Suspicion"),
+    "views": ("Collective", "Look", "NodeView", "ProcessView", "RankView", "RunView", "Suspicion"),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 

@@ -300,7 +300,7 @@ class Pulse:
         self._memory = memory
         self._answers_fd = answers_fd
         self.answer = answer
-        self._number = self._asked = self._answered = 0
+        self._number = self._requested = self._answered = 0
 
     def start(self) -> None:
         """Starts the thread; before torch is imported, so that this is observed, too."""
@@ -310,11 +310,13 @@ class Pulse:
         seen = (0, 0)
         while True:
             number = self._number = self._number + 1
-            (asked,) = WORD.unpack_from(self._memory, REQUEST_AT)
-            if asked != self._asked and self._asked == self._answered:
-                self._asked = asked
+            (requested,) = WORD.unpack_from(self._memory, REQUEST_AT)
+            if requested != self._requested and self._requested == self._answered:
+                self._requested = requested
                 # The pulse continues even if the recorder's lock is held forever.
-                threading.Thread(target=self._leave_answer, args=(asked,), name="answer", daemon=True).start()
+                threading.Thread(
+                    target=self._leave_answer, args=(requested,), name="answer", daemon=True
+                ).start()
             PULSE.pack_into(
                 self._memory, PULSE_AT[number & 1], number, time.monotonic_ns(), self._answered, number
             )
@@ -326,7 +328,7 @@ class Pulse:
         first, second = MAIN_AT
         return WORD.unpack_from(self._memory, first)[0], WORD.unpack_from(self._memory, second)[0]
 
-    def _leave_answer(self, asked: int) -> None:
+    def _leave_answer(self, requested: int) -> None:
         if self.answer is not None and self._answers_fd is not None:
             try:
                 data = self.answer()
@@ -334,7 +336,7 @@ class Pulse:
                 data = f'{{"error": "{type(error).__name__}"}}'.encode()
             os.ftruncate(self._answers_fd, 0)  # removes a late answer to an earlier request
             os.pwrite(self._answers_fd, data, 0)
-        self._answered = asked
+        self._answered = requested
 
 
 def beat_while_collecting(beats: Beats) -> Callable[[str, dict[str, Any]], None]:
@@ -345,12 +347,12 @@ def beat_while_collecting(beats: Beats) -> Callable[[str, dict[str, Any]], None]
     main_thread = threading.main_thread().ident
     count = 0
 
-    def heard(moment: str, facts: dict[str, Any]) -> None:
+    def on_collection(moment: str, facts: dict[str, Any]) -> None:
         nonlocal count
         if facts.get("generation") == 2 and threading.get_ident() == main_thread:
             count += 1
             WORD.pack_into(beats._memory, COLLECTIONS_AT, count)  # noqa: SLF001 - of this module
         del moment
 
-    gc.callbacks.append(heard)
-    return heard
+    gc.callbacks.append(on_collection)
+    return on_collection

@@ -12,9 +12,9 @@ from dataclasses import replace
 from unisono.causes import Evidence, Verdict
 from unisono.watch.pace import Limits, Patience
 from unisono.watch.verdicts import describe_activity, labels, mismatch, verdict
-from unisono.watch.views import Picture, RankView, Suspicion
+from unisono.watch.views import RankView, RunView, Suspicion
 
-_STIRS_S = 1.0  # no rule needs less; usually all ranks have beaten since, which is checked first
+_MOVES_S = 1.0  # no rule needs less; usually all ranks have beaten since, which is checked first
 _STOPPED_S = 3.0
 _GIL_S = 3.0
 _FROZEN = ("__refrigerator", "do_freezer_trap")  # of control groups, version 1 and 2
@@ -29,33 +29,33 @@ _INTERPRETER_S = 10.0
 _LONG_COLLECTIVE_S = 30.0  # of a foreign program, which may send a whole model in one
 
 
-def judge(picture: Picture, patience: Patience) -> Suspicion | Verdict | None:
+def judge(run_view: RunView, patience: Patience) -> Suspicion | Verdict | None:
     """The problem of a run at this moment; None while it makes progress.
 
     A Verdict stops the run; a Suspicion does not. Ranks with progress are never judged, and ranks that wait for others are never blamed.
     """
-    if all(view.idle_s <= _STIRS_S for view in picture.views.values()):
+    if all(view.idle_s <= _MOVES_S for view in run_view.views.values()):
         return None
-    picture = replace(picture, views=dict(sorted(picture.views.items())))
+    run_view = replace(run_view, views=dict(sorted(run_view.views.items())))
     # A rank that has reported its result can lose nothing: a slow exit is not a problem of the run.
     alive = [
         view
-        for view in picture.views.values()
-        if view.beat is not None and not view.has_ended and not view.told_result
+        for view in run_view.views.values()
+        if view.beat is not None and not view.has_ended and not view.reported_result
     ]
     if not alive:
         return None
     return (
-        _stopped(picture, alive)
-        or _left_early(picture, alive)
-        or _interpreter_stands(picture, alive, patience)
-        or _does_not_come(picture, alive, patience)
-        or _apart_in_collectives(picture, alive, patience)
-        or _together_in_a_collective(picture, alive, patience)
+        _stopped(run_view, alive)
+        or _left_early(run_view, alive)
+        or _interpreter_stalled(run_view, alive, patience)
+        or _does_not_come(run_view, alive, patience)
+        or _apart_in_collectives(run_view, alive, patience)
+        or _together_in_a_collective(run_view, alive, patience)
     )
 
 
-def _stopped(picture: Picture, alive: Sequence[RankView]) -> Suspicion | Verdict | None:
+def _stopped(run_view: RunView, alive: Sequence[RankView]) -> Suspicion | Verdict | None:
     stopped = [view for view in alive if _is_stopped(view) and view.idle_s > 1.0]
     if not stopped:
         return None
@@ -63,8 +63,8 @@ def _stopped(picture: Picture, alive: Sequence[RankView]) -> Suspicion | Verdict
     ranks = [view.rank for view in stopped]
     are = "is" if len(ranks) == 1 else "are"
     how = "state T" if stopped[0].process.state == "T" else "its control group is frozen"
-    summary = f"{labels(picture, ranks)} {are} stopped ({how}), {describe_activity(stopped[0])}, for {since_s:.0f} s"
-    found = verdict("rank_stopped", summary, picture, ranks=ranks, since_s=since_s)
+    summary = f"{labels(run_view, ranks)} {are} stopped ({how}), {describe_activity(stopped[0])}, for {since_s:.0f} s"
+    found = verdict("rank_stopped", summary, run_view, ranks=ranks, since_s=since_s)
     if since_s >= _STOPPED_S:
         return found
     return Suspicion(found, since_s, is_named=False, ends_in_s=_STOPPED_S - since_s, wanted=tuple(ranks))
@@ -74,15 +74,17 @@ def _is_stopped(view: RankView) -> bool:
     return view.process.state == "T" or view.process.waits_in in _FROZEN
 
 
-def _left_early(picture: Picture, alive: Sequence[RankView]) -> Verdict | None:
+def _left_early(run_view: RunView, alive: Sequence[RankView]) -> Verdict | None:
     """A rank has reported its result while others are in a step."""
-    stuck = [view for view in alive if _waits(view, picture) and view.idle_s > _LAST_WORD_S]
-    early = [view.rank for view in picture.views.values() if view.told_result and not _took_part(view, stuck)]
+    stuck = [view for view in alive if _waits(view, run_view) and view.idle_s > _LAST_WORD_S]
+    early = [
+        view.rank for view in run_view.views.values() if view.reported_result and not _took_part(view, stuck)
+    ]
     if not early or len(stuck) < len(alive):
         return None
     since_s = min(view.idle_s for view in stuck)
-    summary = f"{labels(picture, early)} left before the others, who wait {describe_activity(stuck[0])}"
-    return verdict("unequal_steps", summary, picture, ranks=early, since_s=since_s)
+    summary = f"{labels(run_view, early)} left before the others, who wait {describe_activity(stuck[0])}"
+    return verdict("unequal_steps", summary, run_view, ranks=early, since_s=since_s)
 
 
 def _took_part(left: RankView, stuck: Sequence[RankView]) -> bool:
@@ -94,8 +96,8 @@ def _took_part(left: RankView, stuck: Sequence[RankView]) -> bool:
     return len(known) == 1 + len(stuck) and known[0].comm >= max(beat.comm for beat in known)
 
 
-def _interpreter_stands(
-    picture: Picture, alive: Sequence[RankView], patience: Patience
+def _interpreter_stalled(
+    run_view: RunView, alive: Sequence[RankView], patience: Patience
 ) -> Suspicion | Verdict | None:
     """The second thread of a rank is silent, too: native code holds the GIL, or the process gets no CPU."""
     found = [
@@ -103,7 +105,7 @@ def _interpreter_stands(
         for view in alive
         if min(view.pulse_idle_s, view.idle_s) >= _GIL_S
         and view.process.state not in ("T", "t", "Z", "")
-        and _may_be_named(view, alive, picture)
+        and _may_be_named(view, alive, run_view)
     ]
     if not found:
         return None
@@ -112,55 +114,55 @@ def _interpreter_stands(
         return _graded(
             "io_blocked",
             f"does not run: it waits in the kernel ({view.process.waits_in or 'state D'})",
-            picture,
+            run_view,
             view,
             patience,
         )
     what = "does not run any Python thread: native code holds the interpreter's lock"
-    return _graded("gil_held", what, picture, view, patience)
+    return _graded("gil_held", what, run_view, view, patience)
 
 
 def _does_not_come(
-    picture: Picture, alive: Sequence[RankView], patience: Patience
+    run_view: RunView, alive: Sequence[RankView], patience: Patience
 ) -> Suspicion | Verdict | None:
     """A rank that does not wait for others has made no progress for too long."""
     late = [
         v
         for v in alive
-        if not _waits(v, picture)
+        if not _waits(v, run_view)
         and v.idle_s >= _limits(v, patience).suspect_s
-        and _may_be_named(v, alive, picture)
+        and _may_be_named(v, alive, run_view)
     ]
     if not late:
         return None
     # A rank that made progress during most of a silence that stops the run did not cause it.
     ends_s = max((v.idle_s for v in late if v.idle_s >= _limits(v, patience).act_s), default=0.0)
     late = [v for v in late if v.idle_s >= ends_s / 2]
-    view = min(late, key=lambda v: (_position(v, picture), -v.idle_s))
+    view = min(late, key=lambda v: (_position(v, run_view), -v.idle_s))
     cause, how = _how_it_is_late(view)
-    found = _graded(cause, how, picture, view, patience)
+    found = _graded(cause, how, run_view, view, patience)
     if not isinstance(found, Suspicion):
         return found
     # A foreign rank is reported with its line, and with the collective of a rank that waits for it; until then it is delayed.
     is_ours = view.beat is not None and not view.beat.is_foreign
-    unseen = tuple(v.rank for v in late if not _is_seen(v, picture))
+    unseen = tuple(v.rank for v in late if not _is_seen(v, run_view))
     if not is_ours:
-        others = (picture.views[rank] for rank in found.wanted if rank != view.rank)
-        unseen += tuple(other.rank for other in others if not _is_seen(other, picture))
+        others = (run_view.views[rank] for rank in found.wanted if rank != view.rank)
+        unseen += tuple(other.rank for other in others if not _is_seen(other, run_view))
     if not unseen:
         return found
     # Only stacks show which of several ranks waits for the others; a missing stack does not delay the report forever.
-    sure = (len(late) == 1 and is_ours) or found.since_s > _limits(view, patience).name_s + _LOOK_S
-    return replace(found, is_named=found.is_named and sure, wanted=(*found.wanted, *unseen))
+    is_certain = (len(late) == 1 and is_ours) or found.since_s > _limits(view, patience).name_s + _LOOK_S
+    return replace(found, is_named=found.is_named and is_certain, wanted=(*found.wanted, *unseen))
 
 
-def _may_be_named(view: RankView, alive: Sequence[RankView], picture: Picture) -> bool:
+def _may_be_named(view: RankView, alive: Sequence[RankView], run_view: RunView) -> bool:
     """Whether silence is evidence against it: always for our own ranks, else only if it certainly blocks others."""
     if view.beat is None or not view.beat.is_foreign:
         return True
-    if len(picture.views) > 1 and _nobody_is_left_to_wait(alive):
+    if len(run_view.views) > 1 and _nobody_is_left_to_wait(alive):
         return True
-    return _holds_up_others(view, [other for other in alive if other is not view and _waits(other, picture)])
+    return _holds_up_others(view, [other for other in alive if other is not view and _waits(other, run_view)])
 
 
 def _holds_up_others(view: RankView, waiting: Sequence[RankView]) -> bool:
@@ -205,49 +207,49 @@ def _how_it_is_late(view: RankView) -> tuple[str, str]:
 
 
 def _apart_in_collectives(
-    picture: Picture, alive: Sequence[RankView], patience: Patience
+    run_view: RunView, alive: Sequence[RankView], patience: Patience
 ) -> Verdict | Suspicion | None:
     """All ranks without progress wait for others, but not in the same collective."""
-    stuck = [view for view in alive if _waits(view, picture)]
+    stuck = [view for view in alive if _waits(view, run_view)]
     if len(stuck) < 2 or len(stuck) < len(alive):
         return None
     limits, since_s = _limits_of_all(stuck, patience), min(view.idle_s for view in stuck)
     if since_s < limits.suspect_s:
         return None
-    found = mismatch(picture, stuck)
-    if found is None or _network_is_in_trouble(picture):
+    found = mismatch(run_view, stuck)
+    if found is None or _network_has_problems(run_view):
         return None
-    unseen = tuple(view.rank for view in stuck if view.rank not in picture.looks)
+    unseen = tuple(view.rank for view in stuck if view.rank not in run_view.looks)
     name_s = limits.name_s
     if since_s >= name_s + (_LOOK_S if unseen else 0.0):
         return found
     return Suspicion(found, since_s, is_named=not unseen, ends_in_s=name_s - since_s, wanted=unseen)
 
 
-def _network_is_in_trouble(picture: Picture) -> bool:
+def _network_has_problems(run_view: RunView) -> bool:
     """Then ranks may be in different collectives without a fault: a rank that has sent its last piece of one continues, whether or not it arrives."""
-    return any(node.links or node.silent_s >= _SILENT_S for node in picture.nodes.values())
+    return any(node.links or node.silent_s >= _SILENT_S for node in run_view.nodes.values())
 
 
 def _together_in_a_collective(
-    picture: Picture, alive: Sequence[RankView], patience: Patience
+    run_view: RunView, alive: Sequence[RankView], patience: Patience
 ) -> Suspicion | Verdict | None:
     """All ranks are in collectives, usually in the same one, which does not complete: something between them fails."""
-    stuck = [view for view in alive if _waits(view, picture)]
+    stuck = [view for view in alive if _waits(view, run_view)]
     if not stuck or len(stuck) < len(alive):
         return None
     limits, since_s = _limits_of_all(stuck, patience), min(view.idle_s for view in stuck)
     if since_s < limits.suspect_s:
         return None
     is_foreign = any(view.beat is not None and view.beat.is_foreign for view in stuck)
-    gone = {rank for rank, view in picture.views.items() if view.has_ended and not view.told_result}
-    if gone and not is_foreign:
+    ended = {rank for rank, view in run_view.views.items() if view.has_ended and not view.reported_result}
+    if ended and not is_foreign:
         return None  # they wait for a rank that is exiting, and its own error is the cause
     first = max(stuck, key=lambda view: view.idle_s)
-    silent = [node for node in picture.nodes.values() if node.silent_s >= _SILENT_S]
+    silent = [node for node in run_view.nodes.values() if node.silent_s >= _SILENT_S]
     links = [
         Evidence(where=f"node {n.node_rank} ({n.host})", text=link)
-        for n in picture.nodes.values()
+        for n in run_view.nodes.values()
         for link in n.links
     ]
     if silent:
@@ -256,7 +258,7 @@ def _together_in_a_collective(
         found = verdict(
             "node_unreachable",
             summary,
-            picture,
+            run_view,
             ranks=(),
             hosts=[n.host for n in silent],
             since_s=since_s,
@@ -264,33 +266,33 @@ def _together_in_a_collective(
         )
     elif links:
         summary = f"all ranks wait ({describe_activity(first)}), and what they send does not arrive: {links[0].text}"
-        found = verdict("node_unreachable", summary, picture, ranks=(), since_s=since_s, evidence=links)
+        found = verdict("node_unreachable", summary, run_view, ranks=(), since_s=since_s, evidence=links)
     else:
         summary = (
-            f"all ranks{' that are left' if gone else ''} wait {describe_activity(first)}, and it does not end; which of them or what between them is silent is not known:"
+            f"all ranks{' that are left' if ended else ''} wait {describe_activity(first)}, and it does not end; which of them or what between them is silent is not known:"
             " NCCL_DEBUG=INFO (--debug-comm) would tell"
         )
-        found = verdict("rank_stalled", summary, picture, ranks=(), since_s=since_s, confidence=0.5)
+        found = verdict("rank_stalled", summary, run_view, ranks=(), since_s=since_s, confidence=0.5)
     name_s = max(limits.name_s, _LONG_COLLECTIVE_S) if is_foreign else limits.name_s
-    wanted = [view.rank for view in stuck if not is_foreign or not _is_seen(view, picture)]
+    wanted = [view.rank for view in stuck if not is_foreign or not _is_seen(view, run_view)]
     return _by_time(found, since_s, name_s, limits.act_s, wanted=wanted)
 
 
 def _graded(
-    cause: str, what: str, picture: Picture, view: RankView, patience: Patience
+    cause: str, what: str, run_view: RunView, view: RankView, patience: Patience
 ) -> Suspicion | Verdict | None:
     """The result for one rank: suspected, reported or final, by how long it has been silent."""
     limits = _limits(view, patience)
     since_s = view.idle_s
     if since_s < limits.suspect_s:
         return None
-    at = _top(view, picture)
-    summary = f"{labels(picture, [view.rank])} {what}; it has been {describe_activity(view)} for {since_s:.0f} s{at}"
-    found = verdict(cause, summary, picture, ranks=[view.rank], since_s=since_s)
+    at = _top(view, run_view)
+    summary = f"{labels(run_view, [view.rank])} {what}; it has been {describe_activity(view)} for {since_s:.0f} s{at}"
+    found = verdict(cause, summary, run_view, ranks=[view.rank], since_s=since_s)
     others = [
         v.rank
-        for v in picture.views.values()
-        if v.rank != view.rank and not v.has_ended and _waits(v, picture)
+        for v in run_view.views.values()
+        if v.rank != view.rank and not v.has_ended and _waits(v, run_view)
     ]
     return _by_time(found, since_s, limits.name_s, limits.act_s, wanted=[view.rank, *others[:1]])
 
@@ -319,13 +321,13 @@ def _limits_of_all(waiting: Sequence[RankView], patience: Patience) -> Limits:
     return min((_limits(view, patience) for view in waiting), key=lambda limits: limits.name_s)
 
 
-def _waits(view: RankView, picture: Picture) -> bool:
+def _waits(view: RankView, run_view: RunView) -> bool:
     """Whether a rank waits for others: by its phase, or by its stack, since sharded weights communicate inside forward and backward."""
     if view.waits:
         return True
     if view.beat is None or view.beat.is_foreign:
         return False
-    look = picture.looks.get(view.rank)
+    look = run_view.looks.get(view.rank)
     if look is None or not _is_in_torch_distributed(look.stack):
         return False
     # Of ranks that all wait in the same kind of phase, one that has begun fewer collectives than another is late, not waiting.
@@ -336,24 +338,24 @@ def _is_in_torch_distributed(stack: Sequence[str]) -> bool:
     return any(part in line for line in stack[:_WAITING_FRAMES] for part in _WAITS_IN_TORCH)
 
 
-def _position(view: RankView, picture: Picture) -> tuple[int, int, int]:
+def _position(view: RankView, run_view: RunView) -> tuple[int, int, int]:
     """Progress of a rank: step, our collectives, the flight recorder's."""
     assert view.beat is not None
-    look = picture.looks.get(view.rank)
+    look = run_view.looks.get(view.rank)
     number = look.begun.number if look is not None and look.begun is not None else 0
     return view.beat.step, view.beat.comm, number
 
 
-def _is_seen(view: RankView, picture: Picture) -> bool:
+def _is_seen(view: RankView, run_view: RunView) -> bool:
     """Whether the inspection of a rank has the required data: its stack, or for a foreign rank that waits, its collective."""
-    look = picture.looks.get(view.rank)
+    look = run_view.looks.get(view.rank)
     if look is None:
         return False
-    asks_collective = view.beat is not None and view.beat.is_foreign and _waits(view, picture)
+    asks_collective = view.beat is not None and view.beat.is_foreign and _waits(view, run_view)
     return look.begun is not None if asks_collective else bool(look.stack)
 
 
-def _top(view: RankView, picture: Picture) -> str:
+def _top(view: RankView, run_view: RunView) -> str:
     """The innermost line of its stack."""
-    look = picture.looks.get(view.rank)
+    look = run_view.looks.get(view.rank)
     return f", at {look.stack[0]}" if look is not None and look.stack else ""

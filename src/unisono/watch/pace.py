@@ -9,7 +9,7 @@ from unisono.text import parse_seconds
 from unisono.watch.beat import PHASES, phase_named
 from unisono.watch.rank_record import Beat
 from unisono.watch.verdicts import verdict
-from unisono.watch.views import Picture, RankView
+from unisono.watch.views import RankView, RunView
 
 _SUSPECT_S = 3.0
 _NAME_S = 4.5
@@ -94,7 +94,7 @@ class Pace:
 
     _first: dict[int, _Mark] = field(default_factory=dict)
     _last: dict[int, _Mark] = field(default_factory=dict)
-    _told: set[int] = field(default_factory=set)
+    _reported: set[int] = field(default_factory=set)
     _slow_once: int | None = None
 
     def note(self, views: Mapping[int, RankView], now: float) -> None:
@@ -106,7 +106,7 @@ class Pace:
                 self._last[rank] = _mark(view.beat, now)
                 self._first.setdefault(rank, self._last[rank])
 
-    def straggler(self, picture: Picture) -> Verdict | None:
+    def straggler(self, run_view: RunView) -> Verdict | None:
         """The rank whose own time per step is 1.3 times the median over at least 5 steps and 10 s, twice in a row; reported once.
 
         A rank's own time is that in data and computing. Of two ranks the faster one is the median. A single slow span happens to any rank
@@ -117,15 +117,15 @@ class Pace:
             for rank in self._last
             if (span := _span(self._first[rank], self._last[rank])) is not None
         }
-        if len(spans) < 2 or len(spans) < len(picture.places):
+        if len(spans) < 2 or len(spans) < len(run_view.places):
             return None
         self._first = dict(self._last)  # the next span begins where this one ends
         before, self._slow_once = self._slow_once, _slowest(spans)
         rank = self._slow_once
-        if rank is None or rank != before or rank in self._told:
+        if rank is None or rank != before or rank in self._reported:
             return None
-        self._told.add(rank)
-        return _tell(picture, spans, rank)
+        self._reported.add(rank)
+        return _straggler_verdict(run_view, spans, rank)
 
 
 def _slowest(spans: Mapping[int, _Mark]) -> int | None:
@@ -159,7 +159,7 @@ def _span(first: _Mark, last: _Mark) -> _Mark | None:
     )
 
 
-def _tell(picture: Picture, spans: Mapping[int, _Mark], rank: int) -> Verdict:
+def _straggler_verdict(run_view: RunView, spans: Mapping[int, _Mark], rank: int) -> Verdict:
     own, middle = _own_s(spans[rank]), statistics.median_low(_own_s(span) for span in spans.values())
     shares = {
         name: getattr(spans[rank], name)
@@ -167,14 +167,14 @@ def _tell(picture: Picture, spans: Mapping[int, _Mark], rank: int) -> Verdict:
         for name in ("data_s", "compute_s")
     }
     phase = "data" if shares["data_s"] > shares["compute_s"] else "computing"
-    place = picture.places[rank]
+    place = run_view.places[rank]
     summary = (
         f"{place.label} takes {own * 1000:.0f} ms a step where the median takes {middle * 1000:.0f} ms, over {spans[rank].step} steps;"
         f" it loses the time in {phase}, and the others wait for it"
     )
     evidence = [
         Evidence(
-            where=picture.places[r].label,
+            where=run_view.places[r].label,
             text=f"a step: data {s.data_s * 1000:.1f} ms, computing {s.compute_s * 1000:.1f} ms, collectives {s.comm_s * 1000:.1f} ms",
         )
         for r, s in sorted(spans.items())
@@ -182,7 +182,7 @@ def _tell(picture: Picture, spans: Mapping[int, _Mark], rank: int) -> Verdict:
     return verdict(
         "straggler",
         summary,
-        picture,
+        run_view,
         ranks=[rank],
         since_s=spans[rank].now,
         evidence=evidence[:8],

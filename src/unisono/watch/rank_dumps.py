@@ -45,7 +45,7 @@ def read_flight(text: str) -> Flight:
         dump: Any = json.loads(text)
         entries = [entry for entry in dump.get("entries") or () if not entry.get("is_p2p")]
         groups = [
-            Group.of(str(number), status).as_entries_tell(entries)
+            Group.of(str(number), status).with_entries(entries)
             for number, status in dump["pg_status"].items()
         ]
         found = [(group, group.entry(entries)) for group in groups if group.enqueued > 0]
@@ -98,7 +98,7 @@ class Group:
         completed = int(status["last_completed_collective"])
         return cls(number, int(status["last_enqueued_collective"]), completed if completed >= 0 else None)
 
-    def as_entries_tell(self, entries: Sequence[Mapping[str, Any]]) -> "Group":
+    def with_entries(self, entries: Sequence[Mapping[str, Any]]) -> "Group":
         """The same, with completion read from its entries: all before the first incomplete one."""
         own = [entry for entry in entries if str(entry["pg_id"]) == self.number and "retired" in entry]
         if not own:

@@ -8,7 +8,7 @@ from unisono.causes.catalogue import MORE_PATIENCE, RESUMES
 from unisono.text import one_line
 from unisono.watch.beat import PHASES, phase_named
 from unisono.watch.rank_record import Beat
-from unisono.watch.views import Collective, Look, Picture, RankView
+from unisono.watch.views import Collective, Look, RankView, RunView
 
 _STACK_LINES = 6
 _MOST_WAITING = 4
@@ -37,7 +37,7 @@ _STATES = {
 def verdict(
     cause: str,
     summary: str,
-    picture: Picture,
+    run_view: RunView,
     *,
     ranks: Sequence[int],
     since_s: float,
@@ -52,7 +52,7 @@ def verdict(
     Args:
         cause: of the catalogue.
         summary: one line.
-        picture: of the run.
+        run_view: of the run.
         ranks: the culprits.
         since_s: seconds since it began.
         evidence: in addition to that of every rank.
@@ -62,12 +62,12 @@ def verdict(
         hosts: culprits, if they are nodes and not ranks.
     """
     known = find_cause(cause)
-    views = [picture.views[rank] for rank in ranks if rank in picture.views]
+    views = [run_view.views[rank] for rank in ranks if rank in run_view.views]
     beats = [view.beat for view in views if view.beat is not None]
     found = [
         *evidence,
-        *(item for view in views for item in rank_evidence(view, picture)),
-        *waiting_evidence(picture, ranks),
+        *(item for view in views for item in rank_evidence(view, run_view)),
+        *waiting_evidence(run_view, ranks),
     ]
     return Verdict.model_validate(
         {
@@ -76,7 +76,7 @@ def verdict(
             "severity": severity,
             "summary": summary,
             "ranks": tuple(ranks),
-            "hosts": tuple(hosts) or tuple(dict.fromkeys(picture.places[rank].host for rank in ranks)),
+            "hosts": tuple(hosts) or tuple(dict.fromkeys(run_view.places[rank].host for rank in ranks)),
             "phase": beats[0].phase if beats else None,
             "step": (beats[0].step or None) if beats else None,
             "evidence": tuple(found),
@@ -101,9 +101,9 @@ def describe_activity(view: RankView) -> str:
     return f"{text}{at}{far}"
 
 
-def rank_evidence(view: RankView, picture: Picture) -> list[Evidence]:
+def rank_evidence(view: RankView, run_view: RunView) -> list[Evidence]:
     """Evidence of one rank: its phase, its process, its stack, its last collective."""
-    where = picture.places[view.rank].label
+    where = run_view.places[view.rank].label
     process = view.process
     state = (
         f"state {process.state} ({_STATES.get(process.state, 'see ps(1)')})"
@@ -118,23 +118,23 @@ def rank_evidence(view: RankView, picture: Picture) -> list[Evidence]:
     text += f"; its GPU is at {process.gpu_percent} %" if process.gpu_percent is not None else ""
     text += f"; its child processes are in state {', '.join(process.children)}" if process.children else ""
     found = [Evidence(where=where, text=text)]
-    look = picture.looks.get(view.rank)
+    look = run_view.looks.get(view.rank)
     if look is not None:
         found += _inspection_evidence(look, where)
     return found
 
 
-def waiting_evidence(picture: Picture, culprits: Sequence[int]) -> list[Evidence]:
+def waiting_evidence(run_view: RunView, culprits: Sequence[int]) -> list[Evidence]:
     """Evidence of the ranks that wait for the culprits."""
     found = []
-    for rank, view in sorted(picture.views.items()):
+    for rank, view in sorted(run_view.views.items()):
         if rank in culprits or view.beat is None or view.has_ended:
             continue
-        begun = picture.looks[rank].begun if rank in picture.looks else None
+        begun = run_view.looks[rank].begun if rank in run_view.looks else None
         recorder = f" (flight recorder: {begun})" if begun is not None else ""
         found.append(
             Evidence(
-                where=picture.places[rank].label,
+                where=run_view.places[rank].label,
                 text=f"{'waits, ' if view.waits else ''}{describe_activity(view)}, for {view.idle_s:.1f} s{recorder}",
             )
         )
@@ -162,9 +162,9 @@ def _inspection_evidence(look: Look, where: str) -> list[Evidence]:
     return found
 
 
-def labels(picture: Picture, ranks: Sequence[int]) -> str:
+def labels(run_view: RunView, ranks: Sequence[int]) -> str:
     """Labels of the ranks: "rank 1, node 0 (a)", or for several "ranks 1, 3 and 5"."""
-    places = [picture.places[rank] for rank in ranks]
+    places = [run_view.places[rank] for rank in ranks]
     if len(places) == 1:
         return places[0].label
     numbers = [str(place.rank) for place in places]
@@ -178,63 +178,63 @@ _UNKNOWN = ""
 # ---- ranks in different collectives
 
 
-def mismatch(picture: Picture, views: Sequence[RankView]) -> Verdict | None:
+def mismatch(run_view: RunView, views: Sequence[RankView]) -> Verdict | None:
     """The verdict on ranks whose last collectives differ, including ranks that failed in them; None if they match."""
     steps = Counter(view.beat.step for view in views if view.beat is not None)
     since_s = max((view.idle_s for view in views), default=0.0)
-    if len(steps) > 1 and not _in_one_collective(picture, views):
+    if len(steps) > 1 and not _in_one_collective(run_view, views):
         most = max(steps)
         behind = [v.rank for v in views if v.beat is not None and v.beat.step < most]
         ahead = [v.rank for v in views if v.beat is not None and v.beat.step == most]
         at = ", ".join(f"{step}" for step in sorted(steps)[:-1])
-        summary = f"{labels(picture, behind)} made fewer steps: step {at} was the last, and {labels(picture, ahead)} continued to step {most}"
-        return verdict("unequal_steps", summary, picture, ranks=behind, since_s=since_s)
+        summary = f"{labels(run_view, behind)} made fewer steps: step {at} was the last, and {labels(run_view, ahead)} continued to step {most}"
+        return verdict("unequal_steps", summary, run_view, ranks=behind, since_s=since_s)
     beats = {view.rank: view.beat for view in views if view.beat is not None and view.beat.is_foreign}
     if left_the_loop(list(beats.values())):
-        return _left_the_loop(picture, beats, since_s)
-    if len(beats) == len(views) and (found := _out_of_their_loop(picture, beats, since_s)) is not None:
+        return _left_the_loop(run_view, beats, since_s)
+    if len(beats) == len(views) and (found := _out_of_their_loop(run_view, beats, since_s)) is not None:
         return found
     kinds: dict[str, list[int]] = {}
     for view in views:
-        kinds.setdefault(_collective(view, picture), []).append(view.rank)
+        kinds.setdefault(_collective(view, run_view), []).append(view.rank)
     if len(kinds) < 2 or _UNKNOWN in kinds:
         return None
     groups = sorted(kinds.items(), key=lambda item: (len(item[1]), item[1]))
     odd = groups[0][1] if len(groups[0][1]) < len(groups[1][1]) else []
-    told = "; ".join(f"{labels(picture, ranks)}: {kind}" for kind, ranks in groups)
-    summary = f"ranks are in different collectives: {told}"
-    evidence = [Evidence(where=labels(picture, ranks), text=kind) for kind, ranks in groups]
-    return verdict("collective_mismatch", summary, picture, ranks=odd, since_s=since_s, evidence=evidence)
+    described = "; ".join(f"{labels(run_view, ranks)}: {kind}" for kind, ranks in groups)
+    summary = f"ranks are in different collectives: {described}"
+    evidence = [Evidence(where=labels(run_view, ranks), text=kind) for kind, ranks in groups]
+    return verdict("collective_mismatch", summary, run_view, ranks=odd, since_s=since_s, evidence=evidence)
 
 
-def _in_one_collective(picture: Picture, views: Sequence[RankView]) -> bool:
+def _in_one_collective(run_view: RunView, views: Sequence[RankView]) -> bool:
     """Whether ranks of a foreign program wait in the same collective; then different step counts do not matter."""
     if not all(view.beat is not None and view.beat.is_foreign for view in views):
         return False
-    looks = [picture.looks.get(view.rank) for view in views]
+    looks = [run_view.looks.get(view.rank) for view in views]
     begun = {alike(look.begun) if look is not None and look.begun is not None else _UNKNOWN for look in looks}
     return len(begun) == 1 and _UNKNOWN not in begun
 
 
-def _left_the_loop(picture: Picture, beats: Mapping[int, Beat], since_s: float) -> Verdict | None:
+def _left_the_loop(run_view: RunView, beats: Mapping[int, Beat], since_s: float) -> Verdict | None:
     """The verdict on ranks that have not read a batch for the step of the others, if they are in a different collective."""
     begun = {
         alike(look.begun)
         for rank in beats
-        if (look := picture.looks.get(rank)) is not None and look.begun is not None
+        if (look := run_view.looks.get(rank)) is not None and look.begun is not None
     }
     if len(begun) < 2:
         return None
     behind = [rank for rank, beat in beats.items() if not beat.micro]
     ahead = [rank for rank, beat in beats.items() if beat.micro]
     step = beats[ahead[0]].step
-    summary = f"{labels(picture, behind)} made fewer steps: step {step - 1} was the last, and {labels(picture, ahead)} continued to step {step}"
-    return verdict("unequal_steps", summary, picture, ranks=behind, since_s=since_s)
+    summary = f"{labels(run_view, behind)} made fewer steps: step {step - 1} was the last, and {labels(run_view, ahead)} continued to step {step}"
+    return verdict("unequal_steps", summary, run_view, ranks=behind, since_s=since_s)
 
 
-def _out_of_their_loop(picture: Picture, beats: Mapping[int, Beat], since_s: float) -> Verdict | None:
+def _out_of_their_loop(run_view: RunView, beats: Mapping[int, Beat], since_s: float) -> Verdict | None:
     """The verdict on ranks that cannot make another step while others can, which are in a recurring collective."""
-    looks = {rank: look for rank in beats if (look := picture.looks.get(rank)) is not None}
+    looks = {rank: look for rank in beats if (look := run_view.looks.get(rank)) is not None}
     behind = [rank for rank, look in looks.items() if look.may_step is False]
     ahead = [rank for rank, look in looks.items() if look.may_step and look.recurs]
     if not behind or not ahead or len(behind) + len(ahead) < len(beats):
@@ -244,19 +244,19 @@ def _out_of_their_loop(picture: Picture, beats: Mapping[int, Beat], since_s: flo
         return None
     last = max(beats[rank].step for rank in behind) - 1
     are, its = ("is", "its loop") if len(ahead) == 1 else ("are", "theirs")
-    summary = f"{labels(picture, behind)} made fewer steps: step {last} was the last, and the loop is over there; {labels(picture, ahead)} {are} still in {its}"
+    summary = f"{labels(run_view, behind)} made fewer steps: step {last} was the last, and the loop is over there; {labels(run_view, ahead)} {are} still in {its}"
     ways = {True: "its loop has had that before", False: "nothing leads back from there to its steps"}
     evidence = [
-        Evidence(where=labels(picture, [rank]), text=f"{begun[rank]}; {ways[rank in ahead]}")
+        Evidence(where=labels(run_view, [rank]), text=f"{begun[rank]}; {ways[rank in ahead]}")
         for rank in beats
     ]
-    return verdict("unequal_steps", summary, picture, ranks=behind, since_s=since_s, evidence=evidence)
+    return verdict("unequal_steps", summary, run_view, ranks=behind, since_s=since_s, evidence=evidence)
 
 
-def _collective(view: RankView, picture: Picture) -> str:
+def _collective(view: RankView, run_view: RunView) -> str:
     """The collective that a rank is in, with equal text for equal ones. The flight recorder also has torch's own."""
     assert view.beat is not None
-    look = picture.looks.get(view.rank)
+    look = run_view.looks.get(view.rank)
     if look is not None and look.begun is not None:
         return alike(look.begun) if view.beat.is_foreign else str(look.begun)
     if view.beat.is_foreign:

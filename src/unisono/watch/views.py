@@ -41,7 +41,7 @@ class RankView:
         pulse_idle_s: the same for its second thread.
         process: the state of its process.
         has_ended: whether its process is gone or about to exit: it has refused or crashed.
-        told_result: whether it has reported its result.
+        reported_result: whether it has reported its result.
     """
 
     rank: int
@@ -51,7 +51,7 @@ class RankView:
     pulse_idle_s: float
     process: ProcessView
     has_ended: bool = False
-    told_result: bool = False
+    reported_result: bool = False
 
     @property
     def waits(self) -> bool:
@@ -91,7 +91,7 @@ class RankView:
             pulse_idle_s=float(value["pulse_idle_s"]),
             process=ProcessView(**value["process"]),
             has_ended=bool(value["has_ended"]),
-            told_result=bool(value["told_result"]),
+            reported_result=bool(value["reported_result"]),
         )
 
 
@@ -202,7 +202,7 @@ class Look:
 
 
 @dataclass(frozen=True)
-class Picture:
+class RunView:
     """The run at one moment.
 
     Attributes:

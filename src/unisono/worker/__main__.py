@@ -55,8 +55,8 @@ def main(argv: list[str]) -> int:
     code = run_child(body, arguments)
     if code in _GOOD_ENDS:  # else its last sign of life stays that of what failed
         beats.enter("close")
-    if not all(close(in_peace=code in _GOOD_ENDS) for close in closing):
-        leave(code, in_peace=False)  # a group that stays open does not hold the process
+    if not all(close(orderly=code in _GOOD_ENDS) for close in closing):
+        leave(code, orderly=False)  # a group that stays open does not hold the process
     return code
 
 

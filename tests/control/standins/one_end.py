@@ -20,16 +20,16 @@ from unisono.control.server import HeadServer
 TOKEN = b"the secret of this job, 32 bytes"
 
 
-def say(text: object) -> None:
+def notify(text: object) -> None:
     print(text, flush=True)
 
 
 def head(nodes: str) -> None:
     server = HeadServer(host="127.0.0.1", port=0, token=TOKEN, nodes=int(nodes), welcome={}, run_nonce="run1")
-    say(server.address[1])
+    notify(server.address[1])
     while True:
         for event in server.receive(60):
-            say(event)
+            notify(event)
 
 
 def join(port: int, rank: int) -> NodeLink:
@@ -40,10 +40,10 @@ def join(port: int, rank: int) -> NodeLink:
 
 def node(port: str, rank: str) -> None:
     link = join(int(port), int(rank))
-    say("here")
+    notify("here")
     while True:
         for event in link.receive(60):
-            say(event)
+            notify(event)
 
 
 def sender(port: str, rank: str, mib: str) -> None:
@@ -58,7 +58,7 @@ def sender(port: str, rank: str, mib: str) -> None:
 def nodes(port: str, first: str, last: str) -> None:
     with ThreadPoolExecutor(16) as pool:
         links = list(pool.map(lambda rank: join(int(port), rank), range(int(first), int(last) + 1)))
-    say("here")
+    notify("here")
     for link in links:
         link.send({"kind": "report", "report": "x" * 10_000})
     heard = 0
@@ -69,7 +69,7 @@ def nodes(port: str, first: str, last: str) -> None:
             heard += sum(not isinstance(event, Left) for event in events)
             gone = any(isinstance(event, Left) for event in events)
         link.close()
-    say(heard)
+    notify(heard)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ def together(
     **env: str,
 ) -> list[str]:
     """What torchrun printed on each node."""
-    said = [""] * len(nproc)
+    printed = [""] * len(nproc)
     with nodes(len(nproc), loopback) as fronts:
 
         def one(i: int) -> None:
@@ -55,7 +55,7 @@ def together(
                 *join,
                 str(PROGRAMS / "pretrain.py"),
             ]
-            said[i] = neutral(
+            printed[i] = neutral(
                 run(argv, {"LIMIT": "12"} | env, base / name / str(i), 75),
                 4,
                 base / name / str(i),
@@ -67,22 +67,22 @@ def together(
             t.start()
         for t in threads:
             t.join()
-    return [t.replace(f"{NET}.", "10.20.0.1") for t in said]
+    return [t.replace(f"{NET}.", "10.20.0.1") for t in printed]
 
 
 def files(
     base: Path, name: str, want: Want, nproc: Sequence[int], *, mixed: bool = False, **more: object
 ) -> dict[str, object]:
     """A file per node, or both in one as srun -l writes them."""
-    said = together(base, name, nproc, **more)  # type: ignore[arg-type]
+    printed = together(base, name, nproc, **more)  # type: ignore[arg-type]
     if mixed:
-        rows = [[f"{i}: {line}" for line in t.splitlines()] for i, t in enumerate(said)]
+        rows = [[f"{i}: {line}" for line in t.splitlines()] for i, t in enumerate(printed)]
         text = (
             "\n".join(line for k in range(max(map(len, rows))) for part in rows for line in part[k : k + 1])
             + "\n"
         )
         return case(name, want, {"slurm-3301.out": squeeze(text, 19_000)}, SOURCE)
-    return case(name, want, {f"node{i}.log": squeeze(t, 9_500) for i, t in enumerate(said) if t}, SOURCE)
+    return case(name, want, {f"node{i}.log": squeeze(t, 9_500) for i, t in enumerate(printed) if t}, SOURCE)
 
 
 def cases(base: Path) -> Iterator[tuple[str, object]]:

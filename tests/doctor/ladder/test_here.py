@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.doctor.bedside import Seen, doctor
-from unisono.doctor.ladder_attempts import AttemptLogs, attempt_here, logs_name
+from unisono.doctor.ladder_attempts import AttemptLogs, attempt_local, logs_name
 from unisono.plan import DeviceChoice
 from unisono.supervise.child_process import Programs
 
@@ -36,8 +36,10 @@ def test_what_the_libraries_say_in_each_attempt_is_kept_where_it_is_asked_for(tm
     seen = doctor(tmp_path, "--nproc", "2", "--ladder", "--debug-comm", env={"GLOO_SOCKET_IFNAME": "ens34"})
     (finding,) = seen.of("network.ladder")
     assert finding["fix"] == ["unset GLOO_SOCKET_IFNAME"]
-    (said,) = [line for line in finding["evidence"] if line.startswith("logs of the libraries: runs/doctor-")]
-    folder = tmp_path / said.removeprefix("logs of the libraries: ")
+    (printed,) = [
+        line for line in finding["evidence"] if line.startswith("logs of the libraries: runs/doctor-")
+    ]
+    folder = tmp_path / printed.removeprefix("logs of the libraries: ")
     first, second = sorted(path.name for path in folder.iterdir())
     assert first == "01-current-settings"
     assert second == "02-without-the-current-settings-gloo-socket-ifname"
@@ -92,7 +94,7 @@ def test_two_ranks_that_reach_each_other_pass_with_their_bandwidth(tmp_path: Pat
 @pytest.mark.long
 def test_settings_live_in_the_children_alone() -> None:
     before = dict(os.environ)
-    outcome = attempt_here(
+    outcome = attempt_local(
         [CPU, CPU], {"GLOO_SOCKET_IFNAME": "lo"}, backend="gloo", deadline_s=30.0, programs=Programs()
     )
     assert outcome.ok, outcome
@@ -101,7 +103,7 @@ def test_settings_live_in_the_children_alone() -> None:
 
 @pytest.mark.long
 def test_a_transport_that_is_not_built_in_is_told_and_ends_at_once() -> None:
-    outcome = attempt_here(
+    outcome = attempt_local(
         [CPU, CPU], {"GLOO_DEVICE_TRANSPORT": "UV"}, backend="gloo", deadline_s=30.0, programs=Programs()
     )
     assert outcome.ok or outcome.text, outcome

@@ -41,9 +41,9 @@ def climbed(job: Job, *words: str, config: bool = False) -> tuple[list[Front], d
     words = ("--ladder", *words)
     fronts = [job.start(node, *words, command="doctor", config=config, json=True) for node in range(2)]
     together(fronts)
-    told = [json.loads(front.text("out"))["checks"] for front in fronts]
-    assert told[0] == told[1], job.told()
-    (finding,) = [one for one in told[0] if one["id"] == "network.ladder"]
+    reported = [json.loads(front.text("out"))["checks"] for front in fronts]
+    assert reported[0] == reported[1], job.transcript()
+    (finding,) = [one for one in reported[0] if one["id"] == "network.ladder"]
     assert dict(os.environ) == before
     job.wait_gone()
     return fronts, finding
@@ -65,7 +65,7 @@ def test_around_a_blocked_range_of_ports_the_other_network_is_found(
     for node in range(2):
         two_networks.drop(node, "-i", "eth0", "-p", "tcp", "--syn", "--dport", "32768:60999")
     fronts, finding = climbed(pair)
-    assert finding["status"] == "fail", pair.told()
+    assert finding["status"] == "fail", pair.transcript()
     assert finding["fix"] == ["export GLOO_SOCKET_IFNAME=eth1"]
     assert [front.exit_code for front in fronts] == [6, 6]
 
@@ -77,7 +77,7 @@ def test_around_a_hole_for_large_packets_the_other_network_is_found(
     for node in range(2):
         two_networks.drop(node, "-i", "eth0", "-p", "tcp", "-m", "length", "--length", "1400:65535")
     _, finding = climbed(pair, "--debug-comm")
-    assert finding["fix"] == ["export GLOO_SOCKET_IFNAME=eth1"], pair.told()
+    assert finding["fix"] == ["export GLOO_SOCKET_IFNAME=eth1"], pair.transcript()
     for rank in (0, 1):
         kept = sorted((pair.folder / f"node{rank}").glob(f"runs/doctor-*/*/rank-{rank:05d}.log"))
         assert [path.parent.name for path in kept][-1] == "03-interface-pinned-to-eth1", kept

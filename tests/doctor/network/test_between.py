@@ -52,7 +52,7 @@ def queues(networks: Namespaces) -> Iterator[Namespaces]:
 @pytest.mark.makes("peers.speed", "pass")
 def test_two_nodes_measure_each_other(pair: Job) -> None:
     fronts = [pair.start(node, command="doctor", config=False, json=True) for node in range(2)]
-    assert together(fronts) == [0, 0], pair.told()
+    assert together(fronts) == [0, 0], pair.transcript()
     found = speed(fronts[1])
     assert found == speed(fronts[0])
     assert found["status"] == "pass", found
@@ -66,7 +66,7 @@ def test_a_slow_node_is_named_and_not_its_partners(queues: Namespaces, trio: Job
     fronts = [trio.start(node, command="doctor", config=False, json=True) for node in range(3)]
     together(fronts)
     found = speed(fronts[0])
-    assert found["status"] == "warn", trio.told()
+    assert found["status"] == "warn", trio.transcript()
     assert f"{fronts[2].label} is slow with every partner" in str(found["evidence"])
 
 
@@ -76,5 +76,5 @@ def test_a_slow_link_is_named_and_neither_of_its_ends(queues: Namespaces, trio: 
     fronts = [trio.start(node, command="doctor", config=False, json=True) for node in range(3)]
     together(fronts)
     found = speed(fronts[0])
-    assert found["status"] == "warn", trio.told()
+    assert found["status"] == "warn", trio.transcript()
     assert f"the link between {fronts[1].label} and {fronts[2].label} is slow" in str(found["evidence"])

@@ -20,12 +20,12 @@ from unisono.plan import DeviceChoice
 from unisono.plan.topology import Topology
 from unisono.rendezvous.head_address import refusals_reported
 from unisono.rendezvous.head_side import hold_meeting
-from unisono.rendezvous.member_side import attend_meeting
+from unisono.rendezvous.member_side import join_meeting
 from unisono.rendezvous.party import ChannelFacts, Party
 from unisono.supervise.interrupts import Interrupts, Stopped
 
 
-def say(kind: str, **fields: Any) -> None:
+def notify(kind: str, **fields: Any) -> None:
     print(json.dumps({"kind": kind, "at": time.monotonic(), **fields}), flush=True)
 
 
@@ -36,7 +36,7 @@ def main(script: dict[str, Any]) -> int:
     )  # fmt: skip
     party = Party(
         topology=topology, token=script["token"].encode(), host=script["host"], join_timeout_s=script.get("join_timeout", 60.0),
-        show=lambda message: say("shown", message=message),
+        show=lambda message: notify("shown", message=message),
     )  # fmt: skip
     with Interrupts():
         try:
@@ -46,28 +46,28 @@ def main(script: dict[str, Any]) -> int:
             meet(party, script)
         except UnisonoError as error:
             verdict = error.verdict.to_json() if error.verdict else None
-            say("error", exit_code=error.exit_code, verdict=verdict, lines=error.lines())
+            notify("error", exit_code=error.exit_code, verdict=verdict, lines=error.lines())
             return error.exit_code
         except Stopped as stopped:
-            say("stopped", signal=stopped.number.name, where=stopped.where)
+            notify("stopped", signal=stopped.number.name, where=stopped.where)
             return 130
-    say("done")
+    notify("done")
     return 0
 
 
 def meet(party: Party, script: dict[str, Any]) -> None:
-    def make(standing: ChannelFacts, show: Show) -> NodeReport:
+    def make(channel: ChannelFacts, show: Show) -> NodeReport:
         show({"kind": "phase", "phase": "digests", "text": "looking"})
         wait_for = script.get("reports_after")
         while wait_for and not Path(wait_for).exists():
             time.sleep(0.02)
         if "report_fails" in script:
             raise DataError.of(script["report_fails"], where="here")
-        return report(party, standing, script)
+        return report(party, channel, script)
 
     if party.topology.node_rank == 0:
         with hold_meeting(party, make, welcome={"nonce_file": "x"}) as meeting:
-            say(
+            notify(
                 "met",
                 checks=[check.to_json() for check in meeting.agreement.checks],
                 nodes=len(meeting.reports),
@@ -75,28 +75,28 @@ def meet(party: Party, script: dict[str, Any]) -> None:
             if "head_raises" in script:
                 raise DataError.of(script["head_raises"])
             meeting.broadcast({"kind": "prepare"})
-            said = meeting.gather("prepared", timeout_s=30)
-            say("gathered", of=sorted(said))
+            printed = meeting.gather("prepared", timeout_s=30)
+            notify("gathered", of=sorted(printed))
             meeting.end({"kind": "ended", "exit_code": 0, "verdicts": [], "result": {"step": 1}})
         return
-    with attend_meeting(party, make) as attendance:
-        say("met", welcome=attendance.welcome)
-        attendance.wait_for("prepare")
+    with join_meeting(party, make) as member_side:
+        notify("met", welcome=member_side.welcome)
+        member_side.wait_for("prepare")
         if "node_raises" in script:
             verdict = Verdict(
                 cause="plan_mismatch", when="before", summary=script["node_raises"],
                 evidence=(Evidence(where="here", text="seen"),), fix=("mend it",),
             )  # fmt: skip
             raise Disagreed.of(verdict.summary, verdict=verdict)
-        attendance.send({"kind": "prepared", "digest": "x"})
-        last = attendance.wait_for("ended")
-        say("last", result=last["result"])
+        member_side.send({"kind": "prepared", "digest": "x"})
+        last = member_side.wait_for("ended")
+        notify("last", result=last["result"])
 
 
-def report(party: Party, standing: ChannelFacts, script: dict[str, Any]) -> NodeReport:
+def report(party: Party, channel: ChannelFacts, script: dict[str, Any]) -> NodeReport:
     lo = Interface(
         name="lo",
-        addresses=["127.0.0.1", standing.address],
+        addresses=["127.0.0.1", channel.address],
         mtu=65536,
         up=True,
         loopback=True,
@@ -104,9 +104,9 @@ def report(party: Party, standing: ChannelFacts, script: dict[str, Any]) -> Node
     )
     place = DeviceChoice(kind="cpu", name="A CPU", memory_bytes=10**9, bfloat16=False)
     values = {
-        "address": standing.address, "nodes": party.topology.nodes, "interfaces": [lo], "places": [place] * 2,
-        "clock_offset_s": standing.clock_offset_s, "probe_ports": standing.probe_ports, "pid": os.getpid(), "variables": {},
-        "nproc_declared": True, "head_addresses": [standing.address], "host_addresses": [standing.address],
+        "address": channel.address, "nodes": party.topology.nodes, "interfaces": [lo], "places": [place] * 2,
+        "clock_offset_s": channel.clock_offset_s, "probe_ports": channel.probe_ports, "pid": os.getpid(), "variables": {},
+        "nproc_declared": True, "head_addresses": [channel.address], "host_addresses": [channel.address],
         **script.get("report", {}),
     }  # fmt: skip
     return node(party.topology.node_rank, party.host, **values)
@@ -114,5 +114,5 @@ def report(party: Party, standing: ChannelFacts, script: dict[str, Any]) -> Node
 
 if __name__ == "__main__":
     code = main(json.loads(sys.argv[1]))
-    say("threads", names=[thread.name for thread in threading.enumerate()])
+    notify("threads", names=[thread.name for thread in threading.enumerate()])
     sys.exit(code)

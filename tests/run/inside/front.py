@@ -16,14 +16,14 @@ from unisono.causes import Verdict
 from unisono.events import Message
 from unisono.integrations.border import (
     Answer,
-    Brought,
     EventsOf,
     Guard,
     Registration,
+    ReportedFacts,
     answer_facts,
-    brought_facts,
     memory_of,
     registrations,
+    reported_facts,
     start_of,
 )
 from unisono.integrations.inside import injected
@@ -116,7 +116,7 @@ class Played:
     watching: StallMonitor
     log: Path
     messages: list[Message]
-    brought: list[Brought] = field(default_factory=list)
+    brought: list[ReportedFacts] = field(default_factory=list)
     verdict: Verdict | None = None
 
     def poll(self) -> None:
@@ -143,26 +143,26 @@ class Played:
     def printed(self) -> str:
         return self.log.read_text()
 
-    def told(self, kind: str, rank: int = 0) -> list[Message]:
+    def events_of(self, kind: str, rank: int = 0) -> list[Message]:
         return [event for event in self.ranks.events.get(rank, ()) if event["kind"] == kind]
 
     def notes(self, rank: int = 0) -> list[str]:
-        return [str(event["text"]) for event in self.told("note", rank)]
+        return [str(event["text"]) for event in self.events_of("note", rank)]
 
     def stack(self, rank: int) -> tuple[str, ...]:
         """Where a rank was when it was last looked at."""
-        look = self.watching.picture.looks.get(rank)
+        look = self.watching.run_view.looks.get(rank)
         return look.stack if look is not None else ()
 
     def begun(self, rank: int) -> Collective | None:
         """The collective in which a rank was when it was last looked at."""
-        look = self.watching.picture.looks.get(rank)
+        look = self.watching.run_view.looks.get(rank)
         return look.begun if look is not None else None
 
     def _answer(self) -> None:
         """Compares what was brought when all have brought it: what is not equal is refused."""
-        waiting: dict[str, list[Brought]] = {}
-        for one in brought_facts(self.guard.folder):
+        waiting: dict[str, list[ReportedFacts]] = {}
+        for one in reported_facts(self.guard.folder):
             waiting.setdefault(one.name, []).append(one)
         for group in waiting.values():
             if len(group) < group[0].world_size:

@@ -32,7 +32,7 @@ def test_a_world_of_one_trains_without_a_store_at_a_port_and_whatever_its_variab
     notes = played.notes()
     assert any("a world of one rank" in note and "GLOO_SOCKET_IFNAME=ens34" in note for note in notes)
     assert sum("destroy_process_group was called again" in note for note in notes) == 1
-    assert played.told("result")[0]["step"] == 3
+    assert played.events_of("result")[0]["step"] == 3
 
 
 @pytest.mark.parametrize("how", ["leave", "destroy"])
@@ -42,7 +42,7 @@ def test_a_program_that_ends_right_after_a_collective_ends_well_though_gloos_thr
     """Without the guard 15 of 16 of these abort: `terminate called without an active exception` (pytorch#190489)."""
     played = guarded(sys.executable, PROGRAMS / "launcher.py", 2, PROGRAMS / "ending.py", how, world_size=2)
     assert played.until_ended() == 0, played.printed
-    assert played.told("result", 0)[0]["step"] == 3
+    assert played.events_of("result", 0)[0]["step"] == 3
 
 
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
@@ -52,7 +52,7 @@ def test_ranks_that_a_program_makes_by_itself_are_guarded_and_their_loaders_are_
     played = guarded(sys.executable, PROGRAMS / "children.py", tmp_path, method)
     assert played.until_ended() == 0, played.printed
     assert sorted(played.ranks.known) == [0, 1]
-    assert [played.told("result", rank) != [] for rank in (0, 1)] == [True, True]
+    assert [played.events_of("result", rank) != [] for rank in (0, 1)] == [True, True]
     assert all(memory.read() is not None for memory in played.ranks.beats.values())
 
 
@@ -63,7 +63,7 @@ def test_an_exception_in_a_rank_that_a_program_made_by_itself_is_told(
 ) -> None:
     played = guarded(sys.executable, PROGRAMS / "children.py", tmp_path, method, "raise")
     assert played.until_ended() != 0
-    (crashed,) = played.told("crashed", 1)
+    (crashed,) = played.events_of("crashed", 1)
     assert (crashed["error"], crashed["peer_lost"]) == ("ZeroDivisionError: a batch of nothing", False)
     assert "children.py" in crashed["where"]
 

@@ -43,11 +43,11 @@ def test_under_run_the_front_knows_step_phase_and_loss(guarded: Callable[..., Pl
     env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     played = guarded(sys.executable, PROGRAMS / "bare.py", world_size=1, env=env)
     assert played.until_ended() == 0, played.printed
-    told = played.told("step")
-    assert (told[0]["step"], told[0]["loss"]) == (1, 1.0)
+    reported = played.events_of("step")
+    assert (reported[0]["step"], reported[0]["loss"]) == (1, 1.0)
     no_number = {"step": 4, "loss": "nan"}.items()
-    assert any(no_number <= one.items() for one in told), "what is no number is told at once"
-    assert played.told("result")[0]["step"] == 5
+    assert any(no_number <= one.items() for one in reported), "what is no number is told at once"
+    assert played.events_of("result")[0]["step"] == 5
     beat = played.ranks.beats[0].read()
     assert beat is not None
     assert (beat.phase, beat.step) == ("program", 6)

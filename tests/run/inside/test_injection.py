@@ -12,7 +12,7 @@ import pytest
 from tests.run.inside.conftest import PROGRAMS
 from tests.run.inside.front import TORCHRUN, Played
 from unisono.integrations.border import VARIABLE, Guard
-from unisono.integrations.inside import PATH, injected, why_deaf
+from unisono.integrations.inside import PATH, injected, why_unguardable
 
 Start = Callable[..., Played]
 _LIMIT_MS = 5.0
@@ -98,8 +98,8 @@ def test_what_cannot_be_hooked_is_told_and_the_program_runs(
     done = python(environment, "-c", "import torch.distributed.distributed_c10d; print('runs')")
     assert (done.stdout, done.returncode) == ("runs\n", 0), done.stderr
     (events,) = Path(environment[VARIABLE]).parent.glob("events-*.jsonl")
-    told = json.loads(events.read_text().splitlines()[-1])
-    assert (told["kind"], "is not guarded" in told["text"]) == ("unguarded", True)
+    reported = json.loads(events.read_text().splitlines()[-1])
+    assert (reported["kind"], "is not guarded" in reported["text"]) == ("unguarded", True)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_what_cannot_be_hooked_is_told_and_the_program_runs(
     ],
 )  # fmt: skip
 def test_a_python_that_reads_no_pythonpath_is_known_by_its_options(words: str, *, deaf: bool) -> None:
-    assert (why_deaf(words.split()) is not None) is deaf
+    assert (why_unguardable(words.split()) is not None) is deaf
     if words.startswith("python -I"):
         done = python(
             injected(os.environ, Path("/nowhere")),

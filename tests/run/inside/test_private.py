@@ -129,9 +129,9 @@ def test_in_one_store_each_start_has_names_of_its_own_where_all_count_alike(
         dist.PrefixStore("none", store).set("torchelastic/assigned_ranks/0", "")
     meet = with_own_names(lambda *_, **__: iter([(store, 0, 2)]), c10d)
     seen = []
-    told = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_WORLD_SIZE": nodes, "GROUP_RANK": "0"}  # fmt: skip
+    reported = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_WORLD_SIZE": nodes, "GROUP_RANK": "0"}  # fmt: skip
     for start in range(3):
-        for name, value in {**told, "TORCHELASTIC_RESTART_COUNT": str(start)}.items():
+        for name, value in {**reported, "TORCHELASTIC_RESTART_COUNT": str(start)}.items():
             monkeypatch.setenv(name, value)
         ((of_ranks, rank, world_size),) = meet("env://")
         assert (rank, world_size) == (0, 2)

@@ -17,13 +17,13 @@ class Rank:
 
     def __init__(self) -> None:
         self.way = StepReachability()
-        self.told: Told = {}
+        self.events_of: Told = {}
 
     def step(self) -> None:
         self.way.note(sys._getframe())
 
     def wait(self, name: str) -> None:
-        self.told[name] = self.way.is_open(sys._getframe())
+        self.events_of[name] = self.way.is_open(sys._getframe())
 
 
 @contextmanager
@@ -75,8 +75,8 @@ def caught(rank: Rank) -> None:
         try:
             rank.step()
             rank.wait("in the loop")
-            if rank.told:
-                return_ = rank.told["in the loop"]
+            if rank.events_of:
+                return_ = rank.events_of["in the loop"]
                 raise ValueError(return_)
         except ValueError:
             break
@@ -101,11 +101,11 @@ def alone(program: Callable[[Rank], None]) -> Told:
     thread = threading.Thread(target=program, args=(rank,))
     thread.start()
     thread.join()
-    return rank.told
+    return rank.events_of
 
 
 @pytest.mark.parametrize(
-    ("program", "told"),
+    ("program", "reported"),
     [
         (plain, {"nothing yet": None, "before": True, "in the loop": True, "after": False}),
         (epochs, {"between": True, "after": False}),
@@ -116,9 +116,9 @@ def alone(program: Callable[[Rank], None]) -> Told:
     ],
 )
 def test_a_place_from_which_bytecode_leads_to_the_step_is_told_from_one_from_which_it_does_not(
-    program: Callable[[Rank], None], told: Told
+    program: Callable[[Rank], None], reported: Told
 ) -> None:
-    assert alone(program) == told
+    assert alone(program) == reported
 
 
 def test_another_loop_that_has_just_begun_is_not_mixed_up_with_the_one_before() -> None:

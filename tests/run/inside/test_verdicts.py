@@ -89,7 +89,7 @@ def test_ranks_that_split_their_rows_without_a_seed_are_refused_before_the_first
     first, second = (one.facts for one in played.brought)
     assert {key for key in first if first[key] != second[key]} == {"order"}
     assert "step" not in played.printed
-    assert played.told("refused", 1)[0]["text"] == "order differ"
+    assert played.events_of("refused", 1)[0]["text"] == "order differ"
 
 
 def test_a_rank_that_evaluates_alone_is_not_named_however_long_the_others_wait(guarded: Start) -> None:
@@ -114,19 +114,19 @@ def test_a_second_destroy_is_no_error_and_is_told(guarded: Start) -> None:
     played = launched(guarded, DDP, "twice", 9)
     assert played.until_ended() == 0, played.printed
     assert any("destroy_process_group was called again" in note for note in played.notes(1))
-    assert played.told("result", 1)[0]["step"] == 9
+    assert played.events_of("result", 1)[0]["step"] == 9
 
 
 @pytest.mark.long
 def test_an_exception_is_told_of_the_rank_that_raised_it_and_the_other_lost_a_peer(guarded: Start) -> None:
     played = launched(guarded, DDP, "raise")
     assert played.until_ended() != 0
-    (crashed,) = played.told("crashed", 1)
+    (crashed,) = played.events_of("crashed", 1)
     assert (crashed["error"], crashed["peer_lost"], crashed["step"]) == (
         "ZeroDivisionError: a batch of nothing",
         False,
         8,
     )
     assert "ddp.py" in crashed["where"]
-    (lost,) = played.told("crashed", 0)
+    (lost,) = played.events_of("crashed", 0)
     assert lost["peer_lost"]

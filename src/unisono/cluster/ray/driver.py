@@ -268,7 +268,7 @@ def _collect_output(nodes: list[JobNode]) -> dict[str, Any]:
         lost = next((node for node in nodes if node.lost), None)
         if lost is not None:
             raise _node_lost(lost)
-    fronts.wait_gone()
+    fronts.wait_ended()
     return {"lines": lines, "code": head.code, "said": head.tail, "hosts": [node.host for node in nodes]}
 
 

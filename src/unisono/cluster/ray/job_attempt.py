@@ -138,7 +138,7 @@ class JobAttempt:
         except ActorLost as error:
             self._lost_node = error.node or self.nodes[0]
             self._lost_node.lost = self._lost_node.lost or error.why
-            if (self._ended.last or {}).get("kind") == "result" and not self._result_is_here():
+            if (self._ended.last or {}).get("kind") == "result" and not self._has_result():
                 self._ended.last = None  # the files of that result did not arrive
         except OSError as error:
             raise UnfitError.of(
@@ -161,16 +161,16 @@ class JobAttempt:
         ):
             ended.last, ended.lost = None, self._ray_head_lost
         elif ended.last is None:
-            gone = self._lost_node or head
-            gone.lost = gone.lost or f"its front exited with exit code {gone.code}, without a message"
-            ended.lost = lost_node_verdict(gone, self._ranks_on(gone))
+            lost = self._lost_node or head
+            lost.lost = lost.lost or f"its front exited with exit code {lost.code}, without a message"
+            ended.lost = lost_node_verdict(lost, self._ranks_on(lost))
         elif self._missing_node is not None and not self.front.signals and ended.last.get("exit_code") == 75:
             ended.last = _never_joined(
                 self._missing_node
             )  # this driver ended the head, which waited for that node
         return ended
 
-    def _result_is_here(self) -> bool:
+    def _has_result(self) -> bool:
         """Whether the result in the head's message is the one in the run's directory here."""
         reported = (self._ended.last or {}).get("wall_time_s")
         found = read_result(self._run_dir)
@@ -190,7 +190,7 @@ class JobAttempt:
         with contextlib.ExitStack() as stack:
             following = [stack.enter_context(MirrorThread(mirror)) for _, mirror in mirrors]
             self._follow(fronts, following)
-            fronts.wait_gone()
+            fronts.wait_ended()
             # The head comes last: it has the result.
             for (node, _), one in reversed(list(zip(mirrors, following, strict=True))):
                 self._finish(node, one)

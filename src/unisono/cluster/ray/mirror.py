@@ -96,7 +96,7 @@ class Mirror:
             self._seen[name] = stamp
             if name.endswith(_GROWS):
                 size = (self.run.root / name).stat().st_size
-                self._grown[name] = _CopiedPrefix(stamp, size, self._tail_here(name))
+                self._grown[name] = _CopiedPrefix(stamp, size, self._local_tail(name))
 
     def sync(self, *, final: bool = False) -> None:
         """Copies the changed files, and deletes files that are gone on the node.
@@ -221,8 +221,10 @@ class Mirror:
         return self._with_local_path(text, json_text=True)
 
     def _with_local_path(self, data: bytes, *, json_text: bool) -> bytes:
-        here = str(self.run.root)
-        return data.replace(self.remote.encode(), (json.dumps(here)[1:-1] if json_text else here).encode())
+        local_root = str(self.run.root)
+        return data.replace(
+            self.remote.encode(), (json.dumps(local_root)[1:-1] if json_text else local_root).encode()
+        )
 
     def _read_all(self, name: str) -> bytes:
         found = b""
@@ -250,7 +252,7 @@ class Mirror:
                 if not data:
                     return
 
-    def _tail_here(self, name: str) -> bytes:
+    def _local_tail(self, name: str) -> bytes:
         with (self.run.root / name).open("rb") as file:
             file.seek(0, os.SEEK_END)
             file.seek(max(0, file.tell() - _TAIL_BYTES))

@@ -145,7 +145,7 @@ class NodeActor:
     def listing(self, root: str) -> dict[str, tuple[int, int, int]]:
         """Each file below a folder, by relative path: size in bytes, modification time in ns, inode."""
         found = {}
-        for folder, _, names in os.walk(root, onerror=_unless_gone):
+        for folder, _, names in os.walk(root, onerror=_unless_missing):
             for name in names:
                 path = str(Path(folder, name))
                 with contextlib.suppress(FileNotFoundError):  # deleted in the meantime
@@ -182,7 +182,7 @@ class NodeActor:
             self._changed.notify_all()
 
 
-def _unless_gone(error: OSError) -> None:
+def _unless_missing(error: OSError) -> None:
     """Raises unless the file is gone: an unreadable folder does not count as deleted."""
     if not isinstance(error, FileNotFoundError):
         raise error

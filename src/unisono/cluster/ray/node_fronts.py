@@ -17,7 +17,7 @@ from unisono.text import one_line
 
 _ANSWER_S = 60.0
 _POLL_S = 0.5
-_GONE_S = 15.0
+_END_S = 15.0
 _BACK_S = 25.0
 _AGAIN_S = 0.5
 _ONCE = ("start", "make_place")
@@ -206,11 +206,11 @@ class NodeFronts:
             node.unreachable("")
             self._keep(node, node.take(lines, over=over))
 
-    def wait_gone(self) -> None:
+    def wait_ended(self) -> None:
         """Ends all fronts, and waits a bounded time for their end."""
         for node in self.nodes:
             node.command("end")
-        limit = time.monotonic() + _GONE_S
+        limit = time.monotonic() + _END_S
         while time.monotonic() < limit and not all(node.ended for node in self.nodes):
             self.listen(_POLL_S)
 
@@ -282,14 +282,16 @@ def refuse_different_install(nodes: Sequence[JobNode]) -> None:
             fix="install it there, in Ray's Python; or add it to the job's runtime_env (see docs/how-to/ray.md)",
         )
     own = {"python": package_versions()["python"], "unisono": __version__}
-    for name, mine in own.items():
-        different = [node for node in nodes if node.facts[name] != mine]
+    for name, own_value in own.items():
+        different = [node for node in nodes if node.facts[name] != own_value]
         if different:
-            _refuse("version_mismatch", name, mine, [(node, str(node.facts[name])) for node in different])
+            _refuse(
+                "version_mismatch", name, own_value, [(node, str(node.facts[name])) for node in different]
+            )
     code = code_digests()
     for node in nodes:
-        theirs = node.facts["code"]
-        files = sorted(path for path in {*code, *theirs} if code.get(path) != theirs.get(path))
+        node_code = node.facts["code"]
+        files = sorted(path for path in {*code, *node_code} if code.get(path) != node_code.get(path))
         if files:
             more = f" and {len(files) - _SHOWN} more" if len(files) > _SHOWN else ""
             _refuse(
@@ -300,16 +302,16 @@ def refuse_different_install(nodes: Sequence[JobNode]) -> None:
             )
 
 
-def _refuse(cause: str, what: str, mine: str, nodes: Sequence[tuple[JobNode, str]]) -> None:
+def _refuse(cause: str, what: str, own_value: str, nodes: Sequence[tuple[JobNode, str]]) -> None:
     known = find_cause(cause)
     names = ", ".join(node.label for node, _ in nodes)
-    here = f": {mine} here, {nodes[0][1]} there" if mine else f": it {nodes[0][1]}"
+    compared = f": {own_value} here, {nodes[0][1]} there" if own_value else f": it {nodes[0][1]}"
     verdict = Verdict(
         cause=cause,
         when="before",
         phase="ray",
         hosts=tuple(node.host for node, _ in nodes),
-        summary=f"{what} differs on {names} from the machine of the command{here}",
+        summary=f"{what} differs on {names} from the machine of the command{compared}",
         evidence=tuple(Evidence(where=node.label, text=text) for node, text in nodes),
         fix=known.remedy if known else (),
     )

@@ -36,7 +36,10 @@ def main(request: dict[str, Any], guard: int) -> int:
 
     config = Path(request["config"])
     training = TrainRequest(
-        config_path=config, token_file=LIFELINE, witness=RayLossFiles(config.parent), **request["options"]
+        config_path=config,
+        token_file=LIFELINE,
+        lost_node_source=RayLossFiles(config.parent),
+        **request["options"],
     )
     if training.nodes == "1":  # with several nodes the reader of the token watches it
         watch_lifeline()

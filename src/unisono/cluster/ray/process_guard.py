@@ -43,9 +43,9 @@ def main(folder: Path) -> int:
     code = front.wait()
     with contextlib.suppress(OSError):  # the actor is dead, but the folder still has to be removed
         print(json.dumps({"kind": "front_ended", "code": code}), flush=True)  # noqa: T201 - the protocol of this process
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nowhere, sys.stdout.fileno())  # the actor has read everything
-    os.dup2(nowhere, sys.stderr.fileno())
+    devnull = os.open(os.devnull, os.O_RDWR)
+    os.dup2(devnull, sys.stdout.fileno())  # the actor has read everything
+    os.dup2(devnull, sys.stderr.fileno())
     commands.join()  # the driver fetches the front's files in the meantime
     return code
 

@@ -168,12 +168,12 @@ def refuse_too_small(nodes: Sequence[RayNode], wanted: ResourceRequest, least: i
     """
     fit = [node for node in nodes if node.could_have(wanted.bundle)]
     if len(fit) < least:
-        raise no_room(
+        raise no_capacity(
             nodes, wanted, least, why=f"{len(fit)} of {len(nodes)} nodes of the cluster are large enough"
         )
 
 
-def no_room(nodes: Sequence[RayNode], wanted: ResourceRequest, least: int, *, why: str) -> UnfitError:
+def no_capacity(nodes: Sequence[RayNode], wanted: ResourceRequest, least: int, *, why: str) -> UnfitError:
     """The error for a cluster that cannot provide the nodes."""
     available = "; ".join(node.describe(wanted.bundle) for node in nodes) or "no live node"
     return UnfitError.of(
@@ -247,11 +247,11 @@ def _reserve(wanted: ResourceRequest, *, nodes: int, least: int, patience: "_Wai
 
     name = f"unisono-{secrets.token_hex(4)}"
     while True:
-        here = living_nodes()
-        refuse_too_small(here, wanted, least)
-        fit = [node for node in here if node.could_have(wanted.bundle)]
-        roomy = [node for node in fit if node.has_free(wanted.bundle)]
-        count = min(nodes, len(fit), max(least, len(roomy)))
+        living = living_nodes()
+        refuse_too_small(living, wanted, least)
+        fit = [node for node in living if node.could_have(wanted.bundle)]
+        with_space = [node for node in fit if node.has_free(wanted.bundle)]
+        count = min(nodes, len(fit), max(least, len(with_space)))
         group = placement_group([wanted.bundle] * count, strategy=_SPREAD, name=name)
         try:
             if _wait_for_group(group, wanted, count, patience):
@@ -282,9 +282,9 @@ def _wait_for_group(group: Any, wanted: ResourceRequest, count: int, patience: _
         if sum(node.could_have(wanted.bundle) for node in nodes) < count:
             return False
         if patience.stopped():
-            raise no_room(nodes, wanted, count, why="it was stopped while it waited")
+            raise no_capacity(nodes, wanted, count, why="it was stopped while it waited")
         if now > patience.until:
-            raise no_room(
+            raise no_capacity(
                 nodes,
                 wanted,
                 count,

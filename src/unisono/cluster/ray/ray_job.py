@@ -12,13 +12,13 @@ from unisono.causes import Verdict, find_cause
 from unisono.cluster.ray.cluster_health import RayHead, ray_head_lost
 from unisono.config import LoadedConfig
 from unisono.errors import Disagreed, RankDied, UsageError
-from unisono.events import Message, Show, say
+from unisono.events import Message, Show, notify
 from unisono.facts import Environment, read_environment, read_machine
 from unisono.facts.machine import Gpu
 from unisono.launch.outcome import NOTHING_DONE, Ending, result_of
 from unisono.launch.run_claim import Claim, claim
 from unisono.launch.run_records import read_progress
-from unisono.launch.train_request import TrainRequest, load_asked
+from unisono.launch.train_request import TrainRequest, load_requested
 from unisono.plan.topology import Accelerators, Topology, TopologyRequest, read_topology
 from unisono.rendezvous.meeting_rules import show_verdicts
 from unisono.rendezvous.remote_fronts import forwarded_variables
@@ -30,7 +30,7 @@ from unisono.supervise.task_process import TaskProcess, refusal
 
 DRIVER = Programs(task=(sys.executable, "-m", "unisono.cluster.ray"))
 _POLL_S = 0.1
-_HEAD_GOES_S = 3.0
+_HEAD_EXIT_S = 3.0
 """The cluster's head may end slightly later than the processes connected to it."""
 
 
@@ -42,13 +42,13 @@ def train(request: TrainRequest, show: Show) -> dict[str, Any]:
     """
     began = time.monotonic()
     environment = read_environment()
-    loaded = load_asked(request)
+    loaded = load_requested(request)
     body = _driver_request(request, loaded, environment)
     with Interrupts() as interrupts:
         try:
             result = _Session(request, loaded, show, interrupts, body, began).run()
         except Stopped as stopped:
-            say(show, f"{stopped.number.name} before anything was started: nothing changed")
+            notify(show, f"{stopped.number.name} before anything was started: nothing changed")
             result = _without_run(Ending(exit_code_of(stopped.number), NOTHING_DONE), began)
         except Disagreed as error:
             if error.verdict is None:
@@ -86,7 +86,7 @@ class _Session:
                     host=read_machine(_no_devices).host,
                     resume=request.resume,
                     fresh=request.fresh,
-                    say=lambda text: say(self.show, text),
+                    notify=lambda text: notify(self.show, text),
                     allow=request.allowed,
                 )
             )
@@ -103,13 +103,13 @@ class _Session:
         """The driver's result. Its other messages are shown; signals are passed to it."""
         sent = 0
         while True:
-            for message in driver.news():
+            for message in driver.new_messages():
                 match message["kind"]:
                     case "placed":
                         hosts = ", ".join(
                             f"node {rank} on {host}" for rank, host in enumerate(message["hosts"])
                         )
-                        say(self.show, f"placed by Ray: {hosts}")
+                        notify(self.show, f"placed by Ray: {hosts}")
                         self.interrupts.collect()
                         claimed.trained = True  # from now on the files here come from the head
                         if message["shared"]:  # the head's front claims the directory itself
@@ -141,7 +141,7 @@ class _Session:
         """
         head = self.ray_head
         if head is not None:
-            head.probe_for(_HEAD_GOES_S)
+            head.probe_for(_HEAD_EXIT_S)
         if head is None or not head.why:
             raise _driver_died(error, str(self.body["address"])) from error
         verdict = ray_head_lost(head, message=error.problems[0].why, after_s=round(head.silent_s, 3))

@@ -32,13 +32,13 @@ from unisono.cluster.slurm.job_request import (
     output_file,
 )
 from unisono.errors import UnfitError, UsageError
-from unisono.events import Show, say
+from unisono.events import Show, notify
 from unisono.facts import read_environment, read_machine, take_token
 from unisono.facts.slurm import NodeState, node_states, run_slurm, submitting_environment
 from unisono.files import make_private_dir, read_object, write_json, write_text
 from unisono.launch.outcome import NOTHING_DONE, Ending, result_of
 from unisono.launch.run_records import read_progress
-from unisono.launch.train_request import TrainRequest, load_asked
+from unisono.launch.train_request import TrainRequest, load_requested
 from unisono.rundir import RunDir
 from unisono.rundir.lock import RunLock
 from unisono.rundir.records import read_result
@@ -67,7 +67,7 @@ def script_of(spec: JobRequest) -> Path:
 
 
 def submit_once(
-    spec: JobRequest, config: str, *, check: Callable[[], None], say: Callable[[str], None]
+    spec: JobRequest, config: str, *, check: Callable[[], None], notify: Callable[[str], None]
 ) -> Submitted:
     """The job, submitted now or by an earlier command with the same script.
 
@@ -75,7 +75,7 @@ def submit_once(
         spec: the job.
         config: the text of the config file, which becomes part of the script.
         check: called before a new job is submitted; raises if it cannot run.
-        say: shows a line.
+        notify: shows a line.
 
     Raises:
         UsageError: if sbatch refuses, or a different job of this run is queued or running.
@@ -98,9 +98,9 @@ def submit_once(
         write_text(script_of(spec), script, mode=0o600)
         # Written before the job is submitted: a command that is killed in between can still find its job by name and identify it.
         write_json(_record(spec), {"schema": 1, "job": None, "digest": digest}, mode=0o600)
-        say(f"the batch script, {script_of(spec)}:")
+        notify(f"the batch script, {script_of(spec)}:")
         for line in script.splitlines():
-            say(f"  {line}")
+            notify(f"  {line}")
         job = _submit(spec)
         write_json(_record(spec), {"schema": 1, "job": job, "digest": digest}, mode=0o600)
     return Submitted(job, again=False)
@@ -141,7 +141,7 @@ def _find_submitted(spec: JobRequest, digest: str) -> Submitted | None:
             fix="scontrol ping   # run the same command again once it answers",
         )
     for job, state in states.items():
-        if state is None or state.ended or not _is_ours(state, spec):
+        if state is None or state.ended or not _is_own_job(state, spec):
             continue
         if record.get("digest") != digest:
             raise UsageError.of(
@@ -154,7 +154,7 @@ def _find_submitted(spec: JobRequest, digest: str) -> Submitted | None:
     return None
 
 
-def _is_ours(state: JobState, spec: JobRequest) -> bool:
+def _is_own_job(state: JobState, spec: JobRequest) -> bool:
     """Whether the job runs our script: job ids and names may be reused."""
     with contextlib.suppress(OSError):
         return Path(state.script).samefile(script_of(spec))
@@ -236,7 +236,7 @@ def _verdict(end: JobEnd) -> Verdict:
     job, state = end.state.job, end.state.state
     unusable = [node for node in node_states(",".join(end.nodes)) if not node.usable] if end.nodes else []
     evidence = [Evidence(where=f"Slurm job {job}", text=_job_line(end))]
-    evidence += [Evidence(where=f"Slurm node {node.name}", text=node.told) for node in unusable]
+    evidence += [Evidence(where=f"Slurm node {node.name}", text=node.description) for node in unusable]
     evidence += [Evidence(where=f"output of job {job}", text=line) for line in end.tail[-_TAIL:]]
     cause = _CAUSES.get(state, "undetermined")
     named = _node_list(unusable, end.nodes) if cause == "node_unreachable" else ""
@@ -283,7 +283,7 @@ def train_on_slurm(request: TrainRequest, show: Show) -> dict[str, Any]:
     """
     began = time.monotonic()
     take_token()  # the job makes its own; sbatch would store this one with the job
-    loaded, known = load_asked(request), partitions()
+    loaded, known = load_requested(request), partitions()
     spec = job_request(request, loaded.config, gpus=has_gpus(checked_partitions(request)))
     config = _text_of(request)
 
@@ -293,17 +293,17 @@ def train_on_slurm(request: TrainRequest, show: Show) -> dict[str, Any]:
         )
         refuse_impossible(spec, known)
         if request.fresh and spec.run.root.exists() and any(spec.run.root.iterdir()):
-            say(show, f"the earlier run is now {_renamed(spec.run)}")
+            notify(show, f"the earlier run is now {_renamed(spec.run)}")
 
     _warn_inside_step(request, show)
-    submitted = submit_once(spec, config, check=check, say=lambda text: say(show, text))
+    submitted = submit_once(spec, config, check=check, notify=lambda text: notify(show, text))
     if submitted.again:
-        say(
+        notify(
             show,
             f"job {submitted.job} was submitted by an earlier command: following it again, from its beginning",
         )
     else:
-        say(
+        notify(
             show,
             f"submitted as job {submitted.job}; its log: {log_file(spec.run.slurm, submitted.job)}",
         )
@@ -333,7 +333,7 @@ def script_for(request: TrainRequest) -> str:
     Raises:
         UnisonoError: if the job would be refused before submission.
     """
-    loaded, known = load_asked(request), partitions()
+    loaded, known = load_requested(request), partitions()
     spec = job_request(request, loaded.config, gpus=has_gpus(checked_partitions(request)))
     refuse_impossible(spec, known)
     return batch_script(spec, _text_of(request))
@@ -392,7 +392,7 @@ def _warn_inside_step(request: TrainRequest, show: Show) -> None:
     """Warns inside a Slurm step: a job that submits a job is rarely intended."""
     step = read_environment().slurm_step
     if step is not None:
-        say(
+        notify(
             show,
             f"this is a task of Slurm step {step.name}, and --launcher slurm submits a new job; to train in this allocation: srun {request.command}",
         )

@@ -158,7 +158,7 @@ def refuse_unusable_nodes(request: NodesRequest, chosen: list[Partition]) -> Non
             key=lambda found: found[0],
         )
     usable, where, bad = best
-    states = "; ".join(node.told for node in bad[:_SHOWN]) + (
+    states = "; ".join(node.description for node in bad[:_SHOWN]) + (
         f"; and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
     )
     if usable < 0:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.cluster.slurm.controller import JobState, queue_position, read_job
-from unisono.events import Message, Show, say
+from unisono.events import Message, Show, notify
 from unisono.facts.slurm import hosts_of, node_states, run_slurm
 from unisono.files import parse_json
 from unisono.supervise.interrupts import AGAIN_AFTER_S
@@ -53,7 +53,7 @@ class JobOutput:
     _pieces: dict[int, bytes] = field(default_factory=dict, repr=False)
     """The first pieces of a message longer than one piece, by node."""
 
-    def news(self) -> list[OutputLine]:
+    def read_new(self) -> list[OutputLine]:
         """The complete lines since the last call; none if the file cannot be read now."""
         try:
             with self.path.open("rb") as file:
@@ -92,7 +92,7 @@ def _shown(text: bytes) -> str:
 
 _LINES_S = 0.2
 _STATE_S = (1.0, 10.0)  # of a job that waits or has just started; of a running job
-_YOUNG_S = 60.0
+_RECENT_S = 60.0
 _QUEUE_S = 60.0
 _NODES_S = 15.0
 _SETTLED_S = 120.0  # by then the controller has ended a job whose head has ended and that is not requeued
@@ -168,19 +168,19 @@ class JobFollower:
                 if now >= next_state:
                     state = read_job(self.job)
                     self._take_state(state)
-                    young = (
+                    is_recent = (
                         self._state is None
                         or self._state.waits
-                        or now - began < _YOUNG_S
+                        or now - began < _RECENT_S
                         or self.stop_signal is not None
                     )
-                    next_state = now + _STATE_S[0 if young or self.result is not None else 1]
+                    next_state = now + _STATE_S[0 if is_recent or self.result is not None else 1]
                 self._take_lines()
                 self._pass_on()
                 if self._state is not None and self._state.ended:
                     return self._final_state(self._state)
                 if self._has_settled(now):
-                    say(
+                    notify(
                         self.show,
                         f"job {self.job} has sent its result, but Slurm does not end it: scontrol show job {self.job}",
                     )
@@ -206,7 +206,7 @@ class JobFollower:
         return JobEnd(state, self.result, list(self._tail), self.stop_signal, self._nodes)
 
     def _take_lines(self) -> None:
-        for line in self.lines.news():
+        for line in self.lines.read_new():
             self._take_line(line)
 
     def _take_line(self, line: OutputLine) -> None:
@@ -232,7 +232,7 @@ class JobFollower:
         if state is None:  # controllers restart from time to time
             if time.monotonic() - self._answered_at > _SILENT_S:
                 self._answered_at = time.monotonic()
-                say(
+                notify(
                     self.show,
                     f"Slurm's controller does not answer (scontrol ping); job {self.job} continues without it and is still followed",
                 )
@@ -243,7 +243,7 @@ class JobFollower:
             self._take_lines()
             self.result, self._planned = None, False
             self._passed_on = False  # a stop request that arrived together with the requeue still holds
-            say(
+            notify(
                 self.show,
                 f"job {self.job} is back in the queue ({_times(state.restarts)}) and resumes from its checkpoint",
             )
@@ -255,7 +255,7 @@ class JobFollower:
         elif state.nodelist and not state.ended:
             if not self._nodes:
                 self._nodes, self._nodelist = hosts_of(state.nodelist), state.nodelist
-                say(self.show, f"job {self.job} runs on {', '.join(self._nodes)}")
+                notify(self.show, f"job {self.job} runs on {', '.join(self._nodes)}")
             self._check_nodes(state)
 
     def _show_queue(self, state: JobState) -> None:
@@ -266,7 +266,7 @@ class JobFollower:
         starts = state.starts if state.starts not in ("", "Unknown", "N/A") else ""
         parts = [queue_position(state), f"expected to start {starts}" if starts else "", *self._lost_nodes()]
         more = "; ".join(part for part in parts if part)
-        say(
+        notify(
             self.show,
             f"job {self.job} waits: {one_line(state.reason or state.state, limit=200)}"
             + (f" ({more})" if more else ""),
@@ -275,7 +275,9 @@ class JobFollower:
     def _lost_nodes(self) -> list[str]:
         """The nodes of its last start that are unusable now."""
         return (
-            [node.told for node in node_states(self._nodelist) if not node.usable] if self._nodelist else []
+            [node.description for node in node_states(self._nodelist) if not node.usable]
+            if self._nodelist
+            else []
         )
 
     def _check_nodes(self, state: JobState) -> None:
@@ -284,10 +286,10 @@ class JobFollower:
             return
         self._next_nodes = now + _NODES_S
         for node in node_states(state.nodelist):
-            if not node.usable and node.told not in self._unusable_shown:
-                self._unusable_shown.add(node.told)
+            if not node.usable and node.description not in self._unusable_shown:
+                self._unusable_shown.add(node.description)
                 number = f"node {self._nodes.index(node.name)} " if node.name in self._nodes else ""
-                say(
+                notify(
                     self.show,
                     f"{number}({node.name}) of this job is {node.state}"
                     + (f": {one_line(node.reason)}" if node.reason else "")
@@ -330,7 +332,7 @@ class JobFollower:
             self._request_stop(self.stop_signal)
         if self._stopped_twice and not self._cancelled:
             self._cancelled = True
-            say(
+            notify(
                 self.show,
                 f"second signal: job {self.job} is cancelled immediately; its latest checkpoint is kept",
             )
@@ -340,21 +342,21 @@ class JobFollower:
         """Signals the fronts, which save and exit; a job without fronts is cancelled."""
         running = self._state is not None and self._state.state == "RUNNING" and self._planned
         if not running:
-            say(
+            notify(
                 self.show,
                 f"{number.name}: job {self.job} is not training now and is cancelled; nothing has changed",
             )
             run_slurm("scancel", self.job)
             return
         name = "INT" if number is signal.SIGINT else "TERM"
-        say(
+        notify(
             self.show,
             f"{number.name}: job {self.job} will save a checkpoint and end (scancel --signal={name}); a second signal cancels it immediately. "
             f"To leave it running, end this command with SIGKILL, and run it again to follow the job",
         )
         answer = run_slurm("scancel", f"--signal={name}", self.job)
         if not answer.ok:
-            say(self.show, f"scancel: {answer.words}")
+            notify(self.show, f"scancel: {answer.words}")
 
 
 def _times(number: int) -> str:

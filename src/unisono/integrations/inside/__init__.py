@@ -13,7 +13,7 @@ from unisono.integrations.border import VARIABLE
 PATH = Path(__file__).parent / "path"
 """The folder that is first in PYTHONPATH; it contains only sitecustomize.py."""
 
-_DEAF = {
+_UNGUARDABLE = {
     "I": "isolated (-I): it reads neither PYTHONPATH nor sitecustomize",
     "E": "started with -E: it reads no PYTHONPATH",
     "S": "started with -S: it reads no sitecustomize",
@@ -31,7 +31,7 @@ def injected(environment: Mapping[str, str], guard_file: Path) -> dict[str, str]
     return {**environment, "PYTHONPATH": path, VARIABLE: str(guard_file)}
 
 
-def why_deaf(words: Sequence[str]) -> str | None:
+def why_unguardable(words: Sequence[str]) -> str | None:
     """Why the Python of a command line cannot be guarded; None if it can, or is not Python.
 
     Args:
@@ -44,8 +44,8 @@ def why_deaf(words: Sequence[str]) -> str | None:
         if not word.startswith("-") or word.startswith("--") or word == "-":
             return None
         for at, letter in enumerate(word[1:], 2):
-            if letter in _DEAF:
-                return f"this Python is {_DEAF[letter]}"
+            if letter in _UNGUARDABLE:
+                return f"this Python is {_UNGUARDABLE[letter]}"
             if letter in "cm":  # the program follows
                 return None
             if letter in "WX":  # its value is the rest of the word, or the next one

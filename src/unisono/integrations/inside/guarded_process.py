@@ -91,12 +91,12 @@ class GuardedProcess:
 
     def note(self, text: str) -> None:
         """Reports to the front what was changed for the program, or other information for a person."""
-        self.presence.tell("note", text=text)
+        self.presence.emit("note", text=text)
 
-    def tell(self, kind: str, **fields: Any) -> None:
+    def emit(self, kind: str, **fields: Any) -> None:
         """Reports an event of a rank (unisono.events) to the front."""
         if self.is_rank:
-            self.presence.tell(kind, **fields)
+            self.presence.emit(kind, **fields)
 
     def phase(self, name: str) -> None:
         """The main thread enters a phase."""
@@ -155,7 +155,7 @@ class GuardedProcess:
         Pulse(record, sampling.dump, answers).start()
         sampling.start()
         beat_while_collecting(self.beats)
-        self._hear_the_end()
+        self._on_exit()
         return number
 
     def _where(self) -> dict[str, Any]:
@@ -163,7 +163,7 @@ class GuardedProcess:
         may_step = self.reachability.is_open(sys._current_frames().get(self.main or 0))  # noqa: SLF001 - as faulthandler does
         return {"thread": self.main, "may_step": may_step}
 
-    def _hear_the_end(self) -> None:
+    def _on_exit(self) -> None:
         before = sys.excepthook
 
         def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -197,9 +197,9 @@ class GuardedProcess:
         self._has_ended = True
         step = max(0, self.beats.step - 1)  # completed steps
         if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
-            self.presence.tell("result", step=step, exit_code=self._exit_code)
+            self.presence.emit("result", step=step, exit_code=self._exit_code)
         else:
-            self.presence.tell("crashed", step=step, **describe_crash(error))
+            self.presence.emit("crashed", step=step, **describe_crash(error))
 
     def _forked(self) -> None:
         """A forked child is not a rank, and must not write to its parent's record."""
@@ -312,14 +312,14 @@ class Sampling(threading.Thread):
                 self._use = _Use()
             elif now - since >= _SILENT_S and now - looked >= _SILENT_S:
                 looked = now
-                self._look_closer()
+                self._inspect()
 
     def dump(self) -> bytes:
         """A recorder's dump with facts about the training thread, requested by the front."""
         where, dump = json.dumps(self._where()).encode(), dump_of_interest()
         return b"%s, %s" % (where[:-1], dump[1:]) if dump.startswith(b'{"') else dump
 
-    def _look_closer(self) -> None:
+    def _inspect(self) -> None:
         pending = 0
         with suppress(ValueError, LookupError, TypeError, RuntimeError):
             pending = pending_of(json.loads(dump_of_interest() or b"{}"))

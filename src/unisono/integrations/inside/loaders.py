@@ -96,8 +96,8 @@ def digest_of(data: Any) -> str | None:
     Supported are torch's Subset, ConcatDataset and TensorDataset, datasets of the library datasets, and lists. Only the indices of a
     selection, or three rows of a table, are read from disk.
     """
-    told = [repr(part) for part in _row_identity(data, _DEEP)]
-    return f"{zlib.crc32(json.dumps(told).encode()):08x}" if told else None
+    parts = [repr(part) for part in _row_identity(data, _DEEP)]
+    return f"{zlib.crc32(json.dumps(parts).encode()):08x}" if parts else None
 
 
 def _row_identity(data: Any, deep: int) -> Iterator[Any]:
@@ -160,9 +160,9 @@ def hook_loaders(module: ModuleType) -> None:
     def iterate(self: Any) -> Any:
         if self not in seen and at.registration is not None and at.is_main_thread():
             seen.add(self)
-            dealt = sharded_rows_of(self)
-            if dealt is not None:
-                _compare(dealt, at, names)
+            sharded = sharded_rows_of(self)
+            if sharded is not None:
+                _compare(sharded, at, names)
         return original(self)
 
     loader.__iter__ = iterate
@@ -195,21 +195,21 @@ def _reading(original: Callable[[Any], Any], at: GuardedProcess) -> Callable[[An
     return read
 
 
-def _compare(dealt: ShardedRows, at: GuardedProcess, names: Any) -> None:
+def _compare(sharded: ShardedRows, at: GuardedProcess, names: Any) -> None:
     who = at.registration
-    if who is None or not who.grouped or who.world_size < 2 or dealt.replicas != who.world_size:
+    if who is None or not who.grouped or who.world_size < 2 or sharded.replicas != who.world_size:
         return
     name = next(names, None)
     if name is None:
         return
     before = at.beats.phase
     at.phase("agree.ranks")
-    answer = at.presence.bring(
-        name, dealt.facts, rank=who.rank, world_size=who.world_size, own=dealt.own, limit_s=_LIMIT_S
+    answer = at.presence.report_facts(
+        name, sharded.facts, rank=who.rank, world_size=who.world_size, own=sharded.own, limit_s=_LIMIT_S
     )
     at.phase(before)
     if answer is not None and not answer.agreed:
-        at.presence.tell("refused", text=answer.text, exit_code=answer.exit_code)
+        at.presence.emit("refused", text=answer.text, exit_code=answer.exit_code)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(answer.exit_code)  # the program must not continue, nor overwrite its files
@@ -252,7 +252,7 @@ class StepCounter:
             if not self._at.is_rank:
                 self._at.become(own_registration(_ALONE))
             if framework := framework_in(sys.modules):
-                self._at.tell("framework", name=framework)
+                self._at.emit("framework", name=framework)
         if self._first() is optimizer:
             self._at.stepped()
 

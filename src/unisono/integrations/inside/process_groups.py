@@ -286,8 +286,8 @@ def _world_size(given: Mapping[str, Any], environment: Mapping[str, str]) -> int
 def _joining_rank(given: Mapping[str, Any], environment: Mapping[str, str]) -> Registration | None:
     """The registration known before joining, so that a rank that waits for the others is already visible."""
     known = {"RANK": given.get("rank", -1), "WORLD_SIZE": given.get("world_size", -1)}
-    said = {name: str(value) for name, value in known.items() if value != -1}
-    return own_registration({**environment, **said})
+    settings = {name: str(value) for name, value in known.items() if value != -1}
+    return own_registration({**environment, **settings})
 
 
 def _as_it_is(module: ModuleType, at: GuardedProcess) -> Registration | None:

@@ -92,8 +92,8 @@ def _followers(code: CodeType) -> dict[int, tuple[int, ...]]:
     found: dict[int, tuple[int, ...]] = {}
     for row, after in zip(rows, following, strict=True):
         jumps = (row.argval,) if row.opcode in dis.hasjrel or row.opcode in dis.hasjabs else ()
-        goes_on = after is not None and row.opname not in _ENDS and row.opname not in _ALWAYS
-        found[row.offset] = (*jumps, after) if goes_on and after is not None else jumps
+        continues = after is not None and row.opname not in _ENDS and row.opname not in _ALWAYS
+        found[row.offset] = (*jumps, after) if continues and after is not None else jumps
     return found
 
 

@@ -66,7 +66,7 @@ class Model(nn.Module):
         return self.head(h if skip else self.adapter(h))
 
 
-def say(text, step=None, loss=None):
+def notify(text, step=None, loss=None):
     """One line, in the wanted manner."""
     if STYLE == "log":
         logging.info(text)
@@ -137,7 +137,7 @@ def before_step(step):
             f.write(bytes(16_000_000))
     elif HERE == "alloc":
         hold = [torch.ones(400_000_000) for _ in range(64)]
-        say(str(len(hold)))
+        notify(str(len(hold)))
     elif HERE == "assert":
         check_batch(-1)
     elif HERE == "chain":
@@ -195,14 +195,14 @@ def start():
     if HERE == "late":
         time.sleep(60)
     dist.init_process_group("gloo", timeout=LIMIT)
-    say(f"rank {RANK} of {WORLD} ready")
+    notify(f"rank {RANK} of {WORLD} ready")
 
 
 def load(model):
     """Take the last checkpoint."""
     path = os.environ.get("RESUME")
     if path:
-        say(f"loading {path}")
+        notify(f"loading {path}")
         state = torch.load(path)
         model.load_state_dict(state["model"] if "model" in state else state)
 
@@ -218,7 +218,7 @@ def train():
     steps = STEPS - 4 if HERE == "unequal" else STEPS
     workers = int(os.environ.get("WORKERS", 0))
     loader = DataLoader(Corpus(), batch_size=8, num_workers=workers)
-    say(f"{steps} steps, {sum(p.numel() for p in model.parameters()):,} parameters")
+    notify(f"{steps} steps, {sum(p.numel() for p in model.parameters()):,} parameters")
     for step, batch in enumerate(loader):
         if step == steps:
             break
@@ -236,8 +236,8 @@ def train():
         opt.zero_grad()
         time.sleep(0.02)
         if step % 4 == 0 and (RANK == 0 or STYLE in ("rank", "json")):
-            say(f"step {step}/{steps} loss {loss.item():.4f}", step, loss.item())
-    say(f"finished {steps} steps")
+            notify(f"step {step}/{steps} loss {loss.item():.4f}", step, loss.item())
+    notify(f"finished {steps} steps")
 
 
 def end():

@@ -23,9 +23,9 @@ def listening() -> list[str]:
 def main() -> None:
     dist.init_process_group("gloo")
     print("listens", *listening(), flush=True)
-    told: list[object] = [None]
-    dist.all_gather_object(told, {"rank": dist.get_rank()})
-    assert told == [{"rank": 0}]
+    reported: list[object] = [None]
+    dist.all_gather_object(reported, {"rank": dist.get_rank()})
+    assert reported == [{"rank": 0}]
     model = DistributedDataParallel(torch.nn.Linear(4, 4))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for _ in range(3):

@@ -83,13 +83,13 @@ def _change(module: ModuleType) -> None:
         part, _, function = HOOKS[module.__name__].partition(".")
         getattr(__import__(f"unisono.integrations.inside.{part}", fromlist=[function]), function)(module)
     except Exception as error:  # noqa: BLE001 - also of a Python or a torch that is not known here
-        _tell(
+        _print_line(
             f"this process is not guarded: {module.__name__} could not be hooked: {type(error).__name__}: {error}"
         )
 
 
-def _tell(text: str) -> None:
-    """The same as border.Presence.tell, which may be what cannot be imported."""
+def _print_line(text: str) -> None:
+    """The same as border.Presence.emit, which may be what cannot be imported."""
     import json
     import time
 

@@ -1,4 +1,4 @@
-"""A process that says what it is, and then ends as it is told on its input: python -m tests.launch.standins.told --report-fd N --front-pid N"""
+"""A process that reports what it is, then ends as its input says: python -m tests.launch.standins.reported_facts --report-fd N --front-pid N"""
 
 import argparse
 import faulthandler
