@@ -12,7 +12,7 @@ from tests.needs import PROGRAMS, lacking, what_was_skipped
 ROOT = Path(__file__).parents[1]
 
 
-def test_one_line_says_what_was_not_run_for_want_of_what() -> None:
+def test_one_line_reports_what_was_not_run_for_want_of_what() -> None:
     reasons = [
         "Skipped: needs iptables",
         "Skipped: needs slurmctld, munged",

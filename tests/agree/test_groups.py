@@ -117,7 +117,7 @@ def test_values_are_shown_shortly_on_one_line(value: object, text: str) -> None:
     assert show(freeze(value)) == text
 
 
-def test_what_means_the_same_is_the_same_and_a_switch_is_no_number() -> None:
+def test_what_means_the_same_is_the_same_and_a_switch_is_not_a_number() -> None:
     assert freeze(1) == freeze(1.0)
     assert freeze(1) != freeze(True)
     assert freeze([1, [2]]) == freeze((1, (2,)))

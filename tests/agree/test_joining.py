@@ -140,7 +140,7 @@ def test_what_differs_is_named_with_both_values(changes: dict[str, Any], cause: 
     assert verdict.summary.startswith(start)
 
 
-def test_another_template_is_shown_where_tokens_differ() -> None:
+def test_a_different_template_is_shown_where_tokens_differ() -> None:
     verdict = prepared(tokens=5, data_digest="x", template="chat_template.jinja")
     assert verdict is not None
     assert any("chat_template.jinja" in item.text for item in verdict.evidence)

@@ -85,7 +85,7 @@ def test_an_unknown_name_is_answered_with_the_nearest_known_one() -> None:
         ("CUDA_VISIBLE_DEVICES", "0,GPU-1", "mixed"),
     ],
 )
-def test_a_suspicious_setting_is_told_with_what_to_do(name: str, value: str, part: str) -> None:
+def test_a_suspicious_setting_is_reported_with_what_to_do(name: str, value: str, part: str) -> None:
     reports = [gpu_node(rank, variables={name: value}) for rank in range(3)]
     agreement = compare_nodes(reports)
     assert agreement.agreed
@@ -96,7 +96,7 @@ def test_a_suspicious_setting_is_told_with_what_to_do(name: str, value: str, par
     assert verdict.fix[0].startswith("on nodes 0 (a), 1 (b) and 2 (c): ")
 
 
-def test_work_arounds_are_told_only_where_they_cost_something() -> None:
+def test_work_arounds_are_reported_only_where_they_cost_something() -> None:
     off = {"NCCL_IB_DISABLE": "1", "NCCL_P2P_DISABLE": "1"}
     alone = [gpu_node(rank, 1, variables=off) for rank in range(3)]
     assert compare_nodes(alone).verdicts == []
@@ -168,7 +168,7 @@ def test_a_known_fault_has_a_source_a_command_and_a_good_version(entry: object) 
     assert not good or not entry.holds({entry.package: entry.least_good})  # type: ignore[attr-defined]
 
 
-def test_known_faults_are_told_with_the_least_good_version_and_the_source() -> None:
+def test_known_faults_are_reported_with_the_least_good_version_and_the_source() -> None:
     versions = {**gpu_node(0).versions, "torch": "2.7.0+cu126", "nccl": "2.26.2"}
     agreement = compare_nodes([gpu_node(rank, versions=versions) for rank in range(3)])
     assert agreement.agreed
@@ -179,7 +179,7 @@ def test_known_faults_are_told_with_the_least_good_version_and_the_source() -> N
     assert any("github.com/pytorch/pytorch/issues/152302" in line for line in nccl.fix)
 
 
-def test_known_faults_that_do_not_concern_a_node_are_not_told() -> None:
+def test_known_faults_that_do_not_concern_a_node_are_not_reported() -> None:
     versions = {**gpu_node(0).versions, "nccl": "2.26.2"}
     mended = [
         gpu_node(rank, versions=versions, variables={"NCCL_CUMEM_HOST_ENABLE": "0"}) for rank in range(3)
@@ -194,7 +194,7 @@ def test_known_faults_that_do_not_concern_a_node_are_not_told() -> None:
     assert [verdict.cause for verdict in reported.verdicts] == ["version_known_bad"]
 
 
-def test_faults_of_foreign_programs_are_known_but_not_told_to_our_own_runs() -> None:
+def test_faults_of_foreign_programs_are_known_but_not_reported_to_our_own_runs() -> None:
     packages = {"ray": "2.40.0", "pytorch-lightning": "1.9.5", "llamafactory": "0.9.2"}
     assert {entry.package for entry in KNOWN_BAD if entry.holds(packages)} == set(packages)
     mended = {"ray": "2.60.0", "pytorch-lightning": "2.6.0", "llamafactory": "0.9.3"}

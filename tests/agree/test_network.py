@@ -38,7 +38,7 @@ def only(dials: list[DialReport], number: int = 3) -> Verdict:
     return verdict
 
 
-def test_where_all_ways_are_open_both_checks_pass_and_say_what_was_tried() -> None:
+def test_where_all_ways_are_open_both_checks_pass_and_report_what_was_tried() -> None:
     agreement = judge(matrix(ports=(40001, 40002)))
     assert [(check.id, check.status) for check in agreement.checks] == [
         ("network.dial", "pass"),
@@ -84,7 +84,7 @@ def test_one_way_between_two_blames_nobody_and_gives_its_direction() -> None:
     assert verdict.summary.endswith("the other direction works")
 
 
-def test_refused_timed_out_and_no_route_are_told_apart() -> None:
+def test_refused_timed_out_and_no_route_are_distinguished() -> None:
     words = {
         outcome: only(matrix({(1, 2): outcome})).summary
         for outcome in ("refused", "timed_out", "unreachable", "stranger")

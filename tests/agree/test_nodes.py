@@ -34,7 +34,7 @@ def check(agreement: Agreement, check_id: str, status: str) -> Check:
 # Ranks per node
 
 
-def test_unequal_numbers_of_ranks_that_all_declared_run_with_a_line_that_says_so() -> None:
+def test_unequal_numbers_of_ranks_that_all_declared_run_with_a_line_that_reports_it() -> None:
     printed: dict[str, Any] = {"nproc_declared": True, "nproc_origin": "--nproc"}
     agreement = compare_nodes([node(0, nodes=2, **printed), node(1, nodes=2, nproc=1, **printed)])
     assert agreement.agreed
@@ -61,7 +61,7 @@ def test_a_lone_declared_number_is_not_blamed_and_neither_is_the_majority_that_i
     assert "nodes 1 (b) and 2 (c) too, if different numbers are intended" in verdict.fix[0]
 
 
-def test_a_node_that_lacks_the_mask_of_the_others_is_told_to_set_it() -> None:
+def test_a_node_that_lacks_the_mask_of_the_others_is_asked_to_set_it() -> None:
     verdict = only([gpu_node(0, 8, visible="0,1"), gpu_node(1, 8), gpu_node(2, 8, visible="0,1")])
     assert verdict.hosts == ("b",)
     assert verdict.fix[0].startswith("set CUDA_VISIBLE_DEVICES on b as on the other nodes, or pass --nproc 2")
@@ -70,14 +70,14 @@ def test_a_node_that_lacks_the_mask_of_the_others_is_told_to_set_it() -> None:
 # Numbers of nodes
 
 
-def test_another_number_of_nodes_is_named() -> None:
+def test_a_different_number_of_nodes_is_named() -> None:
     verdict = only(changed(nodes(), 2, nodes=2))
     assert (verdict.cause, verdict.hosts) == ("world_mismatch", ("c",))
     assert verdict.summary == "--nodes: 2 on node 2 (c), 3 on nodes 0 (a) and 1 (b)"
     assert verdict.fix[0] == "pass --nodes 3 on every node"
 
 
-def test_a_node_rank_beyond_the_last_is_told_which_is_free() -> None:
+def test_a_node_rank_beyond_the_last_is_reported_which_is_free() -> None:
     verdict = only([node(0, nodes=2), node(2, nodes=2)])
     assert (verdict.cause, verdict.hosts) == ("world_mismatch", ("c",))
     assert "--node-rank 1" in verdict.fix[0]
@@ -137,7 +137,7 @@ def test_a_chosen_device_that_is_not_visible_and_more_ranks_than_devices_are_ref
     assert few.summary == "node 1 (b): 2 ranks and 1 device (2 visible, 2 physical)"
 
 
-def test_devices_of_another_type_and_devices_in_use_are_warnings() -> None:
+def test_devices_of_a_different_type_and_devices_in_use_are_warnings() -> None:
     other = [device(index, host="b", name="Tesla T4", gib=16) for index in range(2)]
     found = warning([gpu_node(0), gpu_node(1, chosen=other), gpu_node(2)], "device_mismatch")
     assert (
@@ -224,7 +224,7 @@ def test_what_is_measured_otherwise_only_warns() -> None:
         ("numpy", "1.0", False, "on node 1 (b): `pip uninstall numpy`, or install it everywhere"),
     ],
 )
-def test_versions_are_refused_or_told_by_the_policy(
+def test_versions_are_refused_or_reported_by_the_policy(
     name: str, version: str, *, fatal: bool, fix: str
 ) -> None:
     agreement = compare_nodes(changed(nodes(), 1, versions={**node(0).versions, name: version}))
@@ -317,7 +317,7 @@ def test_several_nodes_on_one_machine_may_all_be_on_loopback() -> None:
     assert compare_nodes(reports).verdicts == []
 
 
-def test_a_name_that_leads_to_its_own_node_is_told_and_the_head_s_name_is_refused() -> None:
+def test_a_name_that_leads_to_its_own_node_is_reported_and_the_head_s_name_is_refused() -> None:
     own = warning(changed(nodes(), 1, host_addresses=["127.0.1.1"]), "hostname_loopback")
     assert "127.0.1.1" in own.summary
     assert own.hosts == ("b",)
@@ -325,7 +325,7 @@ def test_a_name_that_leads_to_its_own_node_is_told_and_the_head_s_name_is_refuse
     assert (head.cause, head.hosts) == ("hostname_loopback", ("b",))
 
 
-def test_the_bridge_of_containers_is_no_address_of_a_node() -> None:
+def test_the_bridge_of_containers_is_not_an_address_of_a_node() -> None:
     bridge = [
         Interface(name="docker0", addresses=["172.17.0.1"], mtu=1500, up=True, loopback=False, kind="virtual")
     ]
@@ -370,7 +370,7 @@ def test_nccl_s_interface_has_no_effect_on_a_cpu_and_loopback_is_right_on_one_ma
     assert compare_nodes(alone).fatal == []
 
 
-def test_an_interface_that_is_down_or_leads_to_another_network_is_told() -> None:
+def test_an_interface_that_is_down_or_leads_to_a_different_network_is_reported() -> None:
     down = [
         *interfaces("10.0.0.1"),
         Interface(name="eth1", addresses=["192.168.7.2"], mtu=1500, up=False, loopback=False),
@@ -388,7 +388,7 @@ def test_interfaces_that_cannot_be_listed_are_unknown() -> None:
     check(compare_nodes(reports), "interfaces", "unknown")
 
 
-def test_another_mtu_is_a_warning() -> None:
+def test_a_different_mtu_is_a_warning() -> None:
     jumbo = [one.model_copy(update={"mtu": 9000}) for one in interfaces("10.0.0.1")]
     assert warning(changed(nodes(), 1, interfaces=jumbo), "mtu_blackhole").hosts == ("b",)
 
@@ -417,7 +417,7 @@ def test_too_little_room_is_refused_where_the_run_is_written() -> None:
     assert compare_nodes(changed(nodes(), 1, output=apart, reserved=reserved)).agreed
 
 
-def test_storage_that_is_not_shared_is_a_warning_that_says_who_holds_what() -> None:
+def test_storage_that_is_not_shared_is_a_warning_that_reports_who_holds_what() -> None:
     apart = node(0).output.model_copy(update={"shared": False})
     everywhere = [node(0), *(node(rank, output=apart) for rank in (1, 2))]
     verdict = warning(everywhere, "storage_not_shared")
@@ -434,7 +434,7 @@ def limits(**changes: Any) -> Limits:
     return node(0).limits.model_copy(update=changes)
 
 
-def test_limits_are_refused_or_told() -> None:
+def test_limits_are_refused_or_reported() -> None:
     few = only(changed(nodes(), 1, limits=limits(open_files=64)))
     assert (few.cause, few.summary) == ("ulimit", "node 1 (b): only 64 open files per process (ulimit -n)")
     assert warning(changed(nodes(), 1, limits=limits(open_files=1024)), "ulimit").hosts == ("b",)
@@ -450,7 +450,7 @@ def test_limits_are_refused_or_told() -> None:
     warning(changed(nodes(), 1, limits=limits(processes=100)), "ulimit")
 
 
-def test_shared_memory_is_refused_where_nccl_needs_it_and_told_elsewhere() -> None:
+def test_shared_memory_is_refused_where_nccl_needs_it_and_reported_elsewhere() -> None:
     tiny = limits(shm_bytes=32 * 2**20, shm_free_bytes=32 * 2**20)
     verdict = only([gpu_node(0), gpu_node(1, limits=tiny), gpu_node(2)])
     assert (verdict.cause, verdict.summary) == ("shm_too_small", "node 1 (b): /dev/shm has 32 MiB")
@@ -461,7 +461,7 @@ def test_shared_memory_is_refused_where_nccl_needs_it_and_told_elsewhere() -> No
     check(compare_nodes(changed(nodes(), 1, limits=unseen)), "shm", "unknown")
 
 
-def test_what_is_left_to_the_system_is_said() -> None:
+def test_what_is_left_to_the_system_is_reported() -> None:
     reserved = {"memory_bytes": 2 * GIB, "disk_bytes": 3 * GIB, "shm_bytes": 0, "cores": 1}
     agreement = compare_nodes(nodes(reserved=reserved))
     assert (

@@ -210,7 +210,7 @@ def test_any_reports_are_judged_and_every_verdict_is_legal(
     assert compare_ranks(reports[::-1], world_size=world_size).to_json() == agreement.to_json()
 
 
-def test_1024_ranks_of_which_one_differs_are_said_in_one_line() -> None:
+def test_1024_ranks_of_which_one_differs_are_reported_in_one_line() -> None:
     reports = changed(ranks(1024, per_node=8), 700, frozen_values_digest="x")
     verdict = only(reports)
     assert verdict.ranks == (700,)

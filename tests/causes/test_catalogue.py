@@ -56,7 +56,7 @@ def test_the_first_edition_has_46_causes_and_the_two_answers_that_blame_nobody()
 
 
 @every_cause
-def test_an_entry_says_everything(cause: Cause) -> None:
+def test_an_entry_reports_everything(cause: Cause) -> None:
     assert re.fullmatch(r"[a-z][a-z0-9_]*", cause.id)
     assert cause.title
     assert not cause.title.endswith(".")
@@ -68,7 +68,7 @@ def test_an_entry_says_everything(cause: Cause) -> None:
 
 
 @every_cause
-def test_an_entry_is_told_from_neighbours_that_exist(cause: Cause) -> None:
+def test_an_entry_is_distinguished_from_neighbours_that_exist(cause: Cause) -> None:
     names = [name for name, _ in cause.neighbours]
     assert names
     assert set(names) <= CATALOGUE.keys() - {cause.id}
@@ -111,14 +111,14 @@ def test_variables_are_unique_and_found_in_any_case() -> None:
     assert find_variable("nccl_debug") is find_variable("NCCL_DEBUG") is not None
 
 
-def test_a_variable_says_everything_and_leads_to_causes_that_exist() -> None:
+def test_a_variable_reports_everything_and_leads_to_causes_that_exist() -> None:
     for variable in VARIABLES:
         assert variable.meaning, variable.name
         assert variable.group in GROUP_MEANING, variable.name
         assert set(variable.causes) <= CATALOGUE.keys(), variable.name
 
 
-def test_what_ranks_must_agree_on_says_so() -> None:
+def test_what_ranks_must_agree_on_reports_it() -> None:
     groups = {
         "NCCL_ALGO": "equal", "TORCH_DISTRIBUTED_DEBUG": "equal", "MASTER_ADDR": "equal", "RANK": "unique",
         "CUDA_VISIBLE_DEVICES": "per-node", "GLOO_SOCKET_IFNAME": "per-node", "OMP_NUM_THREADS": "per-node",

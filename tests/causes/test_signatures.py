@@ -23,7 +23,7 @@ def test_ids_are_unique() -> None:
 
 
 @every_signature
-def test_an_example_has_its_own_signature_and_none_of_another_cause(signature: Signature) -> None:
+def test_an_example_has_its_own_signature_and_none_of_a_different_cause(signature: Signature) -> None:
     found = match_line(signature.example)
     assert signature in found
     others = {hit.id for hit in found if hit.cause is not None and hit.cause != signature.cause}
@@ -36,7 +36,7 @@ def test_a_look_alike_does_not_have_it(signature: Signature) -> None:
 
 
 @every_signature
-def test_an_entry_says_everything(signature: Signature) -> None:
+def test_an_entry_reports_everything(signature: Signature) -> None:
     assert re.fullmatch(r"[a-z][a-z0-9_]*", signature.id)
     assert signature.source
     assert signature.cause is None or find_cause(signature.cause) is not None

@@ -75,7 +75,7 @@ def test_a_listing_for_people_has_a_line_for_each(run: RunDir) -> None:
     assert all(" s ago  intact" in line for line in _unisono(run, "ls").stdout.splitlines()[1:])
 
 
-def test_a_table_says_age_state_and_who_holds_it() -> None:
+def test_a_table_reports_age_state_and_who_holds_it() -> None:
     row = {
         "step": 7, "bytes": 1_500_000, "created": "2026-01-01T00:00:00+00:00", "verified_at": "2026-01-03T11:30:00+00:00",
         "read_again": True, "intact": True, "foreign": True, "best": True, "for_ever": True, "holder": "a", "writers": ["a", "b", "c"],
@@ -95,7 +95,7 @@ def test_a_table_says_age_state_and_who_holds_it() -> None:
     assert second.split()[:5] == ["7", "?", "?", "?", "DAMAGED"]
 
 
-def test_parts_of_other_nodes_are_held_by_the_head_and_who_wrote_them_is_told(run: RunDir) -> None:
+def test_parts_of_other_nodes_are_held_by_the_head_and_who_wrote_them_is_reported(run: RunDir) -> None:
     store = CheckpointStore(run.checkpoints, key=user_key(run.root.parent / "settings" / "unisono"))
 
     def fill(directory: Path) -> dict[str, FileEntry]:
@@ -200,7 +200,7 @@ def test_pruning_never_deletes_the_last_intact_one(run: RunDir) -> None:
     assert done.stdout.splitlines() == ["step-00000010  intact"]
 
 
-def test_a_run_that_goes_on_is_not_pruned_from_outside(run: RunDir) -> None:
+def test_a_run_that_continues_is_not_pruned_from_outside(run: RunDir) -> None:
     with RunLock(run.lock) as lock:
         lock.acquire("host-a", os.getpid())
         done = _unisono(run, "prune", "--keep", "1")
@@ -210,7 +210,7 @@ def test_a_run_that_goes_on_is_not_pruned_from_outside(run: RunDir) -> None:
 
 
 @pytest.mark.parametrize("command", ["ls", "verify", "prune"])
-def test_what_is_no_run_is_refused(command: str, tmp_path: Path) -> None:
+def test_what_is_not_a_run_is_refused(command: str, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     done = _unisono(RunDir(tmp_path / "empty"), command)
     assert done.returncode == 2

@@ -59,7 +59,7 @@ def _signed(**changes: object) -> Manifest:
     ).signed(KEY)  # fmt: skip
 
 
-def test_who_changes_the_step_and_mends_the_checksum_is_still_a_stranger() -> None:
+def test_who_changes_the_step_and_fix_the_checksum_is_still_a_stranger() -> None:
     forged = _signed().model_copy(update={"step": 2})
     forged = forged.model_copy(update={"checksum": forged.true_checksum()})
     assert not Manifest.from_bytes(forged.to_bytes()).is_signed_by(KEY)

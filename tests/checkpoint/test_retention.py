@@ -36,7 +36,7 @@ def _after(found: list[Candidate], decision: Decision) -> list[Candidate]:
 
 
 @given(known, rules)
-def test_as_many_of_the_newest_intact_ones_stay_as_are_asked_for(
+def test_as_many_of_the_newest_intact_ones_stay_as_are_requested(
     found: list[Candidate], asked: Rules
 ) -> None:
     good = sorted((one.step for one in found if one.intact and not one.foreign), reverse=True)
@@ -174,7 +174,7 @@ def test_the_last_one_that_was_read_back_stays_until_a_newer_one_was(
     assert _steps(store) == [3]
 
 
-def test_the_one_that_a_run_goes_on_from_counts_as_read_back(store: CheckpointStore, save: Save) -> None:
+def test_the_one_that_a_run_continues_from_counts_as_read_back(store: CheckpointStore, save: Save) -> None:
     save(1)
     again = CheckpointStore(store.root, key=KEY)
     assert again.newest_intact() is not None

@@ -139,11 +139,11 @@ def test_a_flipped_bit_where_something_stands_is_refused(
 
 
 @given(st.binary(max_size=20_000))
-def test_memory_of_something_else_is_no_state(content: bytes) -> None:
+def test_memory_of_something_else_is_not_a_state(content: bytes) -> None:
     assert read_slots(memoryview(content))[0] == []
 
 
-def test_a_text_that_grew_too_long_is_told_before_it_is_written() -> None:
+def test_a_text_that_grew_too_long_is_reported_before_it_is_written() -> None:
     rank = Rank(Layout(("trainable",), ()))
     assert rank.slots.fits(b" " * 60_000)
     assert not rank.slots.fits(b" " * 100_000)

@@ -179,7 +179,7 @@ def _train(net: _Net, optimizer: torch.optim.Optimizer, steps: range) -> list[fl
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("done", [0, 3])
-def test_training_goes_on_bit_equal_after_saving_and_loading(name: str, done: int, tmp_path: Path) -> None:
+def test_training_continues_bit_equal_after_saving_and_loading(name: str, done: int, tmp_path: Path) -> None:
     torch.manual_seed(0)
     net = _Net()
     optimizer = OPTIMIZERS[name](net)

@@ -166,14 +166,14 @@ def test_damage_is_named_and_the_last_intact_one_is_found(
     assert store.verify(store.path(2)) == []
 
 
-def test_a_directory_under_another_steps_name_is_damage(store: CheckpointStore, save: Save) -> None:
+def test_a_directory_under_a_different_steps_name_is_damage(store: CheckpointStore, save: Save) -> None:
     shutil.copytree(save(1), store.path(7))
     found = store.newest_intact()
     assert found is not None
     assert found.step == 1
 
 
-def test_an_extra_file_is_told_and_harmless(store: CheckpointStore, save: Save) -> None:
+def test_an_extra_file_is_reported_and_harmless(store: CheckpointStore, save: Save) -> None:
     (save(1) / ".nfs0001").write_text("left by a file system")
     [finding] = store.verify(store.path(1))
     assert finding.kind == "extra"
@@ -205,7 +205,7 @@ def test_a_run_without_checkpoints_has_none_to_require(store: CheckpointStore) -
     assert require_intact(store) is None
 
 
-def test_the_reason_of_a_start_says_where_it_goes_on(store: CheckpointStore, save: Save) -> None:
+def test_the_reason_of_a_start_reports_where_it_continues(store: CheckpointStore, save: Save) -> None:
     resume = StartDecision("resume", "run-a", "unfinished")
     assert resume_point(store, StartDecision("fresh", "run-a", "fresh")) == (None, "fresh")
     point, reason = resume_point(store, resume)
@@ -219,7 +219,9 @@ def test_the_reason_of_a_start_says_where_it_goes_on(store: CheckpointStore, sav
     assert (point.step, point.path, reason) == (3, str(store.path(3)), "unfinished; from step 3")
 
 
-def test_where_none_is_intact_all_damage_is_told_with_a_remedy(store: CheckpointStore, save: Save) -> None:
+def test_where_none_is_intact_all_damage_is_reported_with_a_remedy(
+    store: CheckpointStore, save: Save
+) -> None:
     for step in (1, 2):
         _flip(save(step) / "weights.safetensors")
     with pytest.raises(IntegrityError, match="none of the run's 2 checkpoints is intact") as caught:

@@ -78,7 +78,7 @@ def test_a_part_is_read_when_its_turn_comes_and_not_before(tmp_path: Path) -> No
         ([TensorPart("a", "U8", (1,), lambda: memoryview(b"1"))] * 2, "a occurs twice"),
     ],
 )
-def test_a_part_that_is_not_what_it_said_is_refused(
+def test_a_part_that_is_not_what_it_reported_is_refused(
     tmp_path: Path, parts: list[TensorPart], words: str
 ) -> None:
     with pytest.raises(ValueError, match=words):
@@ -129,7 +129,7 @@ def _two_shards(folder: Path) -> None:
     _write_parts(folder, {"w": torch.arange(12.0).reshape(4, 3)}, [2])
 
 
-def test_a_missing_file_of_a_shard_is_told(tmp_path: Path) -> None:
+def test_a_missing_file_of_a_shard_is_reported(tmp_path: Path) -> None:
     _two_shards(tmp_path)
     (tmp_path / group_file("trainable", 1, 2)).unlink()
     with pytest.raises(IntegrityError, match="cannot be read"):

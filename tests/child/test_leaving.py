@@ -35,7 +35,7 @@ def test_what_aborts_while_the_interpreter_is_taken_apart_takes_no_exit_code_wit
     assert ended("leave(75)") == (75, "said before; what was registered is called\n")
 
 
-def test_where_something_stands_still_nothing_is_called_and_all_that_was_said_is_there() -> None:
+def test_where_something_hangs_nothing_is_called_and_all_that_was_reported_is_there() -> None:
     assert ended("leave(5, orderly=False)") == (5, "said before; ")
 
 

@@ -17,11 +17,11 @@ class DistBackendError(RuntimeError):
 
 
 @pytest.mark.parametrize("text", _SEEN)
-def test_what_gloo_says_of_a_lost_peer(text: str) -> None:
+def test_what_gloo_reports_of_a_lost_peer(text: str) -> None:
     assert is_peer_loss(RuntimeError(text))
 
 
-def test_what_nccl_says_of_a_lost_peer() -> None:
+def test_what_nccl_reports_of_a_lost_peer() -> None:
     assert is_peer_loss(
         DistBackendError("NCCL error in: ... remote process exited or there was a network error")
     )
@@ -47,6 +47,6 @@ def test_errors_of_ones_own_are_not(error: Exception) -> None:
     assert not is_peer_loss(error)
 
 
-def test_a_port_that_is_taken_is_no_lost_peer() -> None:
+def test_a_port_that_is_taken_is_not_a_lost_peer() -> None:
     text = "The server socket has failed to listen on any local network address. port: 29500, code: -98, name: EADDRINUSE"
     assert not is_peer_loss(type("DistNetworkError", (RuntimeError,), {})(text))

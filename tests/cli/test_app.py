@@ -24,7 +24,7 @@ def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess
 @pytest.mark.parametrize(
     "arguments", [("--version",), ("train", "--version"), ("explain", "nan_loss", "--version")]
 )
-def test_every_command_tells_the_version(arguments: tuple[str, ...]) -> None:
+def test_every_command_reports_the_version(arguments: tuple[str, ...]) -> None:
     done = run(*arguments)
     assert (done.returncode, done.stdout) == (0, f"unisono {__version__}\n")
 
@@ -34,7 +34,7 @@ def test_flags_that_all_commands_take_may_stand_anywhere(arguments: tuple[str, .
     assert json.loads(run(*arguments).stdout)["id"] == "nan_loss"
 
 
-def test_what_follows_two_dashes_is_no_flag_of_ours() -> None:
+def test_what_follows_two_dashes_is_not_a_flag_of_ours() -> None:
     assert split_globals(["run", "--json", "--", "x", "--json"]) == (["run", "--", "x", "--json"], {"--json"})
 
 
@@ -49,7 +49,7 @@ def test_a_slip_on_the_command_line_is_exit_2(arguments: tuple[str, ...]) -> Non
     assert done.stdout == ""
 
 
-def test_a_refusal_says_what_where_and_fix_without_a_traceback(tmp_path: Path) -> None:
+def test_a_refusal_reports_what_where_and_fix_without_a_traceback(tmp_path: Path) -> None:
     done = run("train", "no.yaml", cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith("error: there is no file no.yaml")
@@ -69,7 +69,7 @@ def test_with_json_the_last_line_of_a_refused_training_is_its_result(tmp_path: P
     assert "no.yaml" in result["problems"][0]["what"]
 
 
-def test_with_json_another_commands_refusal_is_one_object() -> None:
+def test_with_json_a_different_commands_refusal_is_one_object() -> None:
     done = run("explain", "nan_los", "--json")
     assert json.loads(done.stdout)["kind"] == "refused"
 
@@ -86,7 +86,7 @@ def test_a_defect_of_ours_shows_its_traceback_and_asks_for_a_report() -> None:
     assert "report" in done.stderr
 
 
-def test_a_reader_that_leaves_is_no_error() -> None:
+def test_a_reader_that_leaves_is_not_an_error() -> None:
     done = subprocess.run(
         ["bash", "-c", f"{sys.executable} -m unisono explain | head -1; echo ${{PIPESTATUS[0]}}"],
         capture_output=True, text=True, check=True,

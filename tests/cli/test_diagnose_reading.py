@@ -5,7 +5,7 @@ import pytest
 from unisono.cli.progress import ReadingLine
 
 
-def test_where_there_is_no_terminal_a_line_now_and_then_says_how_far_it_is(
+def test_where_there_is_no_terminal_a_line_now_and_then_reports_how_far_it_is(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     now = 100.0
@@ -29,7 +29,7 @@ def test_of_stdin_only_what_was_read_is_known(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().err == "reading 40 MB · 2 MB/s\n"
 
 
-def test_what_is_read_at_once_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_read_at_once_reports_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     line = ReadingLine(10)
     line.show(10)
     line.close()

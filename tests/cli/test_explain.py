@@ -27,7 +27,7 @@ def test_a_cause_is_explained_on_stdout(capsys: pytest.CaptureFixture[str]) -> N
     assert "Fix:\n  1. " in out
 
 
-def test_a_cause_that_can_be_drilled_says_how(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cause_that_can_be_drilled_reports_how(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = run(capsys, "user_code_stuck")
     assert out.endswith("To try it on this machine:\n  unisono drill sleep\n  unisono drill spin\n")
     _, out, _ = run(capsys, "rdzv_timeout")

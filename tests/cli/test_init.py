@@ -41,7 +41,7 @@ def test_a_template_fits_a_terminal_of_80_columns(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", template_names())
-def test_a_template_says_first_what_it_is_for(name: str) -> None:
+def test_a_template_reports_first_what_it_is_for(name: str) -> None:
     assert re.match(r"# [A-Z].{20,77}\n(# .*\n)?# Start it with", template_text(name))
 
 

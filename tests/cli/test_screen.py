@@ -193,7 +193,7 @@ def test_samples_and_answers_lose_control_characters() -> None:
     assert line.kept == ["  a b → 31mc"]
 
 
-def test_the_end_says_where_the_result_is_and_what_to_type_next(tmp_path: Path) -> None:
+def test_the_end_reports_where_the_result_is_and_what_to_type_next(tmp_path: Path) -> None:
     out = tmp_path / "runs" / "x"
     lines = ending(
         {
@@ -208,14 +208,14 @@ def test_the_end_says_where_the_result_is_and_what_to_type_next(tmp_path: Path) 
     ]  # fmt: skip
 
 
-def test_without_a_checkpoint_the_end_says_so(tmp_path: Path) -> None:
+def test_without_a_checkpoint_the_end_reports_it(tmp_path: Path) -> None:
     lines = ending(
         {"outcome": "preempted", "exit_code": 75, "output_dir": "/x", "checkpoint": None}, tmp_path
     )
     assert lines[1:] == ["there is no checkpoint yet", "next:   the same command starts at step 1"]
 
 
-def test_where_the_directory_was_taken_away_the_end_does_not_say_that_nothing_was_ever_saved(
+def test_where_the_directory_was_taken_away_the_end_does_not_report_that_nothing_was_ever_saved(
     tmp_path: Path,
 ) -> None:
     result = {

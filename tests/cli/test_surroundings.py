@@ -349,7 +349,7 @@ def test_a_path_that_this_user_may_not_use_is_refused_with_2(
 
 
 @pytest.mark.slow
-def test_diagnose_reads_pipes_that_are_written_into_and_refuses_what_is_no_log(tmp_path: Path) -> None:
+def test_diagnose_reads_pipes_that_are_written_into_and_refuses_what_is_not_a_log(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path, why in (
         (tmp_path / "pipe", "a named pipe without a writer"),

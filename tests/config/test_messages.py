@@ -112,7 +112,7 @@ def test_a_missing_key_is_named_with_an_example_that_loads(tmp_path: Path, key: 
     accepted(tmp_path, text + problem.fix.removeprefix("add `").removesuffix("`"))
 
 
-def test_of_a_union_only_the_deepest_trouble_is_told(tmp_path: Path) -> None:
+def test_of_a_union_only_the_deepest_problem_is_reported(tmp_path: Path) -> None:
     text = GOOD.replace("d}", "[a, {path: b, weight: -1}]}")
     assert the_one(tmp_path, text).what == "data.train.1.weight: must be a number above 0, got -1"
 
@@ -150,7 +150,7 @@ def test_numbers_are_read_as_people_write_them(tmp_path: Path, text: str) -> Non
     assert accepted(tmp_path, GOOD + f"optim: {{lr: {text}}}").optim.lr == 1e-4
 
 
-def test_a_share_in_exponent_form_is_no_path(tmp_path: Path) -> None:
+def test_a_share_in_exponent_form_is_not_a_path(tmp_path: Path) -> None:
     assert accepted(tmp_path, GOOD, "data.eval=5e-2").data.eval == 0.05
 
 
@@ -158,5 +158,5 @@ def test_a_date_is_text(tmp_path: Path) -> None:
     assert accepted(tmp_path, GOOD, "output_dir=2026-11-21").output_dir == "2026-11-21"
 
 
-def test_a_whole_number_stands_where_a_number_is_asked_for(tmp_path: Path) -> None:
+def test_a_whole_number_stands_where_a_number_is_requested(tmp_path: Path) -> None:
     assert accepted(tmp_path, GOOD, "adapter.alpha=16").adapter.alpha == 16.0  # type: ignore[union-attr]

@@ -65,7 +65,7 @@ def test_an_item_that_is_not_there_is_refused(tmp_path: Path, text: str) -> None
 
 
 @pytest.mark.parametrize("text", ["optim.lr", "=1", ".lr=1", "optim..lr=1", "", "lr=", "9" * 5000 + "=1"])
-def test_what_is_no_override_is_refused_at_the_command_line(tmp_path: Path, text: str) -> None:
+def test_what_is_not_an_override_is_refused_at_the_command_line(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, text)
     assert {problem.where for problem in caught.value.problems} == {"command line"}

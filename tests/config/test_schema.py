@@ -50,7 +50,7 @@ def test_moving_prolonging_and_watching_leave_it_the_same_run(change: dict[str, 
         {"batch": {"global": 8}}, {"batch": {"micro": 1}}, {"objective": "pretrain"}, {"model": "n"},
     ],
 )  # fmt: skip
-def test_whatever_changes_what_is_learnt_makes_another_run(change: dict[str, Any]) -> None:
+def test_whatever_changes_what_is_learned_makes_a_different_run(change: dict[str, Any]) -> None:
     assert config_digest(make(**change)) != config_digest(make())
 
 
@@ -67,7 +67,7 @@ def test_configs_are_frozen() -> None:
         make().seed = 1  # type: ignore[misc]
 
 
-def test_every_key_says_in_words_what_it_takes() -> None:
+def test_every_key_reports_in_words_what_it_takes() -> None:
     assert {"model.path", "batch.global", "data.train.weight", "optim.lr"} <= set(all_keys(RunConfig))
     for name in all_keys(RunConfig):
         section: Any = RunConfig

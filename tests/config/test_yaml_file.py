@@ -25,7 +25,7 @@ def test_every_key_has_its_line() -> None:
     assert lines == {("a",): 1, ("b",): 2, ("b", "c"): 3, ("b", "c", 0): 3, ("b", "c", 1): 4}
 
 
-def test_a_key_that_stands_twice_is_refused_with_both_lines() -> None:
+def test_a_key_that_appears_twice_is_refused_with_both_lines() -> None:
     with pytest.raises(ConfigError) as caught:
         parse_yaml("a: 1\nb: {c: 1, c: 2}\na: 3\n", name="t.yaml")
     assert [(problem.what, problem.where, problem.why) for problem in caught.value.problems] == [
@@ -48,7 +48,7 @@ def test_what_is_not_yaml_is_refused_with_its_place(text: str, where: str) -> No
 
 
 @pytest.mark.parametrize("text", ["", "# nothing", "- a", "just text", "3", "1: a", "null: a"])
-def test_what_is_no_mapping_of_words_is_refused(text: str) -> None:
+def test_what_is_not_a_mapping_of_words_is_refused(text: str) -> None:
     assert problem_of(text)[0] == "the config is not a mapping of keys to values"
 
 
@@ -69,7 +69,7 @@ def test_a_plain_alias_and_a_merge_are_welcome() -> None:
     assert value == {"a": {"b": 1}, "c": {"b": 1}, "d": {"b": 1, "e": 2}}
 
 
-def test_a_date_stays_text_and_a_byte_order_mark_is_no_key(tmp_path: Path) -> None:
+def test_a_date_stays_text_and_a_byte_order_mark_is_not_a_key(tmp_path: Path) -> None:
     file = tmp_path / "t.yaml"
     file.write_bytes(b"\xef\xbb\xbfa: 2026-11-21\r\nb: 1e-4\r\n")
     assert read_yaml(file)[0] == {"a": "2026-11-21", "b": "1e-4"}
@@ -82,7 +82,7 @@ def test_the_value_of_an_override_is_yaml(text: str, value: object) -> None:
     assert parse_value(text, name="command line") == value
 
 
-def test_a_config_in_another_encoding_is_named_with_the_command_that_converts_it(tmp_path: Path) -> None:
+def test_a_config_in_a_different_encoding_is_named_with_the_command_that_converts_it(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     for encoding in ("utf-16", "utf-16-le", "utf-32"):
         path.write_text("model: builtin:tiny\n", encoding=encoding)

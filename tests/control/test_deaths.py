@@ -45,7 +45,7 @@ def test_a_killed_head_is_seen_by_every_node_at_once(room: "Room", line_of: Line
     assert time.monotonic() - killed < SILENCE_S, "no silence is waited for"
 
 
-def test_a_head_that_is_killed_after_its_last_word_has_left_cleanly(room: "Room") -> None:
+def test_a_head_that_is_killed_after_its_last_message_has_left_cleanly(room: "Room") -> None:
     head = room.head()
     node = room.node(head)
     head.send_last({"kind": "ended"})

@@ -121,7 +121,7 @@ def test_an_echo_is_a_stranger(room: "Room", listener: Listener) -> None:
 
 
 @pytest.mark.slow
-def test_who_accepts_and_says_nothing_is_a_stranger(room: "Room", listener: Listener) -> None:
+def test_who_accepts_and_reports_nothing_is_a_stranger(room: "Room", listener: Listener) -> None:
     began = time.monotonic()
     cause, summary = refused(room, listener(until_closed), timeout_s=60)
     assert time.monotonic() - began < 30
@@ -135,7 +135,7 @@ def test_who_hangs_up_is_called_again_until_the_time_is_over(room: "Room", liste
     assert "closes it" in summary or "broke" in summary
 
 
-def test_a_head_of_another_release_is_named(room: "Room", listener: Listener) -> None:
+def test_a_head_of_a_different_release_is_named(room: "Room", listener: Listener) -> None:
     def answer(sock: socket.socket) -> None:
         sock.sendall(ANSWERS + b"\x63")
         until_closed(sock)
@@ -175,7 +175,7 @@ def test_a_taken_port_names_its_holder(room: "Room") -> None:
     assert verdict.fix[0].endswith(f"kill {os.getpid()}")
 
 
-def test_an_address_of_another_machine_is_refused(room: "Room") -> None:
+def test_an_address_of_a_different_machine_is_refused(room: "Room") -> None:
     with pytest.raises(Disagreed, match="no interface of this machine has this address"):
         room.head(host="192.0.2.1")
     with pytest.raises(Disagreed, match="cannot resolve its own name"):

@@ -111,7 +111,7 @@ def test_a_large_frame_is_refused_by_its_length_before_its_bytes_are_there() -> 
 @pytest.mark.parametrize(
     "data", [b"GET / HTTP/1.1\r\n", b"SSH-2.0-x", b"\x16\x03\x01", b"u", b"unisono<\x01"]
 )
-def test_the_first_wrong_byte_tells_a_stranger(data: bytes) -> None:
+def test_the_first_wrong_byte_reports_a_stranger(data: bytes) -> None:
     parser = FrameParser(CALLS)
     if data == b"u":
         parser.feed(data)
@@ -121,7 +121,7 @@ def test_the_first_wrong_byte_tells_a_stranger(data: bytes) -> None:
         parser.feed(data)
 
 
-def test_another_version_is_told_from_a_stranger() -> None:
+def test_a_different_version_is_distinguished_from_a_stranger() -> None:
     with pytest.raises(DifferentVersion, match="version 9"):
         FrameParser(ANSWERS).feed(ANSWERS + b"\x09")
 
@@ -129,7 +129,7 @@ def test_another_version_is_told_from_a_stranger() -> None:
 @pytest.mark.parametrize(
     "data", [b"", b"[]", b"1", b"{}", b'{"t":1}', b"\xff", b"[" * 4000, b'{"t":"a","n":' + b"9" * 4500 + b"}"]
 )
-def test_what_is_no_object_with_a_type_is_malformed(data: bytes) -> None:
+def test_what_is_not_an_object_with_a_type_is_malformed(data: bytes) -> None:
     with pytest.raises(Malformed):
         decode(data)
 

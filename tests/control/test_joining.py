@@ -91,7 +91,7 @@ def test_the_descriptor_is_readable_while_events_wait(room: "Room") -> None:
         assert [key.fileobj for key, _ in selector.select(10)] == [node]
 
 
-def test_a_wrong_token_is_told_at_once_on_both_sides(room: "Room") -> None:
+def test_a_wrong_token_is_reported_at_once_on_both_sides(room: "Room") -> None:
     head = room.head()
     began = time.monotonic()
     error = refused(room, head, token=b"another secret")
@@ -108,7 +108,7 @@ def test_a_wrong_token_is_told_at_once_on_both_sides(room: "Room") -> None:
     assert room.hears(head, Joined)
 
 
-def test_a_second_node_with_a_rank_is_told_who_holds_it(room: "Room") -> None:
+def test_a_second_node_with_a_rank_is_reported_who_holds_it(room: "Room") -> None:
     head = room.head()
     room.node(head, node_host="b")
     error = refused(room, head, node_host="c")
@@ -119,7 +119,7 @@ def test_a_second_node_with_a_rank_is_told_who_holds_it(room: "Room") -> None:
     assert event.holder.startswith("b (127.0.0.1, process ")
 
 
-def test_who_calls_again_because_no_welcome_came_is_no_second_node(room: "Room") -> None:
+def test_who_calls_again_because_no_welcome_came_is_not_a_second_node(room: "Room") -> None:
     """A head that was short of breath answers when the node has hung up and called anew."""
     head = room.head()
     caller = DialRequest(*head.address, TOKEN, 1, "b")
@@ -157,7 +157,7 @@ def test_a_rank_that_is_free_again_can_be_taken_again(room: "Room") -> None:
         ({"nodes": 4}, "expects 4 nodes, the head expects 3"),
     ],
 )
-def test_another_number_of_nodes_is_refused(room: "Room", options: dict[str, Any], words: str) -> None:
+def test_a_different_number_of_nodes_is_refused(room: "Room", options: dict[str, Any], words: str) -> None:
     head = room.head()
     error = refused(room, head, **options)
     assert cause(error) == "world_mismatch"
@@ -193,7 +193,7 @@ def test_of_many_that_call_at_once_with_one_rank_one_comes_in(room: "Room") -> N
     assert not room.unasked(head, Joined)
 
 
-def test_a_last_word_reaches_every_node_whenever_it_came(room: "Room") -> None:
+def test_a_last_message_reaches_every_node_whenever_it_came(room: "Room") -> None:
     """Said while nodes are between their hello and their place, it must not pass anybody by."""
     head = room.head(nodes=17)
     gate = threading.Barrier(17)
@@ -211,7 +211,7 @@ def test_a_last_word_reaches_every_node_whenever_it_came(room: "Room") -> None:
             assert room.hears(joined.result(), NodeMessage)[0].message == {"kind": "ended"}
 
 
-def test_who_comes_after_the_last_word_is_told_it(room: "Room") -> None:
+def test_who_comes_after_the_last_message_receives_it(room: "Room") -> None:
     head = room.head()
     here = room.node(head, node_rank=1)
     head.send_last({"kind": "ended", "exit_code": 3})
@@ -222,7 +222,7 @@ def test_who_comes_after_the_last_word_is_told_it(room: "Room") -> None:
     assert {event.claims for event in room.hears(head, Rejected, 2, kind="late")} == {1, 2}
 
 
-def test_the_head_closes_when_everybody_has_the_last_word(room: "Room") -> None:
+def test_the_head_closes_when_everybody_has_the_last_message(room: "Room") -> None:
     head = room.head()
     nodes = [room.node(head, node_rank=rank) for rank in (1, 2)]
     head.send_last({"kind": "ended"})
@@ -246,7 +246,7 @@ def test_all_that_was_sent_before_a_goodbye_arrives(room: "Room") -> None:
     assert room.hears(head, Left) == [Left(1, "host1", "it closed the connection", clean=True)]
 
 
-def test_sending_to_who_is_gone_is_no_error(room: "Room") -> None:
+def test_sending_to_who_is_gone_is_not_an_error(room: "Room") -> None:
     head = room.head()
     node = room.node(head)
     head.send(2, {"kind": "note"})

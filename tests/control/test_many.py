@@ -22,7 +22,9 @@ NODES = 64
 BENCH = Path(__file__).parents[2] / "bench" / "agree_scale.py"
 
 
-def test_all_report_and_all_have_the_last_word(room: "Room", line_of: Callable[["Popen[str]"], str]) -> None:
+def test_all_report_and_all_have_the_last_message(
+    room: "Room", line_of: Callable[["Popen[str]"], str]
+) -> None:
     head = room.head(nodes=NODES)
     others = room.process("nodes", head.address[1], 1, NODES - 1)
     assert {event.node_rank for event in room.hears(head, Joined, NODES - 1)} == set(range(1, NODES))

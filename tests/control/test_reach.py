@@ -69,7 +69,7 @@ def test_a_peer_survives_the_wire(rank: int, ports: list[int], brief: bool) -> N
         st.none() | st.integers() | st.text() | st.booleans(), lambda inner: st.lists(inner, max_size=6)
     )
 )
-def test_what_is_no_peer_is_refused(value: Any) -> None:
+def test_what_is_not_a_peer_is_refused(value: Any) -> None:
     with contextlib.suppress(ValueError):
         peer = Peer.from_json(value)
         assert all(0 < port < 65536 for port in peer.ports)
@@ -141,7 +141,7 @@ def foreign(answer: Callable[[socket.socket], None]) -> Iterator[int]:
                 sock.close()
 
 
-def test_another_program_is_a_stranger_and_its_first_word_is_shown() -> None:
+def test_a_different_program_is_a_stranger_and_its_first_word_is_shown() -> None:
     with foreign(lambda sock: sock.sendall(b"SSH-2.0-\x1b[31mOpenSSH_9.6\r\n")) as port:
         [found] = dial(port)
     assert found.outcome == "stranger"
@@ -162,14 +162,16 @@ def test_one_that_accepts_and_is_silent_is_named_so() -> None:
     assert "accepted" in found.note
 
 
-def test_another_jobs_unisono_is_a_stranger() -> None:
+def test_a_different_jobs_unisono_is_a_stranger() -> None:
     with EchoListener("127.0.0.1", reach_key(b"another token", "run-1")) as other:
         [found, *_] = dial(*other.ports)
     assert found.outcome == "stranger"
     assert "a different job" in found.note
 
 
-def test_large_messages_that_do_not_pass_are_told_from_small_ones_that_do(listener: EchoListener) -> None:
+def test_large_messages_that_do_not_pass_are_distinguished_from_small_ones_that_do(
+    listener: EchoListener,
+) -> None:
     """A relay that carries 20,000 bytes each way and then no more: as a way with too small an MTU does to large messages."""
     reported = threading.Event()  # until then the connection stays open, so that it is silence and no end
 
@@ -218,7 +220,7 @@ def test_who_cannot_prove_the_key_is_sent_nothing_back(listener: EchoListener) -
         assert len(read_all(sock)) <= 57
 
 
-def test_who_says_nothing_is_hung_up_on(listener: EchoListener, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_reports_nothing_is_hung_up_on(listener: EchoListener, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(echo, "_PROOF_S", 0.3)
     with socket.create_connection(("127.0.0.1", listener.ports[0]), timeout=20) as sock:
         assert read_all(sock) == b""
@@ -252,7 +254,7 @@ def test_after_close_the_ports_are_free_and_no_thread_is_left() -> None:
     assert {one.outcome for one in dial(*listener.ports)} == {"refused"}
 
 
-def test_an_address_of_another_machine_cannot_be_listened_on() -> None:
+def test_an_address_of_a_different_machine_cannot_be_listened_on() -> None:
     with pytest.raises(OSError, match="assign"):
         EchoListener("192.0.2.77", KEY)
 
@@ -356,7 +358,7 @@ def test_a_firewall_that_drops_the_ports_of_one_side_is_seen_from_the_other_alon
 
 
 @pytest.mark.ranks
-def test_a_firewall_that_says_so_is_refused_or_unreachable_at_once(cable: Cable) -> None:
+def test_a_firewall_that_reports_it_is_refused_or_unreachable_at_once(cable: Cable) -> None:
     there = cable.listen(cable.b)
     cable.drop(
         cable.b,
@@ -402,7 +404,7 @@ def test_a_peer_that_is_stopped_for_a_while_is_waited_for(listener: EchoListener
 
 
 @pytest.mark.ranks
-def test_a_cut_cable_is_no_answer(cable: Cable) -> None:
+def test_a_cut_cable_is_not_an_answer(cable: Cable) -> None:
     there = cable.listen(cable.b)
     ip("-n", cable.middle, "link", "set", "tob", "down")
     found = cable.dial(cable.a, cable.b, there)

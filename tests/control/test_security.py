@@ -81,7 +81,7 @@ def hello(greeting: Greeting, **changed: Any) -> Hello:
     return Hello(**{**known, **changed})
 
 
-def test_the_head_says_nothing_to_who_does_not_begin_as_we_do(room: "Room") -> None:
+def test_the_head_reports_nothing_to_who_does_not_begin_as_we_do(room: "Room") -> None:
     head = room.head()
     with dial(head) as sock:
         sock.sendall(b"GET / HTTP/1.1\r\n\r\n")
@@ -270,7 +270,7 @@ def test_words_of_a_head_lose_control_characters(room: "Room") -> None:
     assert error.verdict.summary.isprintable()
 
 
-def test_a_derived_key_leads_neither_to_the_token_nor_to_another_key(room: "Room") -> None:
+def test_a_derived_key_leads_neither_to_the_token_nor_to_a_different_key(room: "Room") -> None:
     keys = {
         derive(room.token, "a"), derive(room.token, "b"), derive(room.token, "a", 1), derive(room.token, "a", "1"),
         derive(room.token, "a", 1, 1), derive(room.token, "a", 11), derive(b"other", "a"),

@@ -143,7 +143,7 @@ def test_a_changed_byte_is_found_on_arrival_and_nothing_is_kept(
         ("unreadable label", "the head cannot read what kind of file it is"),
     ],
 )
-def test_what_cannot_be_sent_or_kept_is_told_to_both_sides(
+def test_what_cannot_be_sent_or_kept_is_asked_to_both_sides(
     room: "Room", tmp_path: Path, desk: Path, what: str, words: str
 ) -> None:
     source, content, of = tmp_path / "file", Content.of(b"x" * 1000), label("a")
@@ -188,7 +188,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         yield disk
 
 
-def test_a_disk_that_is_full_at_the_head_is_said_in_plain_words(room: "Room", small_disk: Path) -> None:
+def test_a_disk_that_is_full_at_the_head_is_reported_in_plain_words(room: "Room", small_disk: Path) -> None:
     head = room.head()
     with FileReceiver(head, keep_in(small_disk)), FileSender(room.node(head)) as transfers:
         transfers.send(bytes(5 * MIB), label("a"))

@@ -67,7 +67,7 @@ def test_random_damages_are_all_found(specimen: Specimen, tmp_path: Path) -> Non
         _is_found(specimen, root, damage(specimen, path, chance.choice(files_of(path)), how, chance))
 
 
-def test_a_whole_checkpoint_of_another_run_is_named_as_such_and_not_taken(
+def test_a_whole_checkpoint_of_a_different_run_is_named_as_such_and_not_taken(
     specimen: Specimen, tmp_path: Path
 ) -> None:
     root = specimen.copy(tmp_path / "copy")
@@ -80,7 +80,7 @@ def test_a_whole_checkpoint_of_another_run_is_named_as_such_and_not_taken(
     assert found.is_as_written
 
 
-def test_a_whole_checkpoint_of_another_step_is_named_as_such_and_not_taken(
+def test_a_whole_checkpoint_of_a_different_step_is_named_as_such_and_not_taken(
     specimen: Specimen, tmp_path: Path
 ) -> None:
     root = specimen.copy(tmp_path / "copy")

@@ -70,7 +70,7 @@ def _names_and_goes_on(trained: Trained, job: Job, how: How, *, seed: int) -> No
     assert f"from step {STEPS - 1}" in front.text()
 
 
-def test_a_start_names_the_damage_and_goes_on_from_the_last_intact_checkpoint(
+def test_a_start_names_the_damage_and_continues_from_the_last_intact_checkpoint(
     trained: Trained, again: Job
 ) -> None:
     _names_and_goes_on(trained, again, "flipped bit", seed=3)
@@ -79,7 +79,7 @@ def test_a_start_names_the_damage_and_goes_on_from_the_last_intact_checkpoint(
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("how", [*OF_A_FILE, *OF_A_DIRECTORY])
-def test_a_start_names_each_damage_and_goes_on(trained: Trained, again: Job, how: How, seed: int) -> None:
+def test_a_start_names_each_damage_and_continues(trained: Trained, again: Job, how: How, seed: int) -> None:
     _names_and_goes_on(trained, again, how, seed=seed)
 
 

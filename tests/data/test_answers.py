@@ -232,7 +232,7 @@ def test_a_conversation_without_an_answer_is_refused(
     assert "answer" in refusal(make_encoder(tokenizer_dir("chatml_tools")), messages)
 
 
-def test_what_the_template_itself_refuses_is_said_in_its_words(tokenizer_dir: TokenizerDir) -> None:
+def test_what_the_template_itself_refuses_is_reported_in_its_words(tokenizer_dir: TokenizerDir) -> None:
     printed = refusal(
         make_encoder(tokenizer_dir("turns", eos="<end_of_turn>")),
         [{"role": "system", "content": "x"}, *turns("a", "b")],
@@ -288,7 +288,7 @@ def test_a_template_file_is_rendered_in_place_of_the_tokenizers_own(
     assert encode(encoder, messages).ids.tolist() == expected["input_ids"]
 
 
-def test_a_template_that_is_no_jinja_is_refused_with_its_line(
+def test_a_template_that_is_not_a_jinja_is_refused_with_its_line(
     tokenizer_dir: TokenizerDir, tmp_path: Path
 ) -> None:
     file = tmp_path / "template.jinja"

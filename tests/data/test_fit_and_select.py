@@ -62,12 +62,12 @@ def test_the_rows_for_evaluation_depend_on_the_seed_alone(n: int, share: float, 
     assert all(0 <= row < n for row in chosen)
 
 
-def test_another_seed_takes_other_rows_for_evaluation() -> None:
+def test_a_different_seed_takes_other_rows_for_evaluation() -> None:
     assert eval_rows(1000, share=0.1, seed=1) != eval_rows(1000, share=0.1, seed=2)
 
 
 @given(st.integers(0, 300), st.floats(0.01, 5), st.integers(0, 2**32 - 1), st.integers(0, 5))
-def test_a_weight_says_how_often_rows_occur(n: int, weight: float, seed: int, source: int) -> None:
+def test_a_weight_reports_how_often_rows_occur(n: int, weight: float, seed: int, source: int) -> None:
     counts = row_repeats(n, weight=weight, seed=seed, source=source)
     assert len(counts) == n
     assert {int(weight), int(weight) + 1} >= set(counts)

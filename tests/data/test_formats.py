@@ -82,13 +82,13 @@ def test_auto_takes_the_format_whose_columns_are_there_and_reads_what_it_took(
     assert next(iter(row)) in found[1]
 
 
-def test_auto_says_which_columns_it_does_not_read() -> None:
+def test_auto_reports_which_columns_it_does_not_read() -> None:
     found = detect({"text": "a", "id": 3, "source": "x"}, {})
     assert found is not None
     assert "not read: id, source" in found[1]
 
 
-def test_columns_have_other_names_if_one_says_so() -> None:
+def test_columns_have_other_names_if_one_reports_it() -> None:
     renamed = {"instruction": "question", "output": "answer"}
     row = {"question": "q", "answer": "a"}
     assert detect(row, {}) is None
@@ -118,7 +118,7 @@ def test_columns_have_other_names_if_one_says_so() -> None:
         ("text", {"text": "\ud83d"}, "surrogate"),
     ],
 )
-def test_a_row_that_does_not_fit_says_why(name: FormatName, row: dict[str, Any], why: str) -> None:
+def test_a_row_that_does_not_fit_reports_why(name: FormatName, row: dict[str, Any], why: str) -> None:
     with pytest.raises(RowError, match=why):
         to_example(name, row, {})
 

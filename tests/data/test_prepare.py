@@ -329,7 +329,7 @@ def test_data_that_cannot_be_trained_on_are_refused(
     assert what in str(refused(make_config({"train": str(path), **data}), tokenizer_dir(), tmp_path))
 
 
-def test_what_is_wrong_with_every_row_is_said_once(tokenizer_dir: TokenizerDir, tmp_path: Path) -> None:
+def test_what_is_wrong_with_every_row_is_reported_once(tokenizer_dir: TokenizerDir, tmp_path: Path) -> None:
     template = tmp_path / "t.jinja"
     template.write_text("{% for i in range(10**9) %}{% endfor %}", encoding="utf-8")
     path = write_rows(tmp_path / "rows.jsonl", [pair("q", "a")] * 1000)
@@ -387,7 +387,7 @@ def test_long_rows_go_through_the_tokenizer_in_small_groups_with_the_same_outcom
             assert one.ids.tolist() == other.ids.tolist()
 
 
-def test_a_template_that_is_no_regular_file_is_refused_before_it_is_opened(
+def test_a_template_that_is_not_a_regular_file_is_refused_before_it_is_opened(
     tokenizer_dir: TokenizerDir, tmp_path: Path
 ) -> None:
     os.mkfifo(tmp_path / "t.jinja")

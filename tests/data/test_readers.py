@@ -184,7 +184,7 @@ def test_utf_16_and_32_are_named_once_with_a_command_that_converts_them(
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "tsv", "txt"])
-def test_a_utf_8_byte_order_mark_is_no_part_of_a_row_also_where_files_were_joined(
+def test_a_utf_8_byte_order_mark_is_not_a_part_of_a_row_also_where_files_were_joined(
     tmp_path: Path, kind: str
 ) -> None:
     mark = "\ufeff"
@@ -210,7 +210,7 @@ def test_a_utf_8_byte_order_mark_is_no_part_of_a_row_also_where_files_were_joine
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "txt"])
-def test_another_encoding_is_guessed_where_it_is_sure(
+def test_a_different_encoding_is_guessed_where_it_is_sure(
     tmp_path: Path, kind: str, text: str, encoding: str, guess: str
 ) -> None:
     lines = {
@@ -265,7 +265,7 @@ def test_a_file_of_zeros_without_an_end_is_refused_without_reading_it(tmp_path: 
     assert (problem.where, "longer than 256 MiB" in problem.what) == ("rows.jsonl:1", True)
 
 
-def test_json_over_several_lines_under_the_name_jsonl_is_said_once(tmp_path: Path) -> None:
+def test_json_over_several_lines_under_the_name_jsonl_is_reported_once(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps([{"text": "a"}, {"text": "b"}], indent=2), encoding="utf-8")
     assert "rename it to rows.json" in refused(path).fix
@@ -275,7 +275,7 @@ def test_json_over_several_lines_under_the_name_jsonl_is_said_once(tmp_path: Pat
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json"])
-def test_a_key_that_stands_twice_with_different_values_makes_a_bad_row(tmp_path: Path, kind: str) -> None:
+def test_a_key_that_appears_twice_with_different_values_makes_a_bad_row(tmp_path: Path, kind: str) -> None:
     rows = [
         '{"text": "a", "text": "a"}', '{"text": "a", "text": "b"}', '{"text": "c", "x": [{"role": 1, "role": 2}]}', '{"text": "d"}',
     ]  # fmt: skip
@@ -290,7 +290,7 @@ def test_a_key_that_stands_twice_with_different_values_makes_a_bad_row(tmp_path:
     assert "duplicate key 'role'" in role.why
 
 
-def test_a_column_that_stands_twice_is_refused_in_a_csv_and_in_parquet(tmp_path: Path) -> None:
+def test_a_column_that_appears_twice_is_refused_in_a_csv_and_in_parquet(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text("text,text\na,b\n", encoding="utf-8")
     assert "'text' occurs 2 times" in refused(tmp_path / "rows.csv").why
     table = pa.table([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
@@ -298,7 +298,7 @@ def test_a_column_that_stands_twice_is_refused_in_a_csv_and_in_parquet(tmp_path:
     assert "'text'" in refused(tmp_path / "rows.parquet").why
 
 
-def test_a_csv_with_another_separator_is_said_to_have_it(tmp_path: Path) -> None:
+def test_a_csv_with_a_different_separator_is_reported_to_have_it(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text("prompt;completion\na;b\n", encoding="utf-8")
     assert "separated by ';'" in refused(tmp_path / "rows.csv").what
     (tmp_path / "rows.csv").write_text("prompt\tcompletion\na\tb\n", encoding="utf-8")

@@ -119,14 +119,16 @@ def test_any_failure_of_rendering_is_a_refusal_with_the_file_and_the_line(
         "x" * 1_000_001,
     ],
 )  # fmt: skip
-def test_a_file_that_is_no_template_is_refused_by_its_name(render: Callable[[str], str], text: str) -> None:
+def test_a_file_that_is_not_a_template_is_refused_by_its_name(
+    render: Callable[[str], str], text: str
+) -> None:
     with pytest.raises(DataError) as caught:
         render(text)
     (problem,) = caught.value.problems
     assert "t.jinja" in problem.what + problem.where
 
 
-def test_a_byte_order_mark_is_no_part_of_a_template(render: Callable[[str], str]) -> None:
+def test_a_byte_order_mark_is_not_a_part_of_a_template(render: Callable[[str], str]) -> None:
     assert render("\ufeffx") == "x"
 
 
@@ -136,7 +138,7 @@ def template_refused(tokenizer: Any, file: Path) -> Problem:
     return caught.value.problems[0]
 
 
-def test_a_template_file_in_another_encoding_or_of_another_kind_is_named(
+def test_a_template_file_in_a_different_encoding_or_of_a_different_kind_is_named(
     tokenizer: Any, tmp_path: Path
 ) -> None:
     file = tmp_path / "t.jinja"

@@ -79,7 +79,7 @@ def refusal(tmp_path: Path, train: Path | str) -> Problem:
     return problem
 
 
-def test_what_is_no_regular_file_is_called_what_it_is_and_never_opened(tmp_path: Path) -> None:
+def test_what_is_not_a_regular_file_is_called_what_it_is_and_never_opened(tmp_path: Path) -> None:
     pipe, loop, broken, name = (
         tmp_path / n for n in ("pipe.jsonl", "loop.jsonl", "broken.jsonl", "socket.jsonl")
     )
@@ -112,7 +112,7 @@ def test_a_path_that_cannot_be_is_refused_with_the_reason(tmp_path: Path, named:
     assert words in problem.what + problem.why
 
 
-def test_a_glob_says_what_it_did_match_where_that_is_no_file(tmp_path: Path) -> None:
+def test_a_glob_reports_what_it_did_match_where_that_is_not_a_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.jsonl")
     (tmp_path / "b.jsonl").mkdir()
     problem = refusal(tmp_path, tmp_path / "*.jsonl")
@@ -135,7 +135,7 @@ def as_user() -> Iterator[Path]:
             os.seteuid(0)
 
 
-def test_a_folder_without_permission_is_said(as_user: Path) -> None:
+def test_a_folder_without_permission_is_reported(as_user: Path) -> None:
     write(as_user / "closed" / "rows.jsonl", "a")
     (as_user / "closed").chmod(0)
     try:

@@ -64,7 +64,7 @@ def node(host: int) -> str:
     return f"{BAR}{printed}{thick}train.py FAILED\n{thin}Failures:\n{table}{end}"
 
 
-def test_an_error_that_all_ranks_of_two_hosts_raise_is_no_hosts_fault() -> None:
+def test_an_error_that_all_ranks_of_two_hosts_raise_is_not_a_hosts_fault() -> None:
     found = diagnosed(**{"node0.log": node(0), "node1.log": node(1)})
     assert found["cause"] == "user_code_error"
     shown = {line["where"].partition(":")[0] for line in found["evidence"]}
@@ -105,7 +105,7 @@ def test_a_bar_that_is_written_late_does_not_undo_the_schedulers_word() -> None:
     assert diagnosed(a=LOADING + CANCELLED + later)["cause"] == "preempted_sigterm"
 
 
-def test_an_error_inside_another_ranks_ignored_one_counts() -> None:
+def test_an_error_inside_a_different_ranks_ignored_one_counts() -> None:
     ignored = of_rank(
         0,
         'Exception ignored in: <function f at 0x7f>\nTraceback (most recent call last):\n  File "/x/d.py", line 5, in __del__',
@@ -138,7 +138,7 @@ def test_a_host_of_a_collectors_json_is_a_host_or_none() -> None:
     assert found["hosts"] == []
 
 
-def test_times_of_a_collectors_json_tell_who_was_first() -> None:
+def test_times_of_a_collectors_json_report_who_was_first() -> None:
     def log(rank: int, second: int, error: str) -> str:
         lines = [
             *BAR.splitlines(),

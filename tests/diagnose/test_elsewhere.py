@@ -45,7 +45,7 @@ def test_words_of_others_point_to_the_causes_that_they_mean(
     assert (printed.cause, printed.ranks) == (cause, ranks)
 
 
-def test_an_exception_that_a_coordinator_raises_is_no_fault_of_who_reports_it() -> None:
+def test_an_exception_that_a_coordinator_raises_is_not_a_fault_of_who_reports_it() -> None:
     lost = "Traceback (most recent call last):\n  File \"t.py\", line 3, in <module>\n    jax.devices()\nXlaRuntimeError: UNAVAILABLE: the service is away\n"  # fmt: skip
     assert verdict(train=STEPS + lost).cause == "undetermined"
 

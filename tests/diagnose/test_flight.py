@@ -55,7 +55,7 @@ def test_who_is_late_or_does_something_else_is_named(
     assert finding.evidence
 
 
-def test_the_pickle_tells_the_line_of_the_program() -> None:
+def test_the_pickle_reports_the_line_of_the_program() -> None:
     finding = judged("kind", PICKLE)[0]
     assert [event.text.rpartition(", ")[2] for event in finding.evidence] == [
         f"called at train.py:{line} in <module>" for line in (21, 22, 22)
@@ -126,7 +126,7 @@ def test_recordings_are_known_by_their_beginning_and_ranks_by_their_names() -> N
     assert [rank_of_name(name) for name in names] == [12, 3, 7, None, 0]
 
 
-def test_a_malicious_pickle_is_refused_and_the_message_says_what_it_wanted(tmp_path: Path) -> None:
+def test_a_malicious_pickle_is_refused_and_the_message_reports_what_it_wanted(tmp_path: Path) -> None:
     head = pickle.dumps({"pg_status": {}}, 2)[:-1]
     evil = head + b"cposix\nsystem\n(X\x05\x00\x00\x00touch" + b"tR."
     assert is_recording(evil)

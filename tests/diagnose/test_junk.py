@@ -41,7 +41,7 @@ def test_any_bytes_give_a_verdict_and_a_drawing(logs: list[bytes], width: int) -
 
 @settings(deadline=None, max_examples=40)
 @given(log_bytes, st.data())
-def test_a_log_says_the_same_however_it_comes_in_pieces(data: bytes, draw_: st.DataObject) -> None:
+def test_a_log_reports_the_same_however_it_comes_in_pieces(data: bytes, draw_: st.DataObject) -> None:
     size = draw_.draw(st.integers(1, 50))
     whole, pieces = scan("x", io.BytesIO(data)), scan("x", _Dripping(data, size))
     assert [event.text for event in whole.events] == [event.text for event in pieces.events]
@@ -74,14 +74,14 @@ def test_files_that_are_no_logs_are_passed_over(tmp_path: Path) -> None:
     assert diagnose_logs(found.scanned).verdict.cause == "user_code_error"
 
 
-def test_a_file_that_may_not_be_read_is_said_and_the_others_count(tmp_path: Path) -> None:
+def test_a_file_that_may_not_be_read_is_reported_and_the_others_count(tmp_path: Path) -> None:
     (tmp_path / "rank_0.log").write_text("RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB\n")
     (tmp_path / "rank_1.log").symlink_to("/proc/self/mem")  # opens, and reading gives EIO
     found = read(tmp_path / "rank_0.log", tmp_path / "rank_1.log")
     assert [one.name for one in found.scanned if one.events] == ["rank_0.log"]
 
 
-def test_of_a_gz_that_is_cut_short_what_is_there_counts_and_it_is_said(tmp_path: Path) -> None:
+def test_of_a_gz_that_is_cut_short_what_is_there_counts_and_it_is_reported(tmp_path: Path) -> None:
     text = b"RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB\n" + random.Random(0).randbytes(
         50_000
     )
@@ -100,7 +100,7 @@ def test_a_gz_bomb_is_read_to_a_limit_only(tmp_path: Path, monkeypatch: pytest.M
     assert "the rest was left" in found.refused[0]
 
 
-def test_a_stream_tells_how_far_it_is() -> None:
+def test_a_stream_reports_how_far_it_is() -> None:
     seen: list[tuple[int, int]] = []
     watched = LimitedStream(io.BytesIO(b"x" * 10), 10, lambda packed, given: seen.append((packed, given)))
     while watched.read(4):

@@ -116,7 +116,7 @@ def test_the_layout_of_logs_does_not_change_the_verdict(
     assert not wrong, "\n".join(wrong)
 
 
-def test_cases_that_were_written_are_told_right() -> None:
+def test_cases_that_were_written_are_reported_right() -> None:
     wrong = []
     for place, case in enumerate(EVERY):
         cause, ranks, hosts = known(place)
@@ -158,6 +158,6 @@ def test_junk_never_breaks_it(junk: bytes, which: int, chance: random.Random) ->
 
 @settings(deadline=None, max_examples=30)
 @given(st.binary(max_size=20_000))
-def test_what_is_no_log_gets_an_answer(junk: bytes) -> None:
+def test_what_is_not_a_log_gets_an_answer(junk: bytes) -> None:
     cause, ranks, _ = answer_of({"blob": junk})
     assert cause in ("undetermined", "healthy") or ranks == ()

@@ -60,7 +60,7 @@ def result(run: Path, **fields: Any) -> None:
     write(run / "result.json", {"schema": 1, "exit_code": 0, "step": 5, **fields})
 
 
-def test_a_completed_run_is_healthy_and_tells_of_its_restarts(run: Path) -> None:
+def test_a_completed_run_is_healthy_and_reports_of_its_restarts(run: Path) -> None:
     result(
         run,
         outcome="completed",
@@ -74,7 +74,7 @@ def test_a_completed_run_is_healthy_and_tells_of_its_restarts(run: Path) -> None
 @pytest.mark.parametrize(
     ("outcome", "cause"), [("preempted", "preempted_sigterm"), ("interrupted", "healthy")]
 )
-def test_who_was_asked_to_end_is_told_how_to_go_on(run: Path, outcome: str, cause: str) -> None:
+def test_who_was_asked_to_end_is_reported_how_to_continue(run: Path, outcome: str, cause: str) -> None:
     result(run, outcome=outcome, exit_code=75)
     found = verdict(run)
     assert found.cause == cause
@@ -115,7 +115,7 @@ def test_a_refusal_gives_its_own_words_without_secrets(run: Path) -> None:
     assert found.fix[0] == "set model.path"
 
 
-def test_a_run_that_ended_without_a_word_names_who_fell_silent_first(run: Path) -> None:
+def test_a_run_that_ended_silently_names_who_fell_silent_first(run: Path) -> None:
     events(run, 0, {"kind": "checkpoint", "time": 1100.0, "step": 3})
     found = verdict(run)
     assert (found.cause, found.ranks, found.step) == ("undetermined", (), 5)
@@ -175,7 +175,7 @@ def test_torn_and_foreign_files_do_not_matter(run: Path) -> None:
     assert verdict(run).summary
 
 
-def test_a_directory_of_logs_is_no_run(tmp_path: Path) -> None:
+def test_a_directory_of_logs_is_not_a_run(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text('{"steps": []}')
     assert not is_run(tmp_path)
     assert not is_run(tmp_path / "missing")

@@ -59,7 +59,7 @@ def test_a_secret_is_known_by_what_stands_before_it(named: str, secret: str) -> 
 
 
 @pytest.mark.parametrize("text", HARMLESS)
-def test_what_is_no_secret_stays(text: str) -> None:
+def test_what_is_not_a_secret_stays(text: str) -> None:
     assert shown(text) == text
 
 

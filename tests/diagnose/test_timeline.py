@@ -47,12 +47,12 @@ def test_the_first_cause_is_marked_and_what_followed_stands_to_its_right() -> No
     assert "00:01:40 (+100 s)" in lines[0]
 
 
-def test_a_rank_that_nobody_heard_of_has_a_row_that_says_so() -> None:
+def test_a_rank_that_nobody_heard_of_has_a_row_that_reports_it() -> None:
     lines = draw(run_of(event(0, 0), event(0, 9), ranks=3), width=80)
     assert "no line of its own" in row(lines, "rank 2")
 
 
-def test_without_times_a_row_shows_places_in_the_log_and_it_is_said() -> None:
+def test_without_times_a_row_shows_places_in_the_log_and_it_is_reported() -> None:
     lines = draw(run_of(*(event(0, None) for _ in range(5))), width=80)
     assert any("no line has a time" in line for line in lines)
 

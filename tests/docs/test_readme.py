@@ -116,7 +116,7 @@ def test_every_key_that_is_shown_exists(page: Path) -> None:
             assert name in keys, f"{page.name}: {name}"
 
 
-def test_the_refusal_that_is_shown_is_what_is_said() -> None:
+def test_the_refusal_that_is_shown_is_what_is_reported() -> None:
     bad = "model: m\ndata:\n  train: rows.jsonl\n  max_lenght: 512\noptim: {lr: fast}\noutput_dir: o\n"
     raw, lines = parse_yaml(bad, name="bad.yaml")
     with pytest.raises(ConfigError) as caught:

@@ -117,7 +117,7 @@ def test_an_output_dir_that_holds_something_else_fails(asked: Path, tmp_path: Pa
 
 @pytest.mark.makes("config.start", "warn")
 @pytest.mark.long
-def test_a_run_that_is_held_by_another_process_warns_with_its_holder(asked: Path, tmp_path: Path) -> None:
+def test_a_run_that_is_held_by_a_different_process_warns_with_its_holder(asked: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     with RunLock(tmp_path / "out" / "run.lock") as lock:
         lock.acquire("here", 4711)

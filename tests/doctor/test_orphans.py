@@ -28,7 +28,7 @@ def orphan(folder: Path, *, front: str = "$gone") -> str:
 
 
 @pytest.mark.makes("system.orphans", "pass")
-def test_a_machine_without_any_passes_also_while_a_run_goes_on(tmp_path: Path) -> None:
+def test_a_machine_without_any_passes_also_while_a_run_continues(tmp_path: Path) -> None:
     seen = doctor(tmp_path, before=orphan(tmp_path, front="$$"), unshare=True)
     assert (seen.status("system.orphans"), seen.code) == ("pass", 0), seen.text("system.orphans")
 
@@ -62,7 +62,7 @@ def test_a_rank_without_its_front_is_named_by_its_run_and_left_alone(tmp_path: P
     assert f"kill -9 {pid}" in text
 
 
-def test_it_is_ended_when_that_is_asked_for(tmp_path: Path) -> None:
+def test_it_is_ended_when_that_is_requested(tmp_path: Path) -> None:
     twice = (
         f"{orphan(tmp_path)}; {shlex.join([sys.executable, '-m', 'unisono', 'doctor', '--end-orphans'])} >&2"
     )

@@ -90,7 +90,9 @@ def test_a_setting_that_differs_ends_with_3_in_the_same_words_and_the_remedy(pai
 
 
 @pytest.mark.long
-def test_what_one_node_has_found_of_itself_is_told_on_all_with_its_name_and_the_same_code(pair: Job) -> None:
+def test_what_one_node_has_found_of_itself_is_reported_on_all_with_its_name_and_the_same_code(
+    pair: Job,
+) -> None:
     pair.config(1, track=["tensorboard"], checkpoint={"storage": "gs://bucket/x"})
     pair.config(0, track=["tensorboard"], checkpoint={"storage": "gs://bucket/x"})
     fronts = [

@@ -38,7 +38,7 @@ def test_the_right_cause_and_culprit_in_time_with_its_exit_code_is_right() -> No
         (replace(GOOD, effect=None), "the run ended before the fault took effect, rank_stopped, rank 1"),
     ],
 )
-def test_anything_else_is_wrong_and_says_why(history: History, why: str) -> None:
+def test_anything_else_is_wrong_and_reports_why(history: History, why: str) -> None:
     row = judge(STOPPED, history)
     assert (row.right, row.why) == (False, why)
 
@@ -60,7 +60,7 @@ def test_a_head_that_is_killed_is_named_by_the_others_alone() -> None:
     assert (rows[0].named_after_s, rows[0].ended_after_s) == (0.5, 1.0)
 
 
-def test_a_victim_that_was_blamed_first_is_not_mended_by_the_right_name_later() -> None:
+def test_a_victim_that_was_blamed_first_is_not_fixed_by_the_right_name_later() -> None:
     blamed = NamedCause(102.0, 0, "user_code_stuck", (0,), is_end=False)
     row = judge(STOPPED, replace(GOOD, detected=[blamed, NAMED]))
     assert (row.right, row.why) == (False, "reported user_code_stuck, rank 0")
@@ -78,13 +78,13 @@ def test_where_nothing_is_wrong_nothing_may_be_named() -> None:
     assert not judge(QUIET, replace(good, ends=[FrontExit(110.0, 5)])).right
 
 
-def test_that_a_rank_is_slow_on_a_busy_machine_is_no_wrong_name() -> None:
+def test_that_a_rank_is_slow_on_a_busy_machine_is_not_a_wrong_name() -> None:
     slow = NamedCause(101.0, 0, "straggler", (0,), is_end=False)
     assert judge(QUIET, History(100.0, [slow], [FrontExit(110.0, 0)])).right
     assert judge(STOPPED, replace(GOOD, detected=[slow, NAMED])).right
 
 
-def test_a_cut_network_is_right_when_both_halves_have_said_so() -> None:
+def test_a_cut_network_is_right_when_both_halves_have_reported_it() -> None:
     head = NamedCause(106.0, 0, "node_unreachable", hosts=("b",))
     other = NamedCause(108.0, 1, "node_unreachable", hosts=("b",))
     both = History(100.0, [head, other], [FrontExit(109.0, 4), FrontExit(110.0, 4)], hosts=("a", "b"))
@@ -102,7 +102,7 @@ def test_what_is_left_behind_is_not_good_also_where_the_name_is_right() -> None:
     assert not row.is_good
 
 
-def test_what_was_skipped_is_told_and_is_nobodys_fault() -> None:
+def test_what_was_skipped_is_reported_and_is_nobodys_fault() -> None:
     row = skipped_result(STOPPED, "mounts need root")
     assert row.is_good
     assert row.to_json()["skipped"] == "mounts need root"

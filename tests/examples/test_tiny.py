@@ -34,7 +34,7 @@ def test_it_is_the_model_that_its_script_describes(model: Any) -> None:
     assert 1_000_000 <= sum(parameter.numel() for parameter in model.parameters()) <= 4_000_000
 
 
-def test_its_card_says_how_it_was_made() -> None:
+def test_its_card_reports_how_it_was_made() -> None:
     card = (TINY / "README.md").read_text("utf-8")
     assert "python scripts/make_tiny.py" in card
     assert "scripts/pretraining_text.py" in card
@@ -57,7 +57,7 @@ def test_any_text_survives_the_tokenizer(tokenizer: Any) -> None:
     assert tokenizer.decode(tokenizer(text).input_ids, clean_up_tokenization_spaces=False) == text
 
 
-def test_it_has_learnt_to_copy(model: Any, tokenizer: Any) -> None:
+def test_it_has_learned_to_copy(model: Any, tokenizer: Any) -> None:
     asked = 'say: golden river tent. said: "'
     ids = tokenizer(asked, return_tensors="pt").input_ids
     with torch.no_grad():

@@ -80,7 +80,7 @@ def test_xids_are_found_with_their_device() -> None:
     assert xids_in(lines) == (Xid("0000:3b:00.0", 48, "pid=1, DBE", 2.0),)
 
 
-def test_accelerators_on_the_bus_are_told_from_other_devices(tmp_path: Path) -> None:
+def test_accelerators_on_the_bus_are_distinguished_from_other_devices(tmp_path: Path) -> None:
     for name, vendor, kind in (
         ("0000:07:00.0", "0x10de", "0x030200"),
         ("0000:07:00.1", "0x10de", "0x040300"),
@@ -93,7 +93,7 @@ def test_accelerators_on_the_bus_are_told_from_other_devices(tmp_path: Path) -> 
     assert nvidia_devices(tmp_path / "none") == ()
 
 
-def test_a_machine_without_such_hardware_is_told_nothing_about_packages() -> None:
+def test_a_machine_without_such_hardware_gets_no_advice_about_packages() -> None:
     found = probe_details()
     assert found.devices or found.on_bus or found.note == ""
 

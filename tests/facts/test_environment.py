@@ -12,7 +12,7 @@ from unisono.facts import read_environment, take_token
 from unisono.facts.environment import _job_variables, read_nccl_files
 
 
-def test_variables_of_the_catalogue_and_misspelt_ones_are_told() -> None:
+def test_variables_of_the_catalogue_and_misspelt_ones_are_reported() -> None:
     env = {
         "NCCL_ALGO": "Ring", "NCCL_ALGOO": "Ring", "TORCH_NCCL_FOO": "1", "GLOO_BAR": "2", "CUDA_VISIBLE_DEVICES": "", "PATH": "/bin",
         "HOME": "/root", "OMP_NUM_THREADS": "1", "nccl_algo": "tree", "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
@@ -28,12 +28,12 @@ def test_variables_of_the_catalogue_and_misspelt_ones_are_told() -> None:
         ("HF_ENDPOINT", "https://m/x?token=abc"), ("UNISONO_TOKEN", "x"),
     ],
 )  # fmt: skip
-def test_secrets_are_not_told(name: str, value: str) -> None:
+def test_secrets_are_not_reported(name: str, value: str) -> None:
     assert _job_variables({name: value}) == {}
 
 
 @given(st.text(string.ascii_letters, min_size=3), st.text(string.ascii_letters, min_size=3))
-def test_no_password_in_a_url_is_ever_told(user: str, password: str) -> None:
+def test_no_password_in_a_url_is_ever_reported(user: str, password: str) -> None:
     assert (
         _job_variables({"HTTPS_PROXY": f"http://{user}:{password}@proxy", "NCCL_X": f"{user}:{password}@h"})
         == {}

@@ -30,12 +30,12 @@ def test_any_http_answer_is_one() -> None:
     assert answer_with(b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\n\r\n") == ""
 
 
-def test_a_server_of_another_kind_is_told_and_not_taken_for_a_silent_one() -> None:
+def test_a_server_of_a_different_kind_is_reported_and_not_taken_for_a_silent_one() -> None:
     for words in (b"220 mail.example ESMTP\r\n", b"\r\n", b"HTTP/1.1 abc def\r\n\r\n"):
         printed = answer_with(words)
         assert printed, words
         assert "no answer" not in printed
 
 
-def test_what_is_no_http_address_is_not_opened() -> None:
+def test_what_is_not_a_http_address_is_not_opened() -> None:
     assert probe_url("file:///etc/passwd", limit_s=1.0) == "not an http address"

@@ -40,7 +40,9 @@ def test_all_interfaces_of_the_system_are_listed() -> None:
         ("wg0", 65534, "wireguard", ["10.9.0.1"], "virtual"), ("dummy0", 1, "dummy", [], "virtual"), ("x", 512, "", [], "unknown"),
     ],
 )  # fmt: skip
-def test_kinds_are_told_apart(name: str, hardware: int, made: str, addresses: list[str], kind: str) -> None:
+def test_kinds_are_distinguished(
+    name: str, hardware: int, made: str, addresses: list[str], kind: str
+) -> None:
     link = KernelInterface(
         name, 1500, up=True, loopback=False, hardware=hardware, kind=made, addresses=addresses
     )

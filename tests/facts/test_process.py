@@ -41,7 +41,7 @@ def sleeper() -> Iterator["subprocess.Popen[bytes]"]:
         process.kill()
 
 
-def test_a_process_that_sleeps_uses_nothing_and_says_where_it_waits(
+def test_a_process_that_sleeps_uses_nothing_and_reports_where_it_waits(
     sleeper: "subprocess.Popen[bytes]",
 ) -> None:
     stat = read_stat(sleeper.pid)
@@ -63,7 +63,7 @@ def test_a_stopped_process_is_in_state_t_of_ps_and_a_dead_one_is_a_zombie_until_
     assert child_states(sleeper.pid) == wait_channel(sleeper.pid) == ""
 
 
-def test_the_children_of_a_process_are_told_by_their_states() -> None:
+def test_the_children_of_a_process_are_reported_by_their_states() -> None:
     script = "sleep 600 & echo $!; sleep 600 & echo $!; wait"
     with subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
@@ -143,7 +143,7 @@ def test_without_a_driver_nothing_is_known_of_a_gpu() -> None:
     assert gpu_utilization().percent("GPU-none-such") is None
 
 
-def test_connections_without_trouble_are_not_told() -> None:
+def test_connections_without_problem_are_not_reported() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()):
         assert retransmitting_connections([os.getpid()]) == []
 

@@ -32,14 +32,14 @@ def test_a_folder_that_is_not_there_yet_is_tried_by_its_parent(tmp_path: Path) -
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_in_the_way_is_said(tmp_path: Path) -> None:
+def test_a_file_in_the_way_is_reported(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("")
     found = probe_storage(tmp_path / "runs" / "new")
     assert found.writable is False
     assert "not a directory" in found.trouble
 
 
-def test_a_read_only_file_system_is_said() -> None:
+def test_a_read_only_file_system_is_reported() -> None:
     found = probe_storage(Path("/proc/sys"))
     assert found.writable is False
     assert found.trouble
@@ -104,7 +104,7 @@ def test_what_was_known_when_the_storage_fell_silent_is_kept(tmp_path: Path) -> 
     assert "does not answer" in found.trouble
 
 
-def test_a_probe_that_breaks_is_unknown_and_says_why(tmp_path: Path) -> None:
+def test_a_probe_that_breaks_is_unknown_and_reports_why(tmp_path: Path) -> None:
     found = probe_storage(tmp_path, program=(sys.executable, "-c", "raise SystemExit('out of order')"))
     assert (found.writable, found.trouble) == (None, "out of order")
 
@@ -142,7 +142,7 @@ def small(tmp_path: Path) -> Iterator[Path]:
         yield folder
 
 
-def test_a_full_disk_is_said_and_nothing_is_left_on_it(small: Path) -> None:
+def test_a_full_disk_is_reported_and_nothing_is_left_on_it(small: Path) -> None:
     found = probe_storage(small)
     assert found.writable is False
     assert "No space left" in found.trouble

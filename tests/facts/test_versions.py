@@ -94,7 +94,7 @@ def test_the_numa_node_of_a_device_is_read_where_there_is_one(tmp_path: Path) ->
         "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  550.90.07  Release Build\n",
     ],
 )
-def test_the_driver_tells_its_version_in_files(tmp_path: Path, text: str) -> None:
+def test_the_driver_reports_its_version_in_files(tmp_path: Path, text: str) -> None:
     assert driver_version(root=tmp_path) is None
     (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
     (tmp_path / "proc/driver/nvidia/version").write_text(text)

@@ -110,7 +110,7 @@ def test_an_error_while_writing_leaves_the_old_file(tmp_path: Path) -> None:
     assert leftovers(tmp_path) == []
 
 
-def test_the_mode_is_that_asked_for_from_the_first_moment(tmp_path: Path) -> None:
+def test_the_mode_is_that_requested_from_the_first_moment(tmp_path: Path) -> None:
     with whole_file(tmp_path / "f", mode=0o600) as temporary:
         assert temporary.stat().st_mode & 0o777 == 0o600
     assert (tmp_path / "f").stat().st_mode & 0o777 == 0o600

@@ -70,7 +70,7 @@ def _together(
     return heard
 
 
-def test_ranks_that_agree_go_on_as_often_as_they_are_asked() -> None:
+def test_ranks_that_agree_continue_as_often_as_they_are_asked() -> None:
     assert {printed[0] for printed in _together([8, 8]).values()} == {"agreed"}
 
 

@@ -45,7 +45,7 @@ def _run(program: str, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("program", ["hf_trainer", "lightning_fit"])
-def test_steps_phases_and_losses_are_told_in_their_order(
+def test_steps_phases_and_losses_are_reported_in_their_order(
     program: str, kept: Kept, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _run(program, tmp_path, monkeypatch)
@@ -66,7 +66,9 @@ def test_evaluation_and_saving_are_phases_of_their_own(
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_an_accelerator_tells_its_steps(kept: Kept, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_accelerator_reports_its_steps(
+    kept: Kept, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _run("accelerate_loop", tmp_path, monkeypatch)
     assert kept.steps == [2, 3, 4]
     assert kept.phases == ["compute", "update", "data"] * 3

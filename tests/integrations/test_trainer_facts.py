@@ -93,13 +93,13 @@ def test_what_one_rank_does_not_know_is_not_compared() -> None:
     assert compare([_of(0, steps=5), _of(1, steps=None)]) is None
 
 
-def test_another_seed_of_a_distributed_sampler_is_another_order() -> None:
+def test_a_different_seed_of_a_distributed_sampler_is_a_different_order() -> None:
     verdict = compare([_of(0, sampler_seed=3), _of(1, sampler_seed=7)])
     assert verdict is not None
     assert "seed of the sampler: 3 on rank 0, 7 on rank 1" in verdict.summary
 
 
-def test_facts_survive_the_way_through_the_store_and_junk_is_no_facts() -> None:
+def test_facts_survive_the_way_through_the_store_and_junk_is_not_a_facts() -> None:
     facts = _of(3, "node-b", steps=4, batches=2, sampler_seed=0)
     assert TrainerFacts.from_json(facts.to_json()) == facts
     assert TrainerFacts.from_json({"junk": 1, "host": "a\x1b[2Jb\nc"}).host == "ab c"
@@ -178,7 +178,7 @@ def test_reading_draws_no_random_number() -> None:
     assert torch.equal(torch.get_rng_state(), states[2])
 
 
-def test_a_loader_whose_sampler_deals_is_told_from_one_that_reads_its_own() -> None:
+def test_a_loader_whose_sampler_deals_is_distinguished_from_one_that_reads_its_own() -> None:
     data = TensorDataset(torch.arange(20))
     sampler: DistributedSampler[Any] = DistributedSampler(data, num_replicas=2, rank=1, seed=5)
     sharded = read_loader(DataLoader(data, batch_size=2, sampler=sampler))

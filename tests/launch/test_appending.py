@@ -71,7 +71,7 @@ def test_without_a_line_nothing_is_begun(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_file_that_cannot_be_written_is_said_once_with_the_reason(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_is_reported_once_with_the_reason(tmp_path: Path) -> None:
     with ExitStack() as stack:
         disk = stack.enter_context(in_memory(tmp_path / "disk", size=1 << 16))
         disk.fill(leave=0)

@@ -51,7 +51,7 @@ def test_a_signal_while_the_last_upload_is_waited_for_leaves_no_more_than_the_gr
     assert [message["code"] for message in printed if message["kind"] == "warning"] == ["upload_failed"]
 
 
-def test_no_room_for_temporary_files_is_said_and_ends_no_training(
+def test_no_room_for_temporary_files_is_reported_and_ends_no_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     printed: list[Message] = []
@@ -94,7 +94,7 @@ def test_a_node_puts_nothing_but_its_own_parts_into_a_checkpoint_that_is_written
         arrivals.place(Offer(1, "b", 0, content, {**good, **odd}))
 
 
-def test_what_is_no_list_of_files_is_refused_as_unreadable(tmp_path: Path) -> None:
+def test_what_is_not_a_list_of_files_is_refused_as_unreadable(tmp_path: Path) -> None:
     nodes = [SimpleNamespace(node_rank=rank, shares_output=rank == 0) for rank in range(2)]
     places = [SimpleNamespace(node_rank=rank) for rank in range(2)]
     plan: Any = SimpleNamespace(nodes=nodes, node=nodes.__getitem__, ranks=places)

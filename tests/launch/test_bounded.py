@@ -30,7 +30,7 @@ def test_what_is_only_nice_is_not_waited_for_and_comes_before_the_rest(tmp_path:
     assert printed == []
 
 
-def test_storage_that_hangs_is_told_once_and_never_entered(
+def test_storage_that_hangs_is_reported_once_and_never_entered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bounded_io, "STUCK_S", 1.0)
@@ -49,7 +49,7 @@ def test_storage_that_hangs_is_told_once_and_never_entered(
 
 @pytest.mark.fault("the storage of output_dir does not answer when a run is started")
 @pytest.mark.parametrize("inside", ["", "new/run"], ids=["the directory is there", "it is to be made"])
-def test_a_start_on_storage_that_hangs_ends_and_says_so(front: Any, tmp_path: Path, inside: str) -> None:
+def test_a_start_on_storage_that_hangs_ends_and_reports_it(front: Any, tmp_path: Path, inside: str) -> None:
     """Else its first file would hold it in the kernel, where not even SIGKILL ends it."""
     with on_a_device(tmp_path / "disk", tmp_path / "image", size=16 << 20) as mounted:
         front.config(train="rows", output_dir=str(mounted.path / inside))

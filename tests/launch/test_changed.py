@@ -32,7 +32,9 @@ def died(front: Any) -> Any:
     return front
 
 
-def test_what_makes_another_run_is_refused_at_once_and_typing_what_it_says_goes_on(died: Any) -> None:
+def test_what_makes_a_different_run_is_refused_at_once_and_typing_what_it_reports_continues(
+    died: Any,
+) -> None:
     before = contents(died.out)
     asked = ("optim.lr=1e-3", "seed=4", "checkpoint.keep=5")
     done = died.run(*asked)
@@ -82,7 +84,7 @@ def test_a_start_whose_ranks_refuse_leaves_the_plan_of_the_one_that_ran(died: An
     assert died.run().returncode == 0, "the run as it was goes on without a word"
 
 
-def test_what_costs_only_exactness_goes_on_with_a_line_that_says_why(died: Any) -> None:
+def test_what_costs_only_exactness_continues_with_a_line_that_reports_why(died: Any) -> None:
     died.environment["OMP_NUM_THREADS"] = "2"
     environment = died.read("environment.json")
     environment["packages"]["torch"] = "1.0"
@@ -98,7 +100,9 @@ def test_what_costs_only_exactness_goes_on_with_a_line_that_says_why(died: Any) 
     assert "losses may not be bit-exact" in reported["torch"]
 
 
-def test_another_number_of_ranks_says_on_the_first_screen_what_is_the_same_and_what_is_not(died: Any) -> None:
+def test_a_different_number_of_ranks_reports_on_the_first_screen_what_is_the_same_and_what_is_not(
+    died: Any,
+) -> None:
     done = died.run("--nproc", "2", "--dry-run")
     assert done.returncode == 0, done.stderr
     (line,) = [line for line in warnings(done.stdout) if line.startswith("world_size")]
@@ -110,7 +114,7 @@ def test_another_number_of_ranks_says_on_the_first_screen_what_is_the_same_and_w
     assert "strategy is fsdp, and was single: the same rows in the same order" in cut.stdout
 
 
-def test_an_unknown_word_is_refused_with_the_nearest_key_and_an_unneeded_one_is_told(died: Any) -> None:
+def test_an_unknown_word_is_refused_with_the_nearest_key_and_an_unneeded_one_is_reported(died: Any) -> None:
     before = contents(died.out)
     done = died.run("--allow", "optim.lrr")
     assert done.returncode == 2
@@ -150,7 +154,7 @@ def test_data_model_and_tokenizer_that_changed_are_refused_together_and_each_can
 
 
 @pytest.mark.slow
-def test_a_model_of_another_shape_is_refused_though_it_was_allowed_and_the_run_is_as_it_was(
+def test_a_model_of_a_different_shape_is_refused_though_it_was_allowed_and_the_run_is_as_it_was(
     finished: Any,
 ) -> None:
     config = json.loads((finished.model / "config.json").read_text())
@@ -173,7 +177,7 @@ def test_a_model_of_another_shape_is_refused_though_it_was_allowed_and_the_run_i
 
 
 @pytest.mark.slow
-def test_files_that_were_moved_go_on_and_a_setting_that_was_allowed_has_its_effect(
+def test_files_that_were_moved_continue_and_a_setting_that_was_allowed_has_its_effect(
     finished: Any, straight: Any
 ) -> None:
     finished.rows.rename(finished.folder / "moved.jsonl")

@@ -208,7 +208,7 @@ def test_a_node_that_refuses_the_plan_ends_the_start_with_its_own_words() -> Non
     assert "cannot be written" in verdict.summary
 
 
-def test_who_holds_up_an_end_that_was_asked_for_does_not_make_it_a_stall() -> None:
+def test_who_holds_up_an_end_that_was_requested_does_not_make_it_a_stall() -> None:
     stuck = Verdict(cause="rank_stopped", when="during", summary="rank 1 is stopped", ranks=(1,))
     attempt = Attempt(0, 5, None, decision=Decision(verdict=stuck))
     assert ending_of(attempt, plan(2)).exit_code == 4

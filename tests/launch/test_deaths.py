@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 
-def test_a_killed_rank_is_named_and_the_run_goes_on_from_its_checkpoint(front: Any) -> None:
+def test_a_killed_rank_is_named_and_the_run_continues_from_its_checkpoint(front: Any) -> None:
     done = front.run(faults={"kill": 8})
     assert done.returncode == 0, done.stderr
     result = front.read("result.json")
@@ -48,7 +48,7 @@ def test_an_exception_is_named_with_its_place_and_not_tried_again(front: Any) ->
     assert list((front.out / "evidence").iterdir())
 
 
-def test_leaving_without_a_word_is_no_success(front: Any) -> None:
+def test_leaving_silently_is_not_a_success(front: Any) -> None:
     assert front.run(faults={"exit": 8}).returncode == 5
     assert "exit status 3" in front.read("verdict.json")["summary"]
 
@@ -62,7 +62,7 @@ def test_out_of_memory_comes_as_the_workers_own_verdict(front: Any) -> None:
     assert kinds[2]["verdict"]["cause"] == "cuda_oom"
 
 
-def test_a_task_that_is_killed_is_told_without_a_traceback(front: Any) -> None:
+def test_a_task_that_is_killed_is_reported_without_a_traceback(front: Any) -> None:
     front.config(train="die")
     done = front.run()
     assert done.returncode == 5

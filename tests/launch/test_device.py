@@ -71,13 +71,13 @@ def test_a_hidden_device_is_refused_with_the_variable_that_hides_it() -> None:
     assert "CUDA_VISIBLE_DEVICES=0" in "\n".join(caught.value.lines())
 
 
-def test_cuda_without_a_device_says_why() -> None:
+def test_cuda_without_a_device_reports_why() -> None:
     with pytest.raises(UsageError) as caught:
         choose(machine(note="no NVIDIA driver"), requested="cuda")
     assert "no NVIDIA driver" in "\n".join(caught.value.lines())
 
 
-def test_a_torch_without_cuda_trains_on_the_cpu_or_says_so() -> None:
+def test_a_torch_without_cuda_trains_on_the_cpu_or_reports_it() -> None:
     assert choose(machine(gpu(0)), torch="2.13.0+cpu").kind == "cpu"
     with pytest.raises(UsageError, match="no CUDA device"):
         choose(machine(gpu(0)), requested="cuda", torch="2.13.0+cpu")

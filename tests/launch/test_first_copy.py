@@ -95,7 +95,7 @@ def beside(tmp_path: Path, until: Until) -> Iterator[Callable[[Programs], Beside
         one.uploading.__exit__()
 
 
-def test_what_comes_back_whole_is_told_with_what_all_copies_will_take(
+def test_what_comes_back_whole_is_reported_with_what_all_copies_will_take(
     beside: Callable[[Programs], Beside],
 ) -> None:
     run = beside(OURS)
@@ -167,7 +167,7 @@ def test_a_first_copy_that_does_not_move_is_waited_for_as_long_as_any_other(
     assert "the first copy was not made: no progress for 0.2 s" in error.problems[0].what
 
 
-def test_a_child_that_dies_says_nothing_of_the_storage(beside: Callable[[Programs], Beside]) -> None:
+def test_a_child_that_dies_reports_nothing_of_the_storage(beside: Callable[[Programs], Beside]) -> None:
     run = beside(DIES)
     run.save()
     run.upload()
@@ -175,7 +175,7 @@ def test_a_child_that_dies_says_nothing_of_the_storage(beside: Callable[[Program
     assert run.first.look() is None
 
 
-def test_where_the_room_is_not_known_nothing_is_said_of_it(tmp_path: Path) -> None:
+def test_where_the_room_is_not_known_nothing_is_reported_of_it(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, total=2400)
     copied = CopyResult(tmp_path / "step-00000001", 3 * 10**9, 20.0)
     found = {"bytes": 3 * 10**9, "seconds": 15.0, "steps": [1], "free_bytes": None}

@@ -191,7 +191,7 @@ def test_an_environment_that_an_import_may_have_read_gets_a_fresh_interpreter(
         ("no.such.module", "ModuleNotFoundError: No module named 'no'"),
     ],
 )
-def test_a_server_that_could_not_fork_soundly_says_so_once_and_does_not(
+def test_a_server_that_could_not_fork_soundly_reports_it_once_and_does_not(
     begin: Callable[..., ChildProcess], printed: list[str], module: str, why: str
 ) -> None:
     for _ in range(2):
@@ -200,7 +200,7 @@ def test_a_server_that_could_not_fork_soundly_says_so_once_and_does_not(
     assert text.startswith(f"ranks are started without the fork server, each with its own imports: {why}")
 
 
-def test_a_server_that_does_not_start_is_said_once(
+def test_a_server_that_does_not_start_is_reported_once(
     begin: Callable[..., ChildProcess], printed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fork_server, "_SERVER", "no.such.server")
@@ -337,7 +337,7 @@ def test_forked_ranks_train_to_the_same_bits(alone: Place) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_whose_libraries_are_to_tell_more_are_fresh_interpreters(alone: Place) -> None:
+def test_ranks_whose_libraries_are_to_report_more_are_fresh_interpreters(alone: Place) -> None:
     done = alone.train("--fresh", "--nproc", "2", "--debug-comm")
     assert done.returncode == 0, done.stderr
     assert ways(alone) == {"exec"}

@@ -25,7 +25,7 @@ from unisono.launch.train_request import TrainRequest
         ({"launcher": "local", "nodes": "2"}, "--launcher local runs on one node"),
     ],
 )
-def test_options_of_another_launcher_are_refused(options: dict[str, Any], words: str) -> None:
+def test_options_of_a_different_launcher_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         refuse_contradictions(TrainRequest(Path("c.yaml"), **options))
 
@@ -43,7 +43,7 @@ def test_a_front_does_not_import_ray() -> None:
 
 
 @pytest.mark.parametrize("words", [["train", "c.yaml"], ["run", "--output-dir", "out"]], ids=["train", "run"])
-def test_several_nodes_are_not_taken_for_one_where_nobody_says_which_they_are(
+def test_several_nodes_are_not_taken_for_one_where_nobody_reports_which_they_are(
     tmp_path: Path, words: list[str]
 ) -> None:
     (tmp_path / "c.yaml").write_text("model: builtin:tiny\ndata: {train: rows.jsonl}\noutput_dir: out\n")

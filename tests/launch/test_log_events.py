@@ -50,7 +50,7 @@ def log(tmp_path: Path) -> Iterator[Log]:
     made.file.close()
 
 
-def test_a_line_is_told_once_with_its_words_and_what_they_may_mean(log: Log) -> None:
+def test_a_line_is_reported_once_with_its_words_and_what_they_may_mean(log: Log) -> None:
     log.file.write(f"step 3\n{OOM}\n{OOM}\n".encode())
     log.followed.grew(os.fstat(log.file.fileno()).st_size)
     (message,) = log.followed.take_matches()
@@ -63,7 +63,7 @@ def test_what_was_there_before_the_start_is_history(log: Log) -> None:
     assert log.prints("nothing of note\n") == []
 
 
-def test_what_victims_say_and_what_ends_a_rank_is_not_told(log: Log) -> None:
+def test_what_victims_report_and_what_ends_a_rank_is_not_reported(log: Log) -> None:
     text = f"{VICTIM}\nTraceback (most recent call last):\nKeyError: 'labels'\n 20%|██ | 810/4000 [37:48<2:28:52,  2.83s/it]\n"
     assert log.prints(text) == []
 
@@ -107,7 +107,7 @@ def test_a_log_that_was_cut_is_followed_from_there(log: Log) -> None:
     assert log.followed.take_matches() == []
 
 
-def test_at_most_so_many_a_minute_are_told(tmp_path: Path) -> None:
+def test_at_most_so_many_a_minute_are_reported(tmp_path: Path) -> None:
     now = [0.0]
     rate = RateLimit(most=2, clock=lambda: now[0])
     followed = Log(tmp_path / "r.log", rate)
@@ -162,7 +162,7 @@ def test_a_run_shows_what_its_rank_prints_and_is_not_ended_by_it(front: Any) -> 
     assert front.read("result.json")["verdict"] is None
 
 
-def test_the_last_line_of_a_rank_that_dies_is_told_and_its_verdict_cites_it(front: Any) -> None:
+def test_the_last_line_of_a_rank_that_dies_is_reported_and_its_verdict_cites_it(front: Any) -> None:
     """It dies at once after it has said so; the verdict's cause is what was seen, not what was said."""
     done = front.run("--json", "restarts=0", faults={"says": WARN, "kill": 2})
     assert done.returncode == 5, done.stderr

@@ -91,7 +91,7 @@ def test_a_clock_that_is_off_changes_nothing_of_the_order(ahead_s: float) -> Non
     assert [line.time for line in lines] == pytest.approx([100.0, 100.2, 100.5], abs=1e-3)
 
 
-def test_a_host_that_has_another_rank_now_is_told_by_its_name(tmp_path: Path) -> None:
+def test_a_host_that_has_a_different_rank_now_is_reported_by_its_name(tmp_path: Path) -> None:
     """A run that went on without a node has numbered its ranks anew; the log's name still says where it was."""
     two_nodes(tmp_path, ahead_s=60.0)
     write(tmp_path / "logs" / "b-rank-00000.log", "earlier\n")
@@ -118,7 +118,7 @@ def test_of_a_progress_bar_its_last_state_is_shown(tmp_path: Path) -> None:
     assert [line.text for line in merged_logs(tmp_path)] == ["100%|", "next"]
 
 
-def test_a_run_that_goes_on_is_followed_to_its_end(tmp_path: Path) -> None:
+def test_a_run_that_continues_is_followed_to_its_end(tmp_path: Path) -> None:
     """Half lines wait for their other half; new ranks are taken in; without its lock the run has ended."""
     write(tmp_path / "run.lock", "{}")
     log = tmp_path / "logs" / "a-rank-00000.log"
@@ -161,7 +161,7 @@ def test_a_directory_without_logs_is_refused(tmp_path: Path) -> None:
         list(merged_logs(tmp_path))
 
 
-def test_a_runs_logs_are_in_time_and_hold_what_was_printed_and_told(front: Any) -> None:
+def test_a_runs_logs_are_in_time_and_hold_what_was_printed_and_reported(front: Any) -> None:
     front.run()
     lines = list(merged_logs(front.out))
     assert [line.time for line in lines] == sorted(line.time for line in lines)

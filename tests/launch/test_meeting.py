@@ -141,7 +141,7 @@ def disagree(job: Job, nodes: list[Node], cause: str, *, within_s: float = 45.0)
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_three_nodes_meet_try_the_network_and_a_collective_and_go_on_together(job: Job) -> None:
+def test_three_nodes_meet_try_the_network_and_a_collective_and_continue_together(job: Job) -> None:
     nodes = job.start_all()
     assert [node.wait() for node in nodes] == [0, 0, 0], job.transcript
     (met,) = nodes[0].messages_of("met")
@@ -155,7 +155,7 @@ def test_three_nodes_meet_try_the_network_and_a_collective_and_go_on_together(jo
         assert node.messages_of("last")[0]["result"] == {"step": 1}
 
 
-def test_what_differs_is_said_in_the_same_words_everywhere(job: Job) -> None:
+def test_what_differs_is_reported_in_the_same_words_everywhere(job: Job) -> None:
     nodes = [job.start(0), job.start(1), job.start(2, report={"config": {"optim.lr": 1.0}})]
     verdict = disagree(job, nodes, "config_mismatch")
     assert verdict.hosts == ("c",)
@@ -194,7 +194,7 @@ def test_who_comes_after_the_verdict_hears_it(job: Job) -> None:
     assert late.verdict.cause in ("node_missing", "head_unreachable")
 
 
-def test_another_token_ends_the_meeting_on_both_sides_at_once(job: Job) -> None:
+def test_a_different_token_ends_the_meeting_on_both_sides_at_once(job: Job) -> None:
     nodes = [job.start(0), job.start(1, token="another-token-of-16-bytes")]
     assert [node.wait() for node in nodes] == [3, 3], job.transcript
     assert [node.verdict.cause for node in nodes] == ["token_rejected"] * 2
@@ -202,14 +202,14 @@ def test_another_token_ends_the_meeting_on_both_sides_at_once(job: Job) -> None:
     assert job.token not in job.transcript
 
 
-def test_another_number_of_nodes_ends_the_meeting_on_both_sides(job: Job) -> None:
+def test_a_different_number_of_nodes_ends_the_meeting_on_both_sides(job: Job) -> None:
     nodes = [job.start(0), job.start(1, nodes=4)]
     assert [node.wait() for node in nodes] == [3, 3], job.transcript
     assert [node.verdict.cause for node in nodes] == ["world_mismatch"] * 2
     assert nodes[0].verdict.summary == nodes[1].verdict.summary
 
 
-def test_a_second_node_of_one_rank_is_turned_away_and_the_meeting_goes_on(job: Job) -> None:
+def test_a_second_node_of_one_rank_is_turned_away_and_the_meeting_continues(job: Job) -> None:
     first = [job.start(0), job.start(1)]
     first[1].is_here()
     second = job.start(1, host="twin")
@@ -232,7 +232,7 @@ def test_a_front_that_refuses_by_itself_keeps_its_code_and_the_others_hear_its_w
     assert "node 2 (c)" in verdict.summary
 
 
-def test_a_head_that_refuses_by_itself_tells_who_calls(job: Job) -> None:
+def test_a_head_that_refuses_by_itself_reports_who_calls(job: Job) -> None:
     others = [job.start(1), job.start(2)]
     head = job.start(0, refuses="output_dir holds another run")
     assert head.wait() == 2, job.transcript
@@ -256,7 +256,7 @@ def test_a_refusal_after_the_call_ends_all_alike(job: Job, rank: int) -> None:
 @pytest.mark.parametrize(
     ("script", "rank", "cause"), [("head_raises", 0, "node_refused"), ("node_raises", 1, "plan_mismatch")]
 )
-def test_what_goes_wrong_after_the_meeting_is_told_to_all(
+def test_what_goes_wrong_after_the_meeting_is_asked_to_all(
     job: Job, script: str, rank: int, cause: str
 ) -> None:
     nodes = [job.start(r, **({script: "the data are refused"} if r == rank else {})) for r in range(3)]
@@ -289,7 +289,7 @@ def test_a_head_that_is_stopped_is_silent_and_named_within_its_limit(job: Job) -
 
 
 @pytest.mark.slow
-def test_a_node_that_was_here_and_is_gone_is_not_said_to_have_never_called(job: Job) -> None:
+def test_a_node_that_was_here_and_is_gone_is_not_reported_to_have_never_called(job: Job) -> None:
     second = job.start(2, reports_after=str(job.folder / "never"))
     first = job.start_early(1)
     head = job.start(0, join_timeout=5.0)
@@ -329,7 +329,7 @@ def test_garbage_and_other_peoples_calls_change_nothing(job: Job) -> None:
     disagree(job, [head, job.start(1), job.start(2, report={"config": {"optim.lr": 1.0}})], "config_mismatch")
 
 
-def test_without_a_head_a_node_says_where_it_called_and_gives_up_in_time(job: Job) -> None:
+def test_without_a_head_a_node_reports_where_it_called_and_gives_up_in_time(job: Job) -> None:
     node = job.start(1, join_timeout=3.0)
     assert node.wait() == 3
     assert node.verdict.cause == "head_unreachable"

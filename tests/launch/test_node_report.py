@@ -139,7 +139,7 @@ def test_a_cpu_node_has_a_place_for_each_rank_and_no_devices(loaded: LoadedConfi
     assert (report.device_kind, report.chosen, len(report.places)) == ("cpu", [], 3)
 
 
-def test_the_heads_file_tells_that_the_folder_is_shared(loaded: LoadedConfig, tmp_path: Path) -> None:
+def test_the_heads_file_reports_that_the_folder_is_shared(loaded: LoadedConfig, tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "one"
     folder.mkdir(parents=True)
     name = leave_nonce(folder)

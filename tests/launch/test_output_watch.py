@@ -138,7 +138,7 @@ def test_nothing_is_written_into_a_directory_that_somebody_put_in_its_place(
     assert {path.name for path in front.out.iterdir()} == {"mine"}
 
 
-def test_removed_checkpoints_are_said_and_not_promised(
+def test_removed_checkpoints_are_reported_and_not_promised(
     front: Any, training: "subprocess.Popen[str]", until: Until
 ) -> None:
     shutil.rmtree(front.out / "checkpoints")
@@ -174,7 +174,7 @@ def test_a_removed_lock_is_taken_again_and_keeps_a_second_start_out(
     assert not lock.exists()
 
 
-def test_a_run_whose_lock_another_start_has_taken_ends_and_leaves_the_directory_to_it(
+def test_a_run_whose_lock_a_different_start_has_taken_ends_and_leaves_the_directory_to_it(
     front: Any, training: "subprocess.Popen[str]"
 ) -> None:
     other = RunLock(front.folder / "other" / "run.lock")

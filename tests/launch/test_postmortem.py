@@ -15,7 +15,7 @@ ABORTED = RankEnd(0, -signal.SIGABRT, None, "train", 7)
 
 
 @pytest.mark.parametrize("idle_s", [0.0, 0.05, 3.0])
-def test_a_rank_that_gloo_ended_for_anothers_size_is_no_culprit_however_lately_the_other_came(
+def test_a_rank_that_gloo_ended_for_anothers_size_is_not_a_culprit_however_lately_the_other_came(
     idle_s: float,
 ) -> None:
     dead = replace(view(0, "comm", 0.0, comm=41, elements=80), has_ended=True)
@@ -49,7 +49,7 @@ def test_a_rank_that_was_killed_is_the_culprit_whatever_the_others_wait_in() -> 
     ],
     ids=["the node was stopped", "the head was stopped", "the node heard nothing, and its last word came through"],
 )  # fmt: skip
-def test_both_ends_of_a_connection_that_was_given_up_say_the_same_words(
+def test_both_ends_of_a_connection_that_was_given_up_report_the_same_words(
     at_head: Left, at_node: Left, host: str
 ) -> None:
     printed = [

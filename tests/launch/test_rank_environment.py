@@ -43,6 +43,6 @@ def test_debugging_is_alike_on_all_ranks_but_for_the_file_that_nccl_writes(tmp_p
     assert first["TORCH_DISTRIBUTED_DEBUG"] == "DETAIL"
 
 
-def test_where_no_file_can_be_made_nccl_tells_it_in_the_log(tmp_path: Path) -> None:
+def test_where_no_file_can_be_made_nccl_reports_it_in_the_log(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file")
     assert "NCCL_DEBUG_FILE" not in environments(plan(tmp_path / "run", world=2), debug_comm=True)[0]

@@ -130,7 +130,7 @@ def ground(tmp_path: Path) -> Ground:
     return Ground(tmp_path, plan_of(2))
 
 
-def test_the_newest_step_becomes_a_checkpoint_and_it_is_said(ground: Ground) -> None:
+def test_the_newest_step_becomes_a_checkpoint_and_it_is_reported(ground: Ground) -> None:
     for step in (1, 2):
         for rank in ground.ranks:
             rank.keep(step)
@@ -206,7 +206,7 @@ def test_nothing_is_made_of_a_run_that_ended_with_a_result(ground: Ground) -> No
 
 
 @pytest.mark.parametrize("place", [0, 200, -70_000])
-def test_what_was_damaged_is_refused_and_the_step_before_is_taken_and_what_is_lost_is_said(
+def test_what_was_damaged_is_refused_and_the_step_before_is_taken_and_what_is_lost_is_reported(
     tmp_path: Path, place: int
 ) -> None:
     ground = Ground(tmp_path, plan_of(1, strategy="single"))
@@ -236,7 +236,7 @@ def test_where_all_is_damaged_the_run_goes_back_to_its_checkpoint(tmp_path: Path
     assert ground.saved() == []
 
 
-def test_where_it_cannot_be_saved_it_is_said_and_the_run_goes_on(ground: Ground) -> None:
+def test_where_it_cannot_be_saved_it_is_reported_and_the_run_continues(ground: Ground) -> None:
     ground.ranks[0].keep(2)
     ground.run.checkpoints.write_text("a file where the folder belongs")
     assert not ground.rescue()

@@ -68,7 +68,7 @@ def test_the_kept_config_is_absolute_and_is_the_same_run(front: Any) -> None:
     assert front.steps() == [1, 2, 3, 4, 5, 6]
 
 
-def test_the_first_screen_says_what_will_happen_in_at_most_twelve_lines(front: Any) -> None:
+def test_the_first_screen_reports_what_will_happen_in_at_most_twelve_lines(front: Any) -> None:
     done = front.run()
     screen = done.stderr.splitlines()
     first = next(index for index, line in enumerate(screen) if line.startswith("device"))
@@ -132,7 +132,7 @@ def test_a_model_that_the_worker_refuses_leaves_no_directory(front: Any) -> None
     assert not front.out.exists()
 
 
-def test_a_directory_that_is_no_run_is_not_touched(front: Any) -> None:
+def test_a_directory_that_is_not_a_run_is_not_touched(front: Any) -> None:
     front.out.mkdir()
     (front.out / "thesis.txt").write_text("years of work")
     assert front.run().returncode == 2
@@ -243,7 +243,7 @@ def test_a_rehearsal_can_be_made_beside_a_finished_run(front: Any) -> None:
     assert (front.out / "result.json").read_bytes() == before
 
 
-def test_after_memory_ran_out_before_the_first_step_another_config_may_be_tried_in_the_same_place(
+def test_after_memory_ran_out_before_the_first_step_a_different_config_may_be_tried_in_the_same_place(
     front: Any,
 ) -> None:
     assert front.run(faults={"oom": True}).returncode == 5

@@ -67,7 +67,9 @@ def test_a_part_waits_no_longer_where_rank_0_has_given_up_or_the_start_is_over(
     assert "rank 0 is not writing checkpoint step-00000001" in placed.why
 
 
-def test_progress_of_what_arrives_is_told_now_and_then_and_not_where_there_is_none(tmp_path: Path) -> None:
+def test_progress_of_what_arrives_is_reported_now_and_then_and_not_where_there_is_none(
+    tmp_path: Path,
+) -> None:
     arrivals = arrivals_in(tmp_path)
     assert arrivals.moves() is None
     receiving: Any = SimpleNamespace(moved=1000.0)

@@ -36,7 +36,7 @@ def is_gone(process: psutil.Process) -> bool:
         (signal.SIGINT, "interrupted", 130),
     ],
 )
-def test_a_signal_ends_the_run_with_a_checkpoint_and_the_same_command_goes_on(
+def test_a_signal_ends_the_run_with_a_checkpoint_and_the_same_command_continues(
     front: Any, started: Started, until: Until, number: signal.Signals, outcome: str, code: int
 ) -> None:
     process = started(faults={"wait": 5})
@@ -85,7 +85,9 @@ def test_a_second_signal_leaves_at_once_and_the_last_checkpoint_stays(
     assert front.read("result.json")["checkpoint"] == newest
 
 
-def test_what_reaches_front_and_rank_at_once_is_one_wish(front: Any, started: Started, until: Until) -> None:
+def test_what_reaches_front_and_rank_at_once_is_one_stop_request(
+    front: Any, started: Started, until: Until
+) -> None:
     """A scheduler signals the whole group; the front passes on what it got, so the rank gets it twice."""
     process = started(faults={"wait": 5})
     until(front.waits_before(5))
@@ -96,7 +98,7 @@ def test_what_reaches_front_and_rank_at_once_is_one_wish(front: Any, started: St
     assert front.read("result.json")["checkpoint"].endswith("step-00000005")
 
 
-def test_a_rank_that_does_not_finish_in_the_grace_time_is_ended_and_what_is_lost_is_said(
+def test_a_rank_that_does_not_finish_in_the_grace_time_is_ended_and_what_is_lost_is_reported(
     front: Any, started: Started, until: Until
 ) -> None:
     front.config(train="rows", grace="1 seconds")

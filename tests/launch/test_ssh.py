@@ -204,7 +204,7 @@ def ours(folder: Path) -> list[psutil.Process]:
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_one_command_trains_on_this_machine_and_on_another_over_ssh(
+def test_one_command_trains_on_this_machine_and_on_a_different_over_ssh(
     sshd: tuple[str, ...], tmp_path: Path
 ) -> None:
     front = whole_front(sshd, tmp_path, "--hosts", "127.0.0.2", "--nproc", "1")
@@ -255,7 +255,7 @@ def test_a_host_that_cannot_be_reached_ends_the_start_with_its_name(
     assert "refused" in result["verdict"]["summary"].lower()
 
 
-def test_without_ssh_it_is_said_what_to_do_instead(tmp_path: Path) -> None:
+def test_without_ssh_it_is_reported_what_to_do_instead(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         start(("no-such-ssh",), tmp_path / "logs", "127.0.0.1")
     assert "--node-rank" in "\n".join(caught.value.lines())

@@ -81,7 +81,7 @@ def test_what_is_pruned_here_is_pruned_there(front: Any, copies: Path) -> None:
 
 
 @pytest.mark.long
-def test_what_is_kept_for_ever_stays_there_also_where_a_run_goes_on_elsewhere(
+def test_what_is_kept_for_ever_stays_there_also_where_a_run_continues_elsewhere(
     front: Any, copies: Path
 ) -> None:
     use(front, copies, keep=1, keep_every="3 steps")
@@ -95,7 +95,7 @@ def test_what_is_kept_for_ever_stays_there_also_where_a_run_goes_on_elsewhere(
 
 
 @pytest.mark.long
-def test_the_best_stays_there_also_where_a_run_goes_on_elsewhere(front: Any, copies: Path) -> None:
+def test_the_best_stays_there_also_where_a_run_continues_elsewhere(front: Any, copies: Path) -> None:
     """And what is not the best any more goes."""
     use(front, copies, keep=1, best="eval_loss")
     for steps, loss in ((3, 0.5), (6, 0.9), (9, 0.4)):
@@ -116,7 +116,7 @@ def test_the_best_stays_there_also_where_a_run_goes_on_elsewhere(front: Any, cop
     assert there[-1] == "10"
 
 
-def test_another_machine_goes_on_from_there(front: Any, copies: Path) -> None:
+def test_a_different_machine_continues_from_there(front: Any, copies: Path) -> None:
     del copies
     front.run("duration=6 steps")
     run_id = front.read("plan.json")["run_id"]
@@ -139,7 +139,7 @@ def test_without_resume_a_new_run_begins_and_the_old_copies_stay(front: Any, cop
 
 
 @pytest.mark.long
-def test_a_run_whose_own_checkpoints_are_damaged_goes_on_from_the_copy(front: Any, copies: Path) -> None:
+def test_a_run_whose_own_checkpoints_are_damaged_continues_from_the_copy(front: Any, copies: Path) -> None:
     del copies
     front.run("duration=6 steps")
     for path in (front.out / "checkpoints").glob("step-*/state.json"):
@@ -181,7 +181,7 @@ def test_a_damaged_copy_is_named_and_an_older_one_is_taken(front: Any, copies: P
 
 
 @pytest.mark.long
-def test_nothing_there_is_said_and_the_run_begins(front: Any, copies: Path) -> None:
+def test_nothing_there_is_reported_and_the_run_begins(front: Any, copies: Path) -> None:
     del copies
     done = front.run("--resume")
     assert done.returncode == 0
@@ -306,7 +306,7 @@ def test_a_start_that_is_killed_while_it_brings_a_run_back_is_in_nobodys_way(
 
 
 @pytest.mark.long
-def test_after_such_a_kill_a_start_without_resume_begins_anew(front: Any, copies: Path) -> None:
+def test_after_such_a_kill_a_start_without_resume_starts_again(front: Any, copies: Path) -> None:
     front.run("duration=6 steps")
     shutil.rmtree(front.out)
     _, _, *words = front.arguments("--resume")
@@ -323,7 +323,7 @@ def test_after_such_a_kill_a_start_without_resume_begins_anew(front: Any, copies
 
 
 @pytest.mark.long
-def test_a_fetch_that_takes_long_says_how_far_it_is(
+def test_a_fetch_that_takes_long_reports_how_far_it_is(
     front: Any, copies: Path, started: Any, until: Until
 ) -> None:
     """The child that fetches is stopped for longer than the first line takes."""
@@ -346,7 +346,7 @@ def test_a_fetch_that_takes_long_says_how_far_it_is(
 
 
 @pytest.mark.long
-def test_with_resume_a_storage_that_cannot_be_read_is_no_empty_one(front: Any, copies: Path) -> None:
+def test_with_resume_a_storage_that_cannot_be_read_is_not_an_empty_one(front: Any, copies: Path) -> None:
     """A run that began anew would go beside the one that is there."""
     copies.rmdir()
     copies.write_text("a file where a directory should be")

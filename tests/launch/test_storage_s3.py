@@ -116,7 +116,7 @@ def holders_of_credentials(folder: Path) -> list[Path]:
     return [path for path in files if any(word.encode() in path.read_bytes() for word in (KEY, SECRET))]
 
 
-def test_a_real_run_goes_on_from_the_bucket_on_another_machine(place: Any, bucket: Bucket) -> None:
+def test_a_real_run_continues_from_the_bucket_on_a_different_machine(place: Any, bucket: Bucket) -> None:
     """Real ranks. The other machine has the settings folder's key and the config, and nothing else."""
     use(place, bucket.url, data={"train": str(ROWS), "max_length": 128})
     printed = ""
@@ -249,7 +249,7 @@ def test_a_bucket_that_cannot_be_used_is_refused_before_the_first_step(
     assert holders_of_credentials(place.folder) == []
 
 
-def test_a_bucket_that_refuses_while_the_run_goes_on_is_a_warning(
+def test_a_bucket_that_refuses_while_the_run_continues_is_a_warning(
     place: Any, bucket: Bucket, started: Any, until: Callable[..., None]
 ) -> None:
     process = started(faults={"wait": 2})

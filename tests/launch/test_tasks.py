@@ -82,13 +82,13 @@ def test_a_refusal_comes_back_in_the_class_of_its_exit_code(
         assert caught.value.args == ("row 3",)
 
 
-def test_a_crash_tells_the_exception_and_what_was_printed(programs: Programs) -> None:
+def test_a_crash_reports_the_exception_and_what_was_printed(programs: Programs) -> None:
     with pytest.raises(RankDied, match="ZeroDivisionError: oh") as caught:
         run_task("crash", {}, programs=programs)
     assert "printed before" in "\n".join(caught.value.lines())
 
 
-def test_a_killed_task_tells_the_signal(programs: Programs) -> None:
+def test_a_killed_task_reports_the_signal(programs: Programs) -> None:
     with pytest.raises(RankDied, match="SIGKILL") as caught:
         run_task("kill", {}, programs=programs)
     assert "last words" in "\n".join(caught.value.lines())

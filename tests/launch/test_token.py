@@ -26,7 +26,7 @@ def test_one_node_needs_none() -> None:
     assert read_token(None, SECRET, nodes=1) is None
 
 
-def test_several_nodes_without_one_are_told_how_to_make_it() -> None:
+def test_several_nodes_without_one_are_reported_how_to_make_it() -> None:
     with pytest.raises(UsageError) as caught:
         read_token(None, None, nodes=3)
     assert caught.value.exit_code == 2
@@ -54,7 +54,7 @@ def test_the_file_beats_the_environment(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o666])
-def test_a_file_that_others_may_read_or_change_is_refused_with_the_command_that_mends_it(
+def test_a_file_that_others_may_read_or_change_is_refused_with_the_command_that_fix_it(
     tmp_path: Path, mode: int
 ) -> None:
     path = private(tmp_path / "token", mode=mode)
@@ -64,7 +64,7 @@ def test_a_file_that_others_may_read_or_change_is_refused_with_the_command_that_
 
 
 @pytest.mark.parametrize("text", ["", "\n", "short\n", "x" * 15 + "\n", "x" * 5_000 + "\n"])
-def test_what_can_be_guessed_or_is_no_token_is_refused_and_not_shown(tmp_path: Path, text: str) -> None:
+def test_what_can_be_guessed_or_is_not_a_token_is_refused_and_not_shown(tmp_path: Path, text: str) -> None:
     with pytest.raises(UsageError) as caught:
         read_token(private(tmp_path / "token", text), None, nodes=2)
     assert "short\n" not in str(caught.value)

@@ -33,7 +33,7 @@ def refused(variables: dict[str, str] | None = None, gpus: int = 0, **asked: Any
     return "\n".join(caught.value.lines())
 
 
-def test_nothing_said_is_one_node_with_a_rank_for_each_accelerator_or_one_for_the_cpu() -> None:
+def test_nothing_reported_is_one_node_with_a_rank_for_each_accelerator_or_one_for_the_cpu() -> None:
     assert (shape().nodes, shape().nproc, shape().nproc_declared) == (1, 1, False)
     eight = shape(gpus=8)
     assert (eight.nproc, eight.nproc_declared, eight.nproc_origin) == (8, False, "8 visible accelerators")

@@ -21,7 +21,9 @@ def as_somebody_else(front: Any) -> None:
     front.environment["XDG_CONFIG_HOME"] = str(front.folder / "settings of somebody else")
 
 
-def test_a_run_of_somebody_else_is_refused_with_both_ways_to_go_on_and_nothing_is_touched(died: Any) -> None:
+def test_a_run_of_a_different_user_is_refused_with_both_ways_to_continue_and_nothing_is_touched(
+    died: Any,
+) -> None:
     as_somebody_else(died)
     before = {path: path.read_bytes() for path in died.out.rglob("*") if path.is_file()}
     done = died.run()
@@ -32,7 +34,7 @@ def test_a_run_of_somebody_else_is_refused_with_both_ways_to_go_on_and_nothing_i
     assert {path: path.read_bytes() for path in died.out.rglob("*") if path.is_file()} == before
 
 
-def test_a_newer_checkpoint_of_somebody_else_is_passed_over_with_a_line_or_trusted(died: Any) -> None:
+def test_a_newer_checkpoint_of_a_different_user_is_passed_over_with_a_line_or_trusted(died: Any) -> None:
     mine = died.environment["XDG_CONFIG_HOME"]
     as_somebody_else(died)
     assert died.run("--trust", faults={"raise": 9, "always": True}).returncode == 5
@@ -49,7 +51,7 @@ def test_a_newer_checkpoint_of_somebody_else_is_passed_over_with_a_line_or_trust
     assert died.read("plan.json")["resume"]["trust"] is True
 
 
-def test_an_intact_one_of_somebody_else_behind_damaged_ones_is_pointed_out(died: Any) -> None:
+def test_an_intact_one_of_a_different_user_behind_damaged_ones_is_pointed_out(died: Any) -> None:
     as_somebody_else(died)
     (died.out / "checkpoints" / "step-00000006" / "state.json").write_text("7")
     done = died.run()
@@ -61,7 +63,7 @@ def test_an_intact_one_of_somebody_else_behind_damaged_ones_is_pointed_out(died:
     assert "from step 3" in trusted.stderr, "damage is never trusted"
 
 
-def test_trust_that_was_not_needed_is_told(died: Any) -> None:
+def test_trust_that_was_not_needed_is_reported(died: Any) -> None:
     done = died.run("--trust")
     assert done.returncode == 0
     assert "--trust was not needed" in done.stderr
@@ -69,7 +71,7 @@ def test_trust_that_was_not_needed_is_told(died: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_trusted_run_goes_on_as_its_owners_would_with_its_optimizer_and_its_weights_need_no_trust(
+def test_a_trusted_run_continues_as_its_owners_would_with_its_optimizer_and_its_weights_need_no_trust(
     finished: Any, straight: Any
 ) -> None:
     finished.environment["XDG_CONFIG_HOME"] = str(finished.folder / "settings of somebody else")

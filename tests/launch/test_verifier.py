@@ -119,7 +119,7 @@ def read_since_written(store: CheckpointStore) -> dict[str, Any]:
     return found
 
 
-def test_a_flipped_bit_is_found_told_once_and_recorded(store: CheckpointStore) -> None:
+def test_a_flipped_bit_is_found_reported_once_and_recorded(store: CheckpointStore) -> None:
     printed: list[dict[str, Any]] = []
     clock = Clock()
     verifier = Verifier(store.root, KEY, printed.append, HURRY, clock)
@@ -208,7 +208,7 @@ def _listed(front: Any) -> str:
 
 
 @pytest.mark.slow
-def test_a_run_says_that_a_checkpoint_of_its_has_rotted_and_goes_on(
+def test_a_run_reports_that_a_checkpoint_of_its_has_rotted_and_continues(
     front: Any, model_dir: Path, rows_file: Path
 ) -> None:
     """With the real worker; a byte of step 20 is flipped while it trains."""

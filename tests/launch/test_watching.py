@@ -88,7 +88,7 @@ def waiting(rank: int, idle_s: float) -> RankView:
     return view(rank, "comm", idle_s, comm=41)
 
 
-def test_a_verdict_says_when_its_culprit_was_named_and_not_when_the_run_was_ended_for_it() -> None:
+def test_a_verdict_reports_when_its_culprit_was_named_and_not_when_the_run_was_ended_for_it() -> None:
     scene = Scene(2)
     assert scene.see(waiting(0, 4.7), view(1, "compute", 4.7)) is None
     verdict = scene.see(waiting(0, 31.0), view(1, "compute", 31.0), after_s=26.3)
@@ -96,7 +96,7 @@ def test_a_verdict_says_when_its_culprit_was_named_and_not_when_the_run_was_ende
     assert (verdict.ranks, verdict.named_after_s) == ((1,), 4.7)
 
 
-def test_each_culprit_is_told_once_however_often_the_finding_changes() -> None:
+def test_each_culprit_is_reported_once_however_often_the_finding_changes() -> None:
     scene = Scene(3)
     for turn in range(6):
         odd, other = (1, 2) if turn % 2 else (2, 1)
@@ -104,7 +104,7 @@ def test_each_culprit_is_told_once_however_often_the_finding_changes() -> None:
     assert scene.warnings == [("user_code_stuck", (2,)), ("user_code_stuck", (1,))]
 
 
-def test_what_was_gathered_in_an_earlier_trouble_is_not_cited_in_a_later_one() -> None:
+def test_what_was_gathered_in_an_earlier_problem_is_not_cited_in_a_later_one() -> None:
     scene = Scene(2)
     scene.see(waiting(0, 4.7), view(1, "compute", 4.7))
     assert set(scene.signs.asked) == {0, 1}

@@ -219,7 +219,7 @@ def test_a_place_without_a_model_is_refused(path: str) -> None:
     assert caught.value.problems[0].fix
 
 
-def test_the_files_say_how_many_parameters_there_are(model_dir: Path) -> None:
+def test_the_files_report_how_many_parameters_there_are(model_dir: Path) -> None:
     facts = inspect_model(_config(model_dir))
     loaded = _load(model_dir, adapter=None)
     assert facts.parameters == loaded.parameters == loaded.trainable_parameters

@@ -87,7 +87,7 @@ def test_devices_here_and_none_there_are_refused(trio: Job) -> None:
     refused(fronts, "device_mismatch", hosts=[fronts[2].host])
 
 
-def test_devices_of_another_type_are_told(trio: Job) -> None:
+def test_devices_of_a_different_type_are_reported(trio: Job) -> None:
     """The smallest sets the limit for all, the slowest the pace: a warning. The learning rate ends this job."""
     trio.config(device="auto")
     trio.config(0, optim={"lr": 2e-2})

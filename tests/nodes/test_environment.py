@@ -66,7 +66,7 @@ def test_a_misspelt_name_is_answered_with_the_nearest_known_one(trio: Job) -> No
         pytest.param("python", "3.10", marks=pytest.mark.long),
     ],
 )
-def test_another_version_on_one_node_is_named(trio: Job, package: str, value: str) -> None:
+def test_a_different_version_on_one_node_is_named(trio: Job, package: str, value: str) -> None:
     fronts = [
         trio.start(node, answers={"packages": {package: value}} if node == 2 else None) for node in range(3)
     ]

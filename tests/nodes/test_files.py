@@ -55,7 +55,7 @@ def test_one_changed_word_in_the_data_of_one_node_is_found(trio: Job, rows_file:
 
 
 @pytest.mark.fault("two rows swapped on one node")
-def test_rows_in_another_order_are_other_data(trio: Job, rows_file: Path) -> None:
+def test_rows_in_a_different_order_are_other_data(trio: Job, rows_file: Path) -> None:
     rows = own_rows(trio, 0, rows_file)
     lines = rows.read_text().splitlines()
     rows.write_text("\n".join([lines[1], lines[0], *lines[2:], ""]))
@@ -64,7 +64,7 @@ def test_rows_in_another_order_are_other_data(trio: Job, rows_file: Path) -> Non
 
 
 @pytest.mark.fault("other tokenizer.json on one node")
-def test_another_tokenizer_on_one_node_is_found(trio: Job, model_dir: Path) -> None:
+def test_a_different_tokenizer_on_one_node_is_found(trio: Job, model_dir: Path) -> None:
     directory = own_model(trio, 2, model_dir)
     path = directory / "tokenizer.json"
     body = json.loads(path.read_text())

@@ -51,7 +51,7 @@ def test_checkpoints_that_cannot_all_fit_on_the_heads_disk_are_the_same_verdict_
 
 
 @pytest.mark.long  # on one node it is in tests/nproc
-def test_the_head_says_what_all_checkpoints_will_take(networks: Namespaces, pair: Job) -> None:
+def test_the_head_reports_what_all_checkpoints_will_take(networks: Namespaces, pair: Job) -> None:
     del networks
     pair.config(duration="2000 steps", checkpoint={"every": "500 steps"}, parallel={"strategy": "fsdp"})
     fronts = [pair.start(node, rehearse=True, json=False) for node in (0, 1)]

@@ -160,7 +160,7 @@ def test_without_a_shared_disk_everything_ends_whole_here(hosts: Hosts) -> None:
     assert [node["shares_output"] for node in job.read("plan.json")["nodes"]] == [True, False]
 
 
-def test_a_killed_rank_on_the_host_is_named_and_the_run_goes_on(hosts: Hosts) -> None:
+def test_a_killed_rank_on_the_host_is_named_and_the_run_continues(hosts: Hosts) -> None:
     job = hosts.job
     job.config(duration="40 steps", batch={"global": 8, "micro": 1})
     front = hosts.type("--restarts", "1")
@@ -173,7 +173,7 @@ def test_a_killed_rank_on_the_host_is_named_and_the_run_goes_on(hosts: Hosts) ->
     job.wait_gone()
 
 
-def test_a_preempted_host_ends_all_with_a_checkpoint_and_the_same_command_goes_on(hosts: Hosts) -> None:
+def test_a_preempted_host_ends_all_with_a_checkpoint_and_the_same_command_continues(hosts: Hosts) -> None:
     job = hosts.job
     job.config(duration="40 steps", batch={"global": 8, "micro": 1})
     front = hosts.type()

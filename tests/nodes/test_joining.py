@@ -107,7 +107,7 @@ def test_a_process_of_an_earlier_start_is_not_let_in(
     refused([head, pair.start(1, json=True)], "config_mismatch")
 
 
-def test_who_comes_after_the_verdict_is_told_it(trio: Job) -> None:
+def test_who_comes_after_the_verdict_receives_it(trio: Job) -> None:
     first = [trio.start(node, "--join-timeout", "3", json=node == 1) for node in (0, 1)]
     assert first[1].wait() == 3
     late = trio.start(2, "--join-timeout", "3", json=True)
@@ -130,7 +130,7 @@ def test_two_nodes_of_one_rank_are_both_named(trio: Job) -> None:
 
 
 @pytest.mark.fault("the head is down (--join-timeout 3)")
-def test_without_a_head_the_others_say_where_they_called(pair: Job) -> None:
+def test_without_a_head_the_others_report_where_they_called(pair: Job) -> None:
     front = pair.start(1, "--join-timeout", "3", json=True)
     assert front.wait() == 3, front.text()
     verdict = named([front]).verdict
@@ -178,7 +178,7 @@ def test_garbage_on_the_port_changes_nothing(
 
 
 @pytest.mark.fault("wrong token on one node")
-def test_a_wrong_token_is_said_on_both_sides(pair: Job) -> None:
+def test_a_wrong_token_is_reported_on_both_sides(pair: Job) -> None:
     fronts = [
         pair.start(0),
         pair.start(1, env={"UNISONO_TOKEN": "another" * 8}, json=True),

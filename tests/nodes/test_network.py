@@ -80,7 +80,7 @@ def test_packets_that_only_pass_while_they_are_small_are_named(firewalls: Namesp
     assert any("mtu" in line for line in verdict.fix)
 
 
-def test_a_smaller_mtu_that_is_known_everywhere_is_no_fault(networks: Namespaces, pair: Job) -> None:
+def test_a_smaller_mtu_that_is_known_everywhere_is_not_a_fault(networks: Namespaces, pair: Job) -> None:
     """Another MTU on one interface is a difference that TCP copes with; the learning rate ends this job."""
     networks.inside(1, "ip", "link", "set", "eth0", "mtu", "1400")
     pair.config(1, optim={"lr": 1e-5})

@@ -128,7 +128,7 @@ def test_whoever_gets_the_signal_every_node_ends_alike_with_a_checkpoint(
 
 
 @pytest.mark.long
-def test_three_nodes_of_which_one_is_taken_away_save_and_the_same_command_goes_on(trio: Job) -> None:
+def test_three_nodes_of_which_one_is_taken_away_save_and_the_same_command_continues(trio: Job) -> None:
     trio.config(duration="30 steps", restarts=0, checkpoint={"every": "10 steps"})
     fronts = trio.start_all()
     trio.waits_for_step(4)
@@ -159,7 +159,7 @@ def test_a_second_signal_on_any_node_leaves_at_once_everywhere(pair: Job, node: 
 
 
 @pytest.mark.long
-def test_one_signal_on_each_node_one_after_the_other_is_one_wish(pair: Job) -> None:
+def test_one_signal_on_each_node_one_after_the_other_is_one_stop_request(pair: Job) -> None:
     """As somebody does who presses Ctrl-C in each terminal; a rank that is stopped for a while gives the time."""
     fronts = training(pair)
     pair.ranks()[1].send_signal(signal.SIGSTOP)
@@ -186,7 +186,7 @@ def test_a_node_that_is_stopped_before_there_are_ranks_ends_all_alike(pair: Job,
 
 
 @pytest.mark.long
-def test_a_head_that_goes_first_after_all_were_asked_is_no_fault_of_the_others(pair: Job) -> None:
+def test_a_head_that_goes_first_after_all_were_asked_is_not_a_fault_of_the_others(pair: Job) -> None:
     """Machines are taken back one after the other."""
     fronts = training(pair)
     pair.ranks()[1].send_signal(signal.SIGSTOP)

@@ -13,7 +13,7 @@ STEPS = 30
 
 
 @pytest.mark.parametrize(("strategy", "rank"), [("fsdp", 1), pytest.param("ddp", 0, marks=pytest.mark.long)])
-def test_the_run_goes_on_from_the_last_step_that_was_seen(pair: Job, strategy: str, rank: int) -> None:
+def test_the_run_continues_from_the_last_step_that_was_seen(pair: Job, strategy: str, rank: int) -> None:
     pair.config(
         duration=f"{STEPS} steps", batch={"global": 48, "micro": 2}, checkpoint={"every": "1000 steps"}, restarts=1,
         adapter={"rank": 2, "alpha": 4}, data={"packing": False}, parallel={"strategy": strategy},

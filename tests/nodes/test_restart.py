@@ -59,7 +59,7 @@ def assert_nothing_lost(job: Job, rows: Path, alone: Job) -> None:
 
 
 @pytest.mark.fault("a front is killed (kill -9) of three nodes, --nodes 2:3")
-def test_a_run_goes_on_without_the_node_that_was_lost(trio: Job, job_of: Any) -> None:
+def test_a_run_continues_without_the_node_that_was_lost(trio: Job, job_of: Any) -> None:
     rows = prepared(trio)
     fronts = started(trio, rows, *EITHER, json=False)
     trio.waits_for_step(5)
@@ -92,7 +92,7 @@ def test_a_run_goes_on_without_the_node_that_was_lost(trio: Job, job_of: Any) ->
 
 
 @pytest.mark.long
-def test_a_job_that_needs_all_its_nodes_ends_with_one_and_says_how_it_would_go_on(trio: Job) -> None:
+def test_a_job_that_needs_all_its_nodes_ends_with_one_and_reports_how_it_would_continue(trio: Job) -> None:
     prepared(trio)
     fronts = trio.start_all("duration=5000 steps", json=False)
     trio.waits_for_step(3)
@@ -128,7 +128,7 @@ def test_enough_nodes_start_when_the_time_is_over_and_one_that_is_late_is_not_le
 
 @pytest.mark.long
 @pytest.mark.fault("the cable of one of three nodes is pulled, --nodes 2:3")
-def test_a_node_that_is_cut_off_ends_by_itself_and_the_others_go_on(
+def test_a_node_that_is_cut_off_ends_by_itself_and_the_others_continue(
     networks: Namespaces, trio: Job, job_of: Any
 ) -> None:
     rows = prepared(trio, parallel={"strategy": "fsdp"})
@@ -170,7 +170,7 @@ def test_a_node_on_which_old_ranks_live_is_named_on_all_nodes_and_nothing_is_sta
 
 @pytest.mark.long
 @pytest.mark.fault("one node does not see the head's checkpoints any more")
-def test_a_node_whose_storage_is_gone_is_left_out_and_the_others_go_on(
+def test_a_node_whose_storage_is_gone_is_left_out_and_the_others_continue(
     networks: Namespaces, trio: Job, job_of: Any
 ) -> None:
     del networks

@@ -71,7 +71,7 @@ def test_a_node_that_cannot_keep_the_plan_ends_all_with_its_own_words(ground: Gr
     assert fronts[1].label in verdict.summary
 
 
-def test_a_small_shared_memory_is_told(networks: Namespaces, pair: Job) -> None:
+def test_a_small_shared_memory_is_reported(networks: Namespaces, pair: Job) -> None:
     """A container's 64 MB of /dev/shm; NCCL needs more. On a CPU it is worth a warning at most."""
     del networks
     pair.config(1, optim={"lr": 1e-5})

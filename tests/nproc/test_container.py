@@ -42,7 +42,7 @@ def job(tmp_path: Path, model_dir: Path, rows_file: Path, caches: Path) -> Itera
 
 @pytest.mark.long
 @pytest.mark.ranks
-def test_stopping_the_container_ends_the_run_with_a_checkpoint_and_it_goes_on(job: Job) -> None:
+def test_stopping_the_container_ends_the_run_with_a_checkpoint_and_it_continues(job: Job) -> None:
     """The kernel keeps from process 1 every signal that it has not asked for."""
     job.config(duration="30 steps", checkpoint={"every": "10 steps"})
     front = job.start(0, "--nproc", "2", topology=False, json=False)

@@ -84,7 +84,7 @@ def test_no_rank_outlives_a_front_that_is_killed(solo: Job) -> None:
 
 
 @pytest.mark.long  # test_preemption has it with a signal to all
-def test_a_signal_ends_all_ranks_after_the_same_step_and_the_run_goes_on(solo: Job) -> None:
+def test_a_signal_ends_all_ranks_after_the_same_step_and_the_run_continues(solo: Job) -> None:
     front = training(solo)
     front.signal(signal.SIGTERM)
     assert front.wait(limit_s=60) == 75, front.text()
@@ -95,7 +95,7 @@ def test_a_signal_ends_all_ranks_after_the_same_step_and_the_run_goes_on(solo: J
 
 
 @pytest.mark.long
-def test_a_death_is_mended_by_a_restart(solo: Job) -> None:
+def test_a_death_is_fixed_by_a_restart(solo: Job) -> None:
     solo.config(duration="300 steps", restarts=1, checkpoint={"every": "3 steps"})
     front = solo.start(0, "--nproc", "2", topology=False)
     solo.waits_for_step(8)

@@ -32,7 +32,9 @@ def training(job: Job) -> Front:
     return front
 
 
-def test_a_run_whose_front_was_killed_is_told_from_its_ranks_events_and_how_to_go_on(solo: Job) -> None:
+def test_a_run_whose_front_was_killed_is_distinguished_from_its_ranks_events_and_how_to_continue(
+    solo: Job,
+) -> None:
     front = training(solo)
     run = solo.out
     assert diagnosed(run)["cause"] == "healthy", "it is going on"

@@ -33,7 +33,7 @@ def saved(job: Job) -> list[int]:
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", pytest.param("ddp", marks=pytest.mark.long)])
-def test_the_first_checkpoint_and_its_copy_are_read_back_and_the_run_says_what_all_of_them_take(
+def test_the_first_checkpoint_and_its_copy_are_read_back_and_the_run_reports_what_all_of_them_take(
     solo: Job, strategy: str
 ) -> None:
     storage = f"file://{solo.folder}/copies"
@@ -62,7 +62,7 @@ def test_the_first_checkpoint_and_its_copy_are_read_back_and_the_run_says_what_a
 
 
 @pytest.mark.long
-def test_a_run_that_goes_on_rehearses_only_where_its_ranks_are_laid_out_otherwise(solo: Job) -> None:
+def test_a_run_that_continues_rehearses_only_where_its_ranks_are_laid_out_otherwise(solo: Job) -> None:
     solo.config(duration="2 steps")
     assert solo.start(0, topology=False).wait() == 0, solo.transcript()
     solo.config(duration="4 steps", checkpoint={"every": "100 steps"})

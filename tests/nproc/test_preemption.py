@@ -99,7 +99,7 @@ def preempted(job: Job, front: Front, *, within_s: float) -> int:
         pytest.param(to_all(signal.SIGUSR1), id="SIGUSR1 to all at once", marks=pytest.mark.long),
     ],
 )
-def test_whoever_gets_the_signal_all_ranks_save_after_the_same_step_and_the_run_goes_on_bit_equal(
+def test_whoever_gets_the_signal_all_ranks_save_after_the_same_step_and_the_run_continues_bit_equal(
     solo: Job, undisturbed: list[float], strike: Strike
 ) -> None:
     front = start(configure(solo))
@@ -115,7 +115,7 @@ def test_whoever_gets_the_signal_all_ranks_save_after_the_same_step_and_the_run_
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("turn", range(4))
-def test_a_signal_while_much_else_is_going_on_loses_nothing(solo: Job, strategy: str, turn: int) -> None:
+def test_a_signal_while_much_else_is_running_loses_nothing(solo: Job, strategy: str, turn: int) -> None:
     """Evaluations, samples and saves take most of the time here."""
     del turn
     configure(
@@ -192,7 +192,7 @@ def test_ranks_that_cannot_save_are_ended_by_the_deadline_or_by_a_second_signal(
 
 @pytest.mark.long  # that a run goes on whose ranks were killed, is in tests/resume
 @pytest.mark.parametrize("again", [False, True], ids=["the deadline", "a second signal"])
-def test_after_ranks_that_could_not_save_the_same_command_goes_on(solo: Job, *, again: bool) -> None:
+def test_after_ranks_that_could_not_save_the_same_command_continues(solo: Job, *, again: bool) -> None:
     leaves_without_saving(solo, again=again)
     more = start(solo, "restarts=0")
     assert more.wait() == 0, more.text()

@@ -158,7 +158,7 @@ def test_no_step_is_lost_to_a_rank_that_stalls_until_the_watch_ends_the_ranks(
     assert {restart["verdict"]["cause"] for restart in restarts} == {"rank_stopped"}
 
 
-def test_a_run_that_ends_with_an_exception_goes_on_from_its_last_step(solo: Job) -> None:
+def test_a_run_that_ends_with_an_exception_continues_from_its_last_step(solo: Job) -> None:
     configure(solo, restarts=0)
     front = start(solo, 2, "parallel.strategy=ddp", json=False)
     solo.waits_for_step(4)
@@ -185,7 +185,7 @@ def measured(job: Job) -> dict[str, Any]:
     return next((message for message in messages if message["kind"] == "kept"), {})
 
 
-def test_where_it_costs_too_much_fewer_steps_are_kept_and_a_death_costs_no_more_than_the_plan_says(
+def test_where_it_costs_too_much_fewer_steps_are_kept_and_a_death_costs_no_more_than_the_plan_reports(
     solo: Job,
 ) -> None:
     configure(solo, restarts=1)

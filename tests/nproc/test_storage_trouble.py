@@ -133,7 +133,7 @@ def test_where_only_the_checkpoints_find_no_room_the_run_ends_well_with_its_weig
 
 
 @pytest.mark.long
-def test_where_not_even_the_weights_fit_it_is_said_and_the_same_command_goes_on_after_making_room(
+def test_where_not_even_the_weights_fit_it_is_reported_and_the_same_command_continues_after_making_room(
     solo: Job, mounts: ExitStack
 ) -> None:
     disk = mounts.enter_context(in_memory(solo.out, size=4 * MIB))
@@ -167,7 +167,7 @@ def test_a_directory_that_turns_read_only_costs_the_new_checkpoint_and_nothing_e
 
 @pytest.mark.fault("the storage of the checkpoints does not answer")
 @pytest.mark.parametrize("world", WORLDS)
-def test_storage_that_hangs_is_named_and_training_goes_on(
+def test_storage_that_hangs_is_named_and_training_continues(
     solo: Job, mounts: ExitStack, world: tuple[int, str], tmp_path: Path
 ) -> None:
     disk = mounts.enter_context(on_a_device(solo.out / "checkpoints", tmp_path / "image", size=32 * MIB))
@@ -209,7 +209,7 @@ def test_a_rank_that_not_even_sigkill_ends_is_not_waited_for(
 
 @pytest.mark.fault("the whole output_dir does not answer")
 @pytest.mark.parametrize("world", CHEAPEST)
-def test_where_no_step_can_be_kept_the_run_ends_and_says_why_and_goes_on_later(
+def test_where_no_step_can_be_kept_the_run_ends_and_reports_why_and_continues_later(
     solo: Job, mounts: ExitStack, world: tuple[int, str], tmp_path: Path
 ) -> None:
     """Nobody waits for ever: the ranks, their front, and the shell that waits for it."""

@@ -25,7 +25,7 @@ def train(job: Job, *words: str, **named: object) -> Job:
     return job
 
 
-def test_two_ranks_train_and_leave_a_whole_record_whatever_another_launcher_left(solo: Job) -> None:
+def test_two_ranks_train_and_leave_a_whole_record_whatever_a_different_launcher_left(solo: Job) -> None:
     """Seed 3: with these variables, other trainers wait for ranks that nobody starts."""
     train(solo, "--nproc", "2", env=LEFTOVERS)
     assert [line["step"] for line in solo.metrics()] == [1, 2, 3, 4]
@@ -90,7 +90,7 @@ def test_batches_that_do_not_divide_train_what_one_rank_trains(
 
 
 @pytest.mark.long
-def test_what_another_launcher_left_makes_no_process_group_for_one_device(solo: Job) -> None:
+def test_what_a_different_launcher_left_makes_no_process_group_for_one_device(solo: Job) -> None:
     train(solo, "--nproc", "1", env=LEFTOVERS)
     plan = solo.read("plan.json")
     assert (plan["world_size"], plan["strategy"]) == (1, "single")
@@ -98,7 +98,7 @@ def test_what_another_launcher_left_makes_no_process_group_for_one_device(solo: 
 
 
 @pytest.mark.long
-def test_a_run_goes_on_with_another_number_of_ranks(solo: Job) -> None:
+def test_a_run_continues_with_a_different_number_of_ranks(solo: Job) -> None:
     train(solo, "--nproc", "2")
     train(solo, "--resume", "duration=6 steps")
     train(solo, "--nproc", "2", "--resume", "duration=8 steps")

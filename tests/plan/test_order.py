@@ -36,7 +36,7 @@ def test_other_seeds_and_epochs_have_other_orders() -> None:
     assert len(orders) == 100
 
 
-def test_the_order_is_the_same_in_another_process_and_for_ever() -> None:
+def test_the_order_is_the_same_in_a_different_process_and_for_ever() -> None:
     """A literal: whoever changes the order changes every resumed run."""
     assert permutation(10, seed=7, epoch=2) == FOREVER
     program = "from unisono.plan import permutation; print(permutation(10, seed=7, epoch=2))"

@@ -117,7 +117,7 @@ def test_more_memory_never_means_a_smaller_micro_batch(batch: int, room: int, ch
     assert large.micro_batch >= small.micro_batch
 
 
-def test_what_fits_is_chosen_and_what_does_not_is_said() -> None:
+def test_what_fits_is_chosen_and_what_does_not_is_reported() -> None:
     roomy, tight = plan(memory_bytes=10**12), plan(memory_bytes=10**6)
     assert roomy.memory.total <= 0.8 * 10**12
     assert not roomy.gradient_checkpointing
@@ -125,7 +125,7 @@ def test_what_fits_is_chosen_and_what_does_not_is_said() -> None:
     assert "more than 80%" in tight.origins["memory"]
 
 
-def test_a_micro_batch_that_was_asked_for_is_kept() -> None:
+def test_a_micro_batch_that_was_requested_is_kept() -> None:
     assert plan(batch={"global": 16, "micro": 2}, memory_bytes=10**6).micro_batch == 2
 
 
@@ -181,7 +181,7 @@ def test_defaults_that_were_written_out_are_not_warned_of() -> None:
     ("kind", "strategy", "adapter", "lines"),
     [("hrm_text", "fsdp", None, 1), ("hrm_text", "ddp", None, 0), ("hrm_text", "fsdp", {"rank": 4}, 0), ("llama", "fsdp", None, 0)],
 )  # fmt: skip
-def test_a_result_that_one_rank_must_gather_whole_is_told_before_the_run(
+def test_a_result_that_one_rank_must_gather_whole_is_reported_before_the_run(
     kind: str, strategy: str, adapter: dict[str, Any] | None, lines: int
 ) -> None:
     given_inputs = inputs(parallel={"strategy": strategy}, adapter=adapter)

@@ -43,7 +43,9 @@ def compare_reports(plan: RunPlan, done: Done, *, changed: Mapping[int, str] | N
 
 
 @pytest.mark.ranks
-def test_replicas_that_are_well_tell_the_same_at_every_period_and_at_the_end(three: dict[str, Done]) -> None:
+def test_replicas_that_are_well_report_the_same_at_every_period_and_at_the_end(
+    three: dict[str, Done],
+) -> None:
     done = three["well"]
     printed = [done.ended.of_kind(rank, "digest") for rank in range(3)]
     assert [[m["step"] for m in one] for one in printed] == [[3, 6, 8]] * 3
@@ -78,7 +80,7 @@ def test_a_rank_whose_weight_has_changed_is_named_with_the_step_at_which_all_wer
 
 
 @pytest.mark.ranks
-def test_ranks_that_round_differently_are_told_of_once_and_not_ended(three: dict[str, Done]) -> None:
+def test_ranks_that_round_differently_are_reported_of_once_and_not_ended(three: dict[str, Done]) -> None:
     """Other instructions, other last bits: on such nodes a difference proves nothing."""
     done = three["rank 1"]
     verdict, shown = compare_reports(done.plan, done, changed={1: "x86_64 CPU with AVX2"})
@@ -92,7 +94,7 @@ def test_ranks_that_round_differently_are_told_of_once_and_not_ended(three: dict
     ("digests", "blamed"),
     [("ab", ()), ("aab", (2,)), ("abb", (0,)), ("abc", ()), ("aabb", ()), ("aabc", ()), ("aaabc", (3, 4)), ("aabbc", ())],
 )  # fmt: skip
-def test_only_a_majority_can_say_who_is_odd(digests: str, blamed: tuple[int, ...]) -> None:
+def test_only_a_majority_can_report_who_is_odd(digests: str, blamed: tuple[int, ...]) -> None:
     places = [
         RankPlace(rank=n, node_rank=n, local_rank=0, host=f"h{n}", device=_CPU) for n in range(len(digests))
     ]

@@ -93,7 +93,7 @@ def test_a_step_that_is_not_a_number_is_skipped_on_all_ranks(two: Runs, way: str
 
 
 @pytest.mark.parametrize("way", _WAYS)
-def test_only_rank_0_writes_and_tells_figures(two: Runs, way: str) -> None:
+def test_only_rank_0_writes_and_reports_figures(two: Runs, way: str) -> None:
     for kind in KINDS:
         ended = two[kind, way, 2].ended
         steps = ended.of_kind(1, "step")

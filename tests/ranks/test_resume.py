@@ -14,7 +14,7 @@ Pairs = dict[tuple[str, str, str], Resumed]
 
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
-def test_two_ranks_go_on_from_their_own_checkpoint_to_the_same_bits(resumed: Pairs, way: str) -> None:
+def test_two_ranks_continue_from_their_own_checkpoint_to_the_same_bits(resumed: Pairs, way: str) -> None:
     """With dropout: the streams of every rank are exact, too."""
     pair = resumed["dropout", way, way]
     assert pair.resumed.losses == pair.straight.losses[7:]
@@ -33,7 +33,7 @@ def test_two_ranks_go_on_from_their_own_checkpoint_to_the_same_bits(resumed: Pai
         ("full", "fsdp", "one"),
     ],
 )
-def test_another_number_of_ranks_and_another_strategy_go_on_to_rounding(
+def test_a_different_number_of_ranks_and_a_different_strategy_continue_to_rounding(
     resumed: Pairs, kind: str, source: str, way: str
 ) -> None:
     pair = resumed[kind, source, way]

@@ -51,7 +51,7 @@ def test_one_node_of_ray_is_looked_at_alone_and_the_table_names_it(cluster: RayC
     cluster.nothing_left()
 
 
-def test_what_the_cluster_cannot_give_is_said_node_by_node(cluster: RayCluster) -> None:
+def test_what_the_cluster_cannot_give_is_reported_node_by_node(cluster: RayCluster) -> None:
     front = cluster.type("doctor", "--launcher", "ray", "--nodes", "3", "--nproc", "1", speaks_json=False)
     assert front.wait(limit_s=_LIMIT_S) == 6, front.text()
     assert "the Ray cluster has no room for 3 nodes" in front.text()
@@ -60,7 +60,7 @@ def test_what_the_cluster_cannot_give_is_said_node_by_node(cluster: RayCluster) 
     cluster.nothing_left()
 
 
-def test_nodes_with_other_rows_do_not_agree_and_the_exit_code_says_so(
+def test_nodes_with_other_rows_do_not_agree_and_the_exit_code_reports_it(
     cluster: RayCluster, config: Config, rows_file: Path
 ) -> None:
     rows = cluster.disk / "rows.jsonl"

@@ -24,7 +24,7 @@ def _drivers(front: int) -> list[psutil.Process]:
 
 
 @pytest.mark.slow
-def test_its_end_is_told_with_the_cluster_and_nothing_is_left(
+def test_its_end_is_reported_with_the_cluster_and_nothing_is_left(
     tmp_path: Path, model_dir: Path, rows_file: Path
 ) -> None:
     """It tries to reach a cluster that takes up its call and never answers."""

@@ -91,7 +91,7 @@ def steps_once(cluster: RayCluster, config: str, last: int) -> None:
     assert [json.loads(line)["step"] for line in lines] == list(range(1, last + 1))
 
 
-def test_a_stopped_rank_on_another_node_is_named(cluster: RayCluster, config: Config) -> None:
+def test_a_stopped_rank_on_a_different_node_is_named(cluster: RayCluster, config: Config) -> None:
     front = cluster.type("train", config(cluster, duration="4000 steps", restarts=0), *_TWO)
     trains(front)
     cluster.ranks()[1].suspend()
@@ -101,7 +101,7 @@ def test_a_stopped_rank_on_another_node_is_named(cluster: RayCluster, config: Co
     cluster.nothing_left()
 
 
-def test_a_node_that_is_lost_beside_the_heads_is_named_and_the_run_goes_on_without_it(
+def test_a_node_that_is_lost_beside_the_heads_is_named_and_the_run_continues_without_it(
     cluster: RayCluster, config: Config
 ) -> None:
     path = config(cluster, duration="60 steps")
@@ -133,7 +133,9 @@ def test_without_a_node_that_is_needed_the_run_ends_with_a_checkpoint(
     cluster.start_nodes(2)
 
 
-def test_a_killed_driver_is_told_and_the_same_command_goes_on(cluster: RayCluster, config: Config) -> None:
+def test_a_killed_driver_is_reported_and_the_same_command_continues(
+    cluster: RayCluster, config: Config
+) -> None:
     path = config(cluster, duration="40 steps")
     front = cluster.type("train", path, *_TWO)
     saved = cluster.out_of(path) / "checkpoints"
@@ -151,7 +153,7 @@ def test_a_killed_driver_is_told_and_the_same_command_goes_on(cluster: RayCluste
     steps_once(cluster, path, 40)
 
 
-def test_rays_memory_monitor_on_the_heads_node_is_named_and_the_run_goes_on(
+def test_rays_memory_monitor_on_the_heads_node_is_named_and_the_run_continues(
     cluster: RayCluster, config: Config, small: Callable[[int], SmallMemory]
 ) -> None:
     memory = small(1)
@@ -170,7 +172,7 @@ def test_rays_memory_monitor_on_the_heads_node_is_named_and_the_run_goes_on(
     cluster.nothing_left()
 
 
-def test_rays_memory_monitor_on_another_node_is_the_verdict_and_the_run_goes_on_without_it(
+def test_rays_memory_monitor_on_a_different_node_is_the_verdict_and_the_run_continues_without_it(
     cluster: RayCluster, config: Config, small: Callable[[int], SmallMemory]
 ) -> None:
     """The head sees a connection that closes; why, Ray says to the driver a moment later."""
@@ -194,7 +196,7 @@ def test_rays_memory_monitor_on_another_node_is_the_verdict_and_the_run_goes_on_
     cluster.nothing_left()
 
 
-def test_a_driver_with_another_ray_or_python_is_refused_with_both_versions(
+def test_a_driver_with_a_different_ray_or_python_is_refused_with_both_versions(
     cluster: RayCluster, config: Config, other_python: str
 ) -> None:
     front = cluster.type(
@@ -212,7 +214,7 @@ def test_a_driver_with_another_ray_or_python_is_refused_with_both_versions(
     cluster.nothing_left()
 
 
-def test_a_node_with_another_python_is_named_where_ray_lets_it_in(
+def test_a_node_with_a_different_python_is_named_where_ray_lets_it_in(
     cluster: RayCluster, config: Config, other_python: str
 ) -> None:
     cluster.stop_node(2)
@@ -229,7 +231,7 @@ def test_a_node_with_another_python_is_named_where_ray_lets_it_in(
     cluster.start_nodes(2)
 
 
-def test_a_node_with_another_ray_is_not_let_in(cluster: RayCluster) -> None:
+def test_a_node_with_a_different_ray_is_not_let_in(cluster: RayCluster) -> None:
     """So the places of a job have one Ray, and only who types the command can have another."""
     words = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={cluster.address}"]
     done = subprocess.run(

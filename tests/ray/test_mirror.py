@@ -61,7 +61,7 @@ def test_a_log_is_brought_by_whole_lines_and_at_the_end_to_its_last_byte(disks: 
 
 
 @pytest.mark.parametrize("lines", [40, 2])
-def test_a_log_that_was_cut_is_brought_anew_also_when_it_has_grown_again_meanwhile(
+def test_a_log_that_was_cut_is_brought_again_also_when_it_has_grown_again_meanwhile(
     disks: Disks, lines: int
 ) -> None:
     disks.write("metrics.jsonl", "".join(f'{{"step": {n}}}\n' for n in range(20)))
@@ -113,7 +113,7 @@ def test_what_is_lost_there_is_not_lost_here(disks: Disks) -> None:
     assert disks.names() == kept
 
 
-def test_a_node_that_is_slow_for_a_while_is_followed_on_and_one_that_stays_silent_is_told(
+def test_a_node_that_is_slow_for_a_while_is_followed_on_and_one_that_stays_silent_is_reported(
     disks: Disks,
 ) -> None:
     class Slow(NodeActor):
@@ -203,7 +203,7 @@ def test_what_is_the_heads_own_business_stays_there(disks: Disks) -> None:
     assert disks.names() == []
 
 
-def test_a_run_that_was_sent_to_a_node_is_gone_on_with(disks: Disks) -> None:
+def test_a_run_that_was_sent_to_a_node_is_continued(disks: Disks) -> None:
     for name in (
         "plan.json",
         "metrics.jsonl",
@@ -235,7 +235,7 @@ def test_of_other_nodes_only_what_is_of_their_ranks_is_brought(disks: Disks) -> 
     assert disks.names() == ["events/rank-00001.jsonl", "logs/bob-rank-00001.log"]
 
 
-def test_a_disk_here_that_cannot_be_written_is_told(disks: Disks) -> None:
+def test_a_disk_here_that_cannot_be_written_is_reported(disks: Disks) -> None:
     disks.write("result.json", "{}")
     disks.write("checkpoints/step-00000002/weights", "x")
     (disks.here / "checkpoints").write_text("a file is in the way")

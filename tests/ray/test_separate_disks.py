@@ -57,7 +57,7 @@ def test_a_run_is_whole_where_it_was_typed_though_its_ranks_were_on_other_disks(
     cluster.nothing_left()
 
 
-def test_a_rank_that_is_killed_is_named_and_the_run_goes_on(cluster: RayCluster, config: Config) -> None:
+def test_a_rank_that_is_killed_is_named_and_the_run_continues(cluster: RayCluster, config: Config) -> None:
     path = config(cluster, duration="40 steps")
     front = cluster.type("train", path, *_TWO)
     front.wait_until(lambda: 1.0 if len(front.messages("step")) > 3 else None, limit_s=_LIMIT_S, what="steps")
@@ -69,7 +69,7 @@ def test_a_rank_that_is_killed_is_named_and_the_run_goes_on(cluster: RayCluster,
     cluster.nothing_left()
 
 
-def test_the_node_of_the_head_is_lost_and_the_run_goes_on_elsewhere(
+def test_the_node_of_the_head_is_lost_and_the_run_continues_elsewhere(
     cluster: RayCluster, config: Config
 ) -> None:
     path = config(cluster, duration="60 steps")
@@ -87,7 +87,7 @@ def test_the_node_of_the_head_is_lost_and_the_run_goes_on_elsewhere(
     cluster.start_nodes(lost)
 
 
-def test_a_killed_command_leaves_nothing_and_the_same_command_goes_on(
+def test_a_killed_command_leaves_nothing_and_the_same_command_continues(
     cluster: RayCluster, config: Config
 ) -> None:
     path = config(cluster, duration="40 steps")

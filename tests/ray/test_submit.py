@@ -76,7 +76,7 @@ def test_a_submitted_folder_trains_on_other_nodes_and_the_run_is_whole_on_the_he
     cluster.nothing_left()
 
 
-def test_a_job_that_is_stopped_saves_and_the_same_job_goes_on(
+def test_a_job_that_is_stopped_saves_and_the_same_job_continues(
     cluster: RayCluster, model_dir: Path, rows_file: Path
 ) -> None:
     jobs = Jobs(

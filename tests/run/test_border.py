@@ -103,14 +103,14 @@ def test_events_come_whole_and_once(guard: border.Guard) -> None:
     assert [event["text"] for event in reader.new()] == ["two"]
 
 
-def test_who_waits_for_a_front_that_is_gone_goes_on(guard: border.Guard) -> None:
+def test_who_waits_for_a_front_that_is_gone_continues(guard: border.Guard) -> None:
     with subprocess.Popen(["true"]) as process:
         process.wait(60)
     gone = border.Guard(guard.folder, "one", process.pid)
     assert border.Presence(gone).report_facts("data", {}, rank=0, world_size=1, limit_s=60) is None
 
 
-def test_a_record_made_anew_leaves_the_front_its_old_one(guard: border.Guard) -> None:
+def test_a_record_made_again_leaves_the_front_its_old_one(guard: border.Guard) -> None:
     presence = border.Presence(guard)
     first, *fds = presence.make_memory()
     Beats(first).enter("compute")

@@ -77,12 +77,12 @@ def test_torchrun_is_understood_however_it_is_spelt(
         ("bash run.sh", "other", ""),
     ],
 )  # fmt: skip
-def test_launchers_are_told_apart(line: str, kind: str, script: str) -> None:
+def test_launchers_are_distinguished(line: str, kind: str, script: str) -> None:
     command = read_command(shlex.split(line))
     assert (command.kind, command.script) == (kind, script)
 
 
-def test_the_environment_counts_where_the_arguments_say_nothing() -> None:
+def test_the_environment_counts_where_the_arguments_report_nothing() -> None:
     found = shape("llamafactory-cli train x.yaml", MULTI).topology
     assert (found.nodes, found.node_rank, found.head_host, found.head_port, found.nproc) == (
         2,
@@ -96,7 +96,7 @@ def test_the_environment_counts_where_the_arguments_say_nothing() -> None:
     assert found.nproc_origin == "PET_NPROC_PER_NODE"
 
 
-def test_a_head_of_two_words_is_told_by_both() -> None:
+def test_a_head_of_two_words_is_reported_by_both() -> None:
     line = "accelerate launch --num_machines 2 --machine_rank 1 --main_process_ip a --main_process_port 29500 --num_processes 4 t.py"
     found = shape(line).topology
     assert (found.head_host, found.origins["head"]) == ("a", "--main_process_ip, --main_process_port")
@@ -122,7 +122,7 @@ def test_the_fronts_leave_a_program_its_port() -> None:
     ).own_rendezvous
 
 
-def test_words_that_say_which_node_it_is_may_differ_and_no_others() -> None:
+def test_words_that_report_which_node_it_is_may_differ_and_no_others() -> None:
     def of(line: str) -> list[str]:
         return comparable(read_command(shlex.split(line)))
 

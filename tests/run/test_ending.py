@@ -76,7 +76,7 @@ def test_the_log_explains_a_crash_and_not_a_kill_from_outside(
     assert verdict.cause == cause
 
 
-def test_a_program_that_leaves_by_itself_and_says_nothing_has_no_verdict() -> None:
+def test_a_program_that_leaves_by_itself_and_reports_nothing_has_no_verdict() -> None:
     assert name_program_death(ProgramEnd(0, "a", 3), SHELL) is None
 
 
@@ -102,7 +102,7 @@ def test_a_second_signal_is_one_to_the_same_node_a_second_later_and_shortens_the
         ("IndexError: index out of range in self", "user_code_error", 5),
     ],
 )  # fmt: skip
-def test_an_exception_whose_words_leave_no_doubt_is_no_fault_of_a_row(
+def test_an_exception_whose_words_leave_no_doubt_is_not_a_fault_of_a_row(
     text: str, cause: str, exit_code: int
 ) -> None:
     evidence = (Evidence(where="rank 0, train.py:3", text=text),)

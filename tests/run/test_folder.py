@@ -95,7 +95,7 @@ def test_it_is_gone_with_its_front() -> None:
     assert not folder.exists()
 
 
-def test_the_keeper_leaves_the_folder_until_its_front_has_read_the_last_words(tmp_path: Path) -> None:
+def test_the_keeper_leaves_the_folder_until_its_front_has_read_the_last_message(tmp_path: Path) -> None:
     with (
         border() as folder,
         Program(
@@ -145,7 +145,7 @@ for number in range(1000):
 
 
 @pytest.mark.parametrize("how", ["removed", "replaced"])
-def test_a_directory_that_is_removed_while_the_program_runs_is_made_again_and_another_one_left_alone(
+def test_a_directory_that_is_removed_while_the_program_runs_is_made_again_and_a_different_one_left_alone(
     tmp_path: Path, how: str
 ) -> None:
     out, end = tmp_path / "out", tmp_path / "end"

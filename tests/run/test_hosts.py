@@ -79,7 +79,7 @@ def until(seen: object, what: str) -> None:
         time.sleep(0.05)
 
 
-def test_one_command_starts_the_same_program_on_another_node(place: Path) -> None:
+def test_one_command_starts_the_same_program_on_a_different_node(place: Path) -> None:
     front = typed(place, "--", "torchrun", "--nproc-per-node", "1", "program.py")
     out, err = front.communicate("for the program here", timeout=LIMIT_S)
     assert front.returncode == 0, out + err
@@ -148,7 +148,7 @@ def test_arguments_of_the_program_that_cannot_hold_for_all_nodes_are_refused(
         ("local", "--launcher local runs on one node"),
     ],
 )
-def test_a_launcher_that_does_not_start_programs_says_what_to_type(name: str, printed: str) -> None:
+def test_a_launcher_that_does_not_start_programs_reports_what_to_type(name: str, printed: str) -> None:
     asked = RunRequest(("torchrun", "my train.py"), launcher=name, nodes="2")
     with pytest.raises(UsageError) as caught:
         refuse_launcher(asked)

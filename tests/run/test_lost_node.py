@@ -61,7 +61,7 @@ def test_a_node_that_is_lost_is_named_and_nothing_of_the_program_is_left(
     "blow",
     [kill, pytest.param(lose_power, marks=pytest.mark.long), pytest.param(cut, marks=pytest.mark.long)],
 )
-def test_a_node_that_loses_the_head_says_which_of_both_is_gone_and_ends_its_ranks(
+def test_a_node_that_loses_the_head_reports_which_of_both_is_gone_and_ends_its_ranks(
     blow: Callable[[Namespaces, int], None], both: list[Guarded], apart: Namespaces
 ) -> None:
     blow(apart, 0)

@@ -198,7 +198,7 @@ def test_where_the_launcher_is_killed_no_rank_is_blamed_for_what_the_guard_ends(
 
 
 @pytest.mark.parametrize("numbers", [(signal.SIGTERM,), (signal.SIGINT, signal.SIGINT)])
-def test_a_program_that_ignores_signals_is_killed_with_all_that_it_started_in_the_time_that_was_said(
+def test_a_program_that_ignores_signals_is_killed_with_all_that_it_started_in_the_time_that_was_reported(
     tmp_path: Path, numbers: tuple[signal.Signals, ...]
 ) -> None:
     body = (
@@ -222,7 +222,7 @@ def test_a_program_that_ignores_signals_is_killed_with_all_that_it_started_in_th
     assert is_gone(left)
 
 
-def test_a_rank_that_is_killed_is_named_though_its_program_tells_nothing(tmp_path: Path) -> None:
+def test_a_rank_that_is_killed_is_named_though_its_program_reports_nothing(tmp_path: Path) -> None:
     with run(tmp_path, [sys.executable, "-c", LAUNCHER, RANK], "--debug-comm") as front:
         pids = [until(partial(number_in, tmp_path / f"pid-{r}"), "ranks") for r in (0, 1)]
         (border,) = until(lambda: own_folders(front.pid), "the border")

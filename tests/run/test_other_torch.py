@@ -22,7 +22,7 @@ LIMIT_S = 1500.0
 @pytest.mark.timeout(LIMIT_S + 60)
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("python", PYTHONS or [""])
-def test_what_depends_on_torch_holds_with_another_torch(python: str, file: str) -> None:
+def test_what_depends_on_torch_holds_with_a_different_torch(python: str, file: str) -> None:
     if not python:
         pytest.skip("needs another torch: UNISONO_TEST_PYTHONS names no Python that has another torch")
     words = [python, "-m", "pytest", "-q", "-m", "long or not long", "-p", "no:cacheprovider", file]

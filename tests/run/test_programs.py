@@ -88,7 +88,7 @@ def test_a_program_that_starts_its_ranks_by_itself_trains_and_ends_with_0(start:
 
 
 @pytest.mark.parametrize("program", [*_short(DDP), *_long(FSDP2, TRAINER, LIGHTNING, ACCELERATE)])
-def test_a_second_destroy_of_the_process_group_is_no_failure(program: Program, start: Start) -> None:
+def test_a_second_destroy_of_the_process_group_is_not_a_failure(program: Program, start: Start) -> None:
     guarded = start(program, "--fault", "destroy")
     assert guarded.ended().exit_code == 0, guarded.front.text()
 
@@ -175,7 +175,7 @@ def _as_node(ground: Ground, node: int, nproc: int, port: int) -> dict[str, str]
 
 @pytest.mark.long
 @pytest.mark.parametrize("program", [LAUNCHER, LLAMA_FACTORY], ids=lambda program: program.name)
-def test_another_number_of_ranks_on_one_node_is_refused_on_both(
+def test_a_different_number_of_ranks_on_one_node_is_refused_on_both(
     program: Program, start: Start, ground: Ground, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     arguments, changes = _of_llama_factory(request, tmp_path) if program is LLAMA_FACTORY else ((), {})

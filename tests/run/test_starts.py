@@ -72,7 +72,7 @@ def known(front: int, pids: Sequence[int]) -> bool:
     return {str(pid) for pid in pids} <= held
 
 
-def test_ranks_of_a_launcher_that_follows_another_are_watched(tmp_path: Path) -> None:
+def test_ranks_of_a_launcher_that_follows_a_different_are_watched(tmp_path: Path) -> None:
     """As in a shell's script that trains, and then evaluates. What the first ranks leave behind is not taken for the next ones."""
     script = f"{ranks('first', before=_LEAVES)}; rm go; touch between; {ranks('second')}"
     with run(tmp_path, ["bash", "-c", script]) as front:
@@ -89,7 +89,7 @@ def test_ranks_of_a_launcher_that_follows_another_are_watched(tmp_path: Path) ->
     assert front.returncode == 5
 
 
-def test_of_launchers_side_by_side_it_is_said_that_only_one_is_watched(tmp_path: Path) -> None:
+def test_of_launchers_side_by_side_it_is_reported_that_only_one_is_watched(tmp_path: Path) -> None:
     with run(tmp_path, ["bash", "-c", f"{ranks('one')} & {ranks('other')} & wait"]) as front:
         both = pids(tmp_path, "one"), pids(tmp_path, "other")
         until(lambda: any(known(front.pid, found) for found in both), "the front has found ranks")
@@ -112,7 +112,7 @@ def torchrun(folder: Path, *words: str, way: Sequence[str] = ("--standalone",)) 
 @pytest.mark.parametrize(
     "kind", ["c10d", pytest.param("static", marks=pytest.mark.long), pytest.param("unisono", marks=pytest.mark.long)]
 )  # fmt: skip
-def test_a_rank_that_is_killed_once_is_a_warning_where_its_launcher_starts_it_anew(
+def test_a_rank_that_is_killed_once_is_a_warning_where_its_launcher_starts_it_again(
     tmp_path: Path, kind: str
 ) -> None:
     """Whatever the launcher keeps of the first start, the second one's ranks meet each other; also where the program starts it by itself."""

@@ -59,7 +59,7 @@ class Silent:
 
 
 @pytest.mark.parametrize("code", [0, 4])
-def test_a_goodbye_after_the_last_word_is_no_loss(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+def test_a_goodbye_after_the_last_message_is_not_a_loss(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     monkeypatch.setattr(member_program, "MonitorReports", Silent)
     last: dict[str, Any] = {"kind": "ended", "exit_code": code, "verdicts": [], "result": {}}
     channel: Any = Channel(NodeMessage(0, last), Left(0, "a", "it closed the connection", clean=True))

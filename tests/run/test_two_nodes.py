@@ -192,7 +192,7 @@ def test_ranks_whose_rows_differ_between_nodes_are_refused_on_both_before_the_fi
 
 @pytest.mark.long
 @pytest.mark.parametrize("backend", ["unisono", "static", "c10d"])
-def test_a_rank_that_is_killed_once_is_a_warning_on_both_nodes_where_their_launchers_start_anew(
+def test_a_rank_that_is_killed_once_is_a_warning_on_both_nodes_where_their_launchers_start_again(
     start: Start, backend: str
 ) -> None:
     """Whatever the launchers keep of the first start, the second one's ranks meet each other."""

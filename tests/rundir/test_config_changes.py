@@ -65,13 +65,13 @@ def test_only_where_a_run_is_how_long_it_is_and_words_about_variables_are_nobody
     }
 
 
-def test_a_key_that_nobody_has_thought_about_means_another_run() -> None:
+def test_a_key_that_nobody_has_thought_about_means_a_different_run() -> None:
     assert rule_of("optim.brand_new").kind == "meaning"
     assert rule_of("checkpoint.brand_new").kind == "line"
 
 
 @given(some_changes)
-def test_a_config_differs_from_itself_in_nothing_and_from_another_in_what_was_changed(
+def test_a_config_differs_from_itself_in_nothing_and_from_a_different_in_what_was_changed(
     changes: dict[str, Any],
 ) -> None:
     assert changes_between(make(changes), make(changes)) == []
@@ -97,7 +97,7 @@ def test_to_allow_more_never_refuses_more(changes: dict[str, Any], more: set[str
 
 
 @given(some_changes)
-def test_every_line_says_the_key_both_values_and_what_it_means(changes: dict[str, Any]) -> None:
+def test_every_line_reports_the_key_both_values_and_what_it_means(changes: dict[str, Any]) -> None:
     for change in changes_between(make({}), make(changes)):
         finding = judge_key(change)
         if finding is not None:

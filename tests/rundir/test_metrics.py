@@ -149,7 +149,7 @@ def test_a_file_that_needs_no_cut_is_not_touched(tmp_path: Path) -> None:
     assert path.stat().st_ino == before.st_ino
 
 
-def test_no_file_is_no_lines(tmp_path: Path) -> None:
+def test_no_file_is_not_a_lines(tmp_path: Path) -> None:
     assert truncate_after(tmp_path / "metrics.jsonl", 3) == Truncation()
     assert read_metrics(tmp_path / "metrics.jsonl") == []
 

@@ -66,7 +66,7 @@ def otherwise(keys: set[str]) -> dict[str, Any]:
 some_keys = st.sets(st.sampled_from(sorted(OTHERWISE)))
 
 
-def test_the_same_plan_goes_on_without_a_word() -> None:
+def test_the_same_plan_continues_silently() -> None:
     assert changed(PLAN, PLAN) == []
 
 
@@ -79,13 +79,13 @@ def test_a_plan_differs_from_itself_in_nothing(keys: set[str]) -> None:
 
 
 @given(some_keys)
-def test_whatever_differs_is_told_or_refused(keys: set[str]) -> None:
+def test_whatever_differs_is_reported_or_refused(keys: set[str]) -> None:
     reported = keys - {"data.files_digest", "data.tokenizer_digest"}
     assert bool(changed(PLAN, otherwise(keys))) >= bool(reported)
 
 
 @given(some_keys)
-def test_what_the_refusal_says_to_type_is_enough_and_all_of_it_is_needed(keys: set[str]) -> None:
+def test_what_the_refusal_reports_to_type_is_enough_and_all_of_it_is_needed(keys: set[str]) -> None:
     found = changed(PLAN, otherwise(keys))
     needed = frozenset(names(found))
     assert not_allowed(found, needed) == []
@@ -94,13 +94,13 @@ def test_what_the_refusal_says_to_type_is_enough_and_all_of_it_is_needed(keys: s
 
 
 @given(some_keys)
-def test_what_makes_another_run_comes_before_the_lines(keys: set[str]) -> None:
+def test_what_makes_a_different_run_comes_before_the_lines(keys: set[str]) -> None:
     order = [finding.verdict for finding in changed(PLAN, otherwise(keys))]
     assert order == sorted(order, key=["fixed", "refused", "line"].index)
 
 
 @given(some_keys)
-def test_other_rows_are_never_gone_on_with_unless_something_was_allowed(keys: set[str]) -> None:
+def test_other_rows_are_never_continued_unless_something_was_allowed(keys: set[str]) -> None:
     if keys & {"data.rows_digest", "data.train"}:
         assert set(names(changed(PLAN, otherwise(keys)))) & {
             "data", "tokenizer", "versions", "seed", "data.packing",
@@ -119,7 +119,7 @@ def test_files_that_were_moved_are_a_line() -> None:
     assert found.text.endswith("its files hold the same")
 
 
-def test_other_rows_say_exactly_where_the_run_goes_on_in_them() -> None:
+def test_other_rows_report_exactly_where_the_run_continues_in_them() -> None:
     (found,) = changed(
         PLAN, plan(data__rows_digest="r2", data__files_digest="f2", data__train={**SPLIT, "sequences": 30})
     )
@@ -133,7 +133,7 @@ def test_other_rows_say_exactly_where_the_run_goes_on_in_them() -> None:
     assert "no longer make whole epochs" in found.text
 
 
-def test_a_split_off_evaluation_may_have_been_learnt() -> None:
+def test_a_split_off_evaluation_may_have_been_learned() -> None:
     share = config(data={"train": "rows.jsonl", "eval": 0.1})
     found = changed(plan(config=share), plan(config=share, data__rows_digest="r2", data__files_digest="f2"))
     assert "evaluation rows may have been trained on" in found[0].text
@@ -166,7 +166,7 @@ def test_a_plan_of_an_earlier_version_has_one_digest_for_rows_and_tokenizer() ->
     assert found[0].text.startswith("the rows, their order or the tokenizer are not those")
 
 
-def test_another_model_says_what_the_weights_are_upon() -> None:
+def test_a_different_model_reports_what_the_weights_are_upon() -> None:
     (found,) = changed(PLAN, plan(model__digest="m2"))
     assert found.name == "model"
     assert "the adapter would continue on weights that it was not trained on" in found.text
@@ -175,7 +175,7 @@ def test_another_model_says_what_the_weights_are_upon() -> None:
     assert "what is trained comes from the checkpoint" in found.text
 
 
-def test_another_world_size_says_what_is_the_same_and_what_is_not_and_why() -> None:
+def test_a_different_world_size_reports_what_is_the_same_and_what_is_not_and_why() -> None:
     (found,) = changed(PLAN, plan(world_size=2, strategy="ddp"))
     assert found.verdict == "line"
     assert (
@@ -185,7 +185,7 @@ def test_another_world_size_says_what_is_the_same_and_what_is_not_and_why() -> N
     )
 
 
-def test_another_strategy_is_told_beside_another_world_size_where_tensors_are_cut() -> None:
+def test_a_different_strategy_is_reported_beside_a_different_world_size_where_tensors_are_cut() -> None:
     two = changed(PLAN, plan(world_size=2, strategy="fsdp"))
     assert [finding.text.split()[0] for finding in two] == ["world_size", "strategy"]
     assert "parallel.strategy" not in two[1].text, "several ranks cannot be single"
@@ -193,7 +193,7 @@ def test_another_strategy_is_told_beside_another_world_size_where_tensors_are_cu
     assert "set parallel.strategy to ddp to restore it" in one.text
 
 
-def test_with_dropout_another_world_size_agrees_in_the_mean_only() -> None:
+def test_with_dropout_a_different_world_size_agrees_in_the_mean_only() -> None:
     dropping = config(adapter={"dropout": 0.1})
     (found,) = changed(plan(config=dropping), plan(config=dropping, world_size=2))
     assert "adapter.dropout is 0.1" in found.text
@@ -208,14 +208,14 @@ def test_what_auto_came_to_counts_and_not_what_was_written() -> None:
     assert "set model.dtype to float32 to restore it" in found.text
 
 
-def test_on_a_gpu_it_is_said_that_nothing_is_bit_equal() -> None:
+def test_on_a_gpu_it_is_reported_that_nothing_is_bit_equal() -> None:
     (found,) = changed(plan(device__kind="cuda"), plan(device__kind="cuda"))
     assert "deterministic is false" in found.text
     same: dict[str, Any] = {"config": config(deterministic=True), "device__kind": "cuda"}
     assert changed(plan(**same), plan(**same)) == []
 
 
-def test_what_costs_bit_equality_is_said_with_the_remedy() -> None:
+def test_what_costs_bit_equality_is_reported_with_the_remedy() -> None:
     (found,) = changed(PLAN, plan(threads=4))
     assert (
         found.text
@@ -244,7 +244,7 @@ def test_the_earlier_start_is_read_from_its_directory(tmp_path: Path) -> None:
     assert start(tmp_path, PLAN, torch="2").lines[0].startswith("torch is 2, and was 1")
 
 
-def test_everything_that_makes_another_run_is_refused_together(tmp_path: Path) -> None:
+def test_everything_that_makes_a_different_run_is_refused_together(tmp_path: Path) -> None:
     write(tmp_path, PLAN)
     after = plan(data__rows_digest="r2", data__files_digest="f2", model__digest="m2", threads=4)
     with pytest.raises(UsageError) as caught:
@@ -269,7 +269,7 @@ def test_what_was_allowed_is_kept_over_all_starts(tmp_path: Path) -> None:
     assert not any("model" in line for line in again.lines), "the next start compares with what really ran"
 
 
-def test_what_was_allowed_in_vain_is_told(tmp_path: Path) -> None:
+def test_what_was_allowed_without_effect_is_reported(tmp_path: Path) -> None:
     write(tmp_path, PLAN)
     assert start(tmp_path, PLAN, "data").lines == unused_allowances(frozenset({"data"}))
     assert "--allow data was not needed" in unused_allowances(frozenset({"data"}))[0]

@@ -31,7 +31,7 @@ def test_what_is_not_a_number_is_null(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, "torn {", "[]", '{"outcome": "holiday"}'])
-def test_what_is_no_result_is_none(content: str | None, tmp_path: Path) -> None:
+def test_what_is_not_a_result_is_none(content: str | None, tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     if content is not None:
         run.result.write_text(content)

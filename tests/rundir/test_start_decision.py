@@ -78,7 +78,7 @@ def test_two_fresh_runs_have_two_names(tmp_path: Path) -> None:
     assert _decide(tmp_path / "out").run_id != _decide(tmp_path / "out").run_id
 
 
-def test_a_start_that_died_before_its_plan_is_begun_anew(tmp_path: Path) -> None:
+def test_a_start_that_died_before_its_plan_is_started_again(tmp_path: Path) -> None:
     root = tmp_path / "out"
     for folder in ("events", "logs", "checkpoints"):
         (root / folder).mkdir(parents=True)
@@ -93,7 +93,7 @@ def test_a_start_that_died_before_its_plan_is_begun_anew(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("resume", [False, True])
 @pytest.mark.parametrize("outcome", [None, "preempted", "interrupted", "stalled", "died", "failed"])
-def test_an_unfinished_run_goes_on_by_itself_and_says_so(
+def test_an_unfinished_run_continues_by_itself_and_reports_it(
     outcome: str | None, tmp_path: Path, *, resume: bool
 ) -> None:
     root = tmp_path / "out"
@@ -104,7 +104,7 @@ def test_an_unfinished_run_goes_on_by_itself_and_says_so(
     assert outcome is None or outcome in decision.reason
 
 
-def test_what_does_not_decide_what_is_learnt_may_change(tmp_path: Path) -> None:
+def test_what_does_not_decide_what_is_learned_may_change(tmp_path: Path) -> None:
     root = tmp_path / "out"
     _write_run(root)
     decision = _decide(root, duration="5 epochs", restarts=7, track=["tensorboard"], grace="1 minute")
@@ -114,7 +114,7 @@ def test_what_does_not_decide_what_is_learnt_may_change(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("outcome", [None, "completed"])
 @pytest.mark.parametrize("resume", [False, True])
-def test_settings_that_make_another_run_are_refused_a_line_each_with_what_to_type(
+def test_settings_that_make_a_different_run_are_refused_a_line_each_with_what_to_type(
     outcome: str | None, tmp_path: Path, *, resume: bool
 ) -> None:
     root = tmp_path / "out"
@@ -133,7 +133,7 @@ def test_settings_that_make_another_run_are_refused_a_line_each_with_what_to_typ
     assert all(problem.what.partition(": ")[2] for problem in rest), "each says what it means"
 
 
-def test_what_is_allowed_goes_on_and_the_rest_is_still_refused(tmp_path: Path) -> None:
+def test_what_is_allowed_continues_and_the_rest_is_still_refused(tmp_path: Path) -> None:
     root = tmp_path / "out"
     _write_run(root)
     asked: dict[str, Any] = {"optim": {"lr": 1e-3}, "seed": 5}
@@ -163,12 +163,12 @@ def test_what_the_checkpoint_cannot_follow_cannot_be_allowed(tmp_path: Path) -> 
     ],
     ids=str,
 )  # fmt: skip
-def test_what_alters_no_meaning_by_itself_goes_on(change: dict[str, Any], tmp_path: Path) -> None:
+def test_what_alters_no_meaning_by_itself_continues(change: dict[str, Any], tmp_path: Path) -> None:
     _write_run(tmp_path / "out")
     assert _decide(tmp_path / "out", **change).kind == "resume"
 
 
-def test_another_config_may_be_tried_where_no_step_was_made(tmp_path: Path) -> None:
+def test_a_different_config_may_be_tried_where_no_step_was_made(tmp_path: Path) -> None:
     run = _write_run(tmp_path / "out", outcome="died")
     run.checkpoint(40).rmdir()
     decision = _decide(run.root, seed=1)
@@ -207,7 +207,7 @@ def test_a_finished_run_does_not_shrink(tmp_path: Path) -> None:
         _decide(root, resume=True, duration="2 epochs")
 
 
-def test_another_unit_is_judged_once_steps_are_known(tmp_path: Path) -> None:
+def test_a_different_unit_is_judged_once_steps_are_known(tmp_path: Path) -> None:
     root = tmp_path / "out"
     _write_run(root, step=100, total=100, outcome="completed")
     decision = _decide(root, resume=True, duration="120 steps")
@@ -273,7 +273,7 @@ FOREIGN: dict[str, str] = {
 
 @pytest.mark.parametrize("flags", [{}, {"resume": True}, {"fresh": True}], ids=str)
 @pytest.mark.parametrize("name", FOREIGN)
-def test_a_directory_that_is_no_run_is_refused_and_never_renamed(
+def test_a_directory_that_is_not_a_run_is_refused_and_never_renamed(
     name: str, flags: dict[str, Any], tmp_path: Path
 ) -> None:
     root = tmp_path / "out"
@@ -285,7 +285,7 @@ def test_a_directory_that_is_no_run_is_refused_and_never_renamed(
     assert caught.value.problems[0].fix
 
 
-def test_what_a_person_puts_beside_a_run_is_no_hindrance(tmp_path: Path) -> None:
+def test_what_a_person_puts_beside_a_run_is_not_a_hindrance(tmp_path: Path) -> None:
     root = tmp_path / "out"
     _write_run(root)
     (root / "notes.txt").write_text("looks good")
@@ -304,7 +304,7 @@ def test_checkpoints_without_a_plan_are_refused(content: str | None, tmp_path: P
     assert caught.value.problems[0].where == str(run.plan)
 
 
-def test_a_config_of_another_version_is_refused_with_the_key(tmp_path: Path) -> None:
+def test_a_config_of_a_different_version_is_refused_with_the_key(tmp_path: Path) -> None:
     run = _write_run(tmp_path / "out")
     plan = json.loads(run.plan.read_text())
     plan["config"]["optim"]["gone"] = 1

@@ -95,7 +95,7 @@ def test_a_killed_follower_leaves_the_job_and_the_same_command_follows_it_again(
     once_each(job)
 
 
-def test_a_job_that_is_out_of_time_saves_is_queued_again_and_goes_on_bit_equal(
+def test_a_job_that_is_out_of_time_saves_is_queued_again_and_continues_bit_equal(
     job: SlurmJob, undisturbed: Callable[[int], list[float]]
 ) -> None:
     slow(job, FAR, grace="10 seconds")
@@ -113,7 +113,7 @@ def test_a_job_that_is_out_of_time_saves_is_queued_again_and_goes_on_bit_equal(
     assert losses == undisturbed(len(losses))
 
 
-def test_a_job_whose_nodes_are_taken_by_a_more_urgent_one_goes_on_afterwards_bit_equal(
+def test_a_job_whose_nodes_are_taken_by_a_more_urgent_one_continues_afterwards_bit_equal(
     job: SlurmJob, undisturbed: Callable[[int], list[float]]
 ) -> None:
     slow(job, "60 steps")
@@ -125,7 +125,7 @@ def test_a_job_whose_nodes_are_taken_by_a_more_urgent_one_goes_on_afterwards_bit
     assert once_each(job) == undisturbed(60)
 
 
-def test_a_killed_worker_is_named_and_the_run_goes_on_in_its_allocation_until_somebody_cancels_it(
+def test_a_killed_worker_is_named_and_the_run_continues_in_its_allocation_until_somebody_cancels_it(
     job: SlurmJob,
 ) -> None:
     slow(job, FAR)
@@ -170,7 +170,7 @@ def test_a_stopped_rank_is_named_and_a_node_that_drains_is_in_the_evidence(job: 
     job.wait_gone()
 
 
-def test_a_node_that_goes_away_is_named_and_the_job_goes_on_when_it_is_back(job: SlurmJob) -> None:
+def test_a_node_that_goes_away_is_named_and_the_job_continues_when_it_is_back(job: SlurmJob) -> None:
     slow(job, FAR, restarts=0)
     front = job.type(*TWO, json=False)
     job.waits_for_step(5)

@@ -24,7 +24,7 @@ def test_a_dry_run_shows_the_script_and_submits_nothing(job: SlurmJob) -> None:
 
 @pytest.mark.long
 @pytest.mark.ranks
-def test_a_fresh_start_keeps_the_earlier_run_under_another_name_and_so_does_its_requeue(
+def test_a_fresh_start_keeps_the_earlier_run_under_a_different_name_and_so_does_its_requeue(
     job: SlurmJob,
 ) -> None:
     first = job.type(*TWO)
@@ -40,7 +40,7 @@ def test_a_fresh_start_keeps_the_earlier_run_under_another_name_and_so_does_its_
 
 @pytest.mark.long
 @pytest.mark.ranks
-def test_with_min_and_max_nodes_the_job_goes_on_without_one_that_is_lost(job: SlurmJob) -> None:
+def test_with_min_and_max_nodes_the_job_continues_without_one_that_is_lost(job: SlurmJob) -> None:
     job.config(
         duration="300 steps", batch={"global": 8, "micro": 1}, checkpoint={"every": "10 steps"},
         optim={"lr": 1e-3, "schedule": "constant", "warmup": "0 steps"},

@@ -26,7 +26,7 @@ def read(variables: dict[str, str] | None = None, **asked: Any) -> Topology:
     return read_topology(TopologyRequest(**asked), variables or {}, Accelerators(0), placed=PLACED)
 
 
-def test_the_step_says_where_a_front_stands() -> None:
+def test_the_step_reports_where_a_front_stands() -> None:
     found = read()
     assert (found.nodes, found.node_rank, found.head_host, found.head_port) == (4, 2, "gpu1", 20_007)
     assert {name: found.origins[name] for name in ORIGINS} == ORIGINS
@@ -118,7 +118,7 @@ def test_nothing_that_is_written_in_a_path_or_an_override_is_run_by_the_script(t
     assert "%%j" in script
 
 
-def test_what_slurm_is_asked_for_comes_from_the_options(tmp_path: Path) -> None:
+def test_what_slurm_is_requested_comes_from_the_options(tmp_path: Path) -> None:
     lines = batch_script(
         asked(tmp_path, nodes="6:8", nproc=4, partition="gpu", time="2-0", devices="0,1,2,3"), "x"
     ).splitlines()
@@ -148,7 +148,7 @@ def test_what_slurm_is_asked_for_comes_from_the_options(tmp_path: Path) -> None:
             asked(tmp_path, **wrong)
 
 
-def test_a_checkpoint_that_was_not_finished_is_no_progress(tmp_path: Path) -> None:
+def test_a_checkpoint_that_was_not_finished_is_not_a_progress(tmp_path: Path) -> None:
     """Else a job whose saves never come to their end would be queued again for ever."""
     line = next(
         line for line in batch_script(asked(tmp_path), "x").splitlines() if line.startswith("newest()")

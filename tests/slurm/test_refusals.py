@@ -62,7 +62,7 @@ def test_nodes_that_are_out_of_order_are_named_with_their_reason(job: SlurmJob) 
 
 
 @pytest.mark.slow
-def test_a_controller_that_does_not_answer_and_a_machine_without_slurm_are_told_apart(
+def test_a_controller_that_does_not_answer_and_a_machine_without_slurm_are_distinguished(
     job: SlurmJob, tmp_path: Path
 ) -> None:
     (tmp_path / "slurm.conf").write_text(

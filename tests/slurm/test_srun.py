@@ -34,7 +34,7 @@ def test_more_tasks_than_nodes_are_refused_with_the_right_command(job: SlurmJob)
 
 
 @pytest.mark.long
-def test_nodes_without_a_key_in_common_are_told_how_to_share_a_secret(job: SlurmJob) -> None:
+def test_nodes_without_a_key_in_common_are_reported_how_to_share_a_secret(job: SlurmJob) -> None:
     own_home = 'export XDG_CONFIG_HOME=$PWD/home-$SLURM_NODEID; exec "$@"'
     front = job.type(
         before=["srun", "-N2", "--ntasks-per-node=1", "bash", "-c", own_home, "bash"], json=False

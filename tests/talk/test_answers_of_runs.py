@@ -103,7 +103,7 @@ def test_raw_text_is_continued_without_the_template(model_dir: Path, listening: 
     assert answer(model_dir, listening, raw=True)["answer"] != answer(model_dir, listening)["answer"]
 
 
-def test_a_model_without_a_template_continues_and_says_so(model_dir: Path, listening: Any) -> None:
+def test_a_model_without_a_template_continues_and_reports_it(model_dir: Path, listening: Any) -> None:
     (model_dir / "chat_template.jinja").unlink()
     raw = answer(model_dir, listening, raw=True)["answer"]
     assert answer(model_dir, listening)["answer"] == raw
@@ -150,7 +150,7 @@ def test_a_prompt_that_is_empty_too_long_or_leaves_no_room_is_refused(
         assert found.value.exit_code == 2
 
 
-def test_an_answer_whose_length_is_not_asked_for_fits_the_model(model_dir: Path, listening: Any) -> None:
+def test_an_answer_whose_length_is_not_requested_fits_the_model(model_dir: Path, listening: Any) -> None:
     found = answer(model_dir, listening, prompt="a " * 100, max_tokens=None)
     assert 0 < found["tokens"] < 256
 
@@ -226,7 +226,7 @@ def test_a_conversation_remembers_its_turns_and_forgets_them_when_cleared(
     assert listening.of_kind("answer")[-1]["text"] == answer(model_dir, listening, prompt="call me")["answer"]
 
 
-def test_a_conversation_that_outgrows_the_model_is_told_so_and_goes_on_after_clear(
+def test_a_conversation_that_outgrows_the_model_is_reported_and_continues_after_clear(
     model_dir: Path, listening: Any
 ) -> None:
     opened = open_for_inference(str(model_dir), report=listening)

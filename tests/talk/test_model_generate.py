@@ -30,7 +30,7 @@ def test_a_greedy_answer_in_a_batch_is_the_argmax_of_each_step_alone(make_model:
     assert generate(model, PROMPTS, max_new_tokens=12, stop_ids=set(), pad_id=0) == wanted
 
 
-def test_an_answer_ends_before_its_stop_token_and_others_go_on(make_model: Make) -> None:
+def test_an_answer_ends_before_its_stop_token_and_others_continue(make_model: Make) -> None:
     model = make_model()
     whole = [greedy_by_hand(model, prompt, 12) for prompt in PROMPTS]
     stop = whole[0][4]
@@ -38,7 +38,7 @@ def test_an_answer_ends_before_its_stop_token_and_others_go_on(make_model: Make)
     assert generate(model, PROMPTS, max_new_tokens=12, stop_ids={stop}, pad_id=0) == cut
 
 
-def test_the_same_seed_gives_the_same_answers_and_another_seed_others(make_model: Make) -> None:
+def test_the_same_seed_gives_the_same_answers_and_a_different_seed_others(make_model: Make) -> None:
     def sampled(seed: int) -> list[list[int]]:
         return generate(
             model, PROMPTS, max_new_tokens=20, stop_ids={1}, pad_id=0, temperature=1.0, top_p=0.95, seed=seed

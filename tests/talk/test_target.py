@@ -41,7 +41,7 @@ def test_a_finished_run_gives_its_result_and_its_steps(train_here: Train) -> Non
     assert "2, 4" in error.problems[0].fix
 
 
-def test_an_unfinished_run_gives_its_newest_intact_checkpoint_and_says_so(train_here: Train) -> None:
+def test_an_unfinished_run_gives_its_newest_intact_checkpoint_and_reports_it(train_here: Train) -> None:
     run = train_here()
     run.unfinish()
     found = find_target(str(run.directory))
@@ -58,14 +58,14 @@ def test_an_unfinished_run_gives_its_newest_intact_checkpoint_and_says_so(train_
     assert error.exit_code == 7
 
 
-def test_a_damaged_checkpoint_that_is_asked_for_is_refused(train_here: Train) -> None:
+def test_a_damaged_checkpoint_that_is_requested_is_refused(train_here: Train) -> None:
     run = train_here()
     damage(run.directory / "checkpoints" / "step-00000002")
     with pytest.raises(IntegrityError, match="step-00000002"):
         find_target(str(run.directory), step=2)
 
 
-def test_a_run_without_weights_is_refused_with_the_command_that_goes_on(train_here: Train) -> None:
+def test_a_run_without_weights_is_refused_with_the_command_that_continues(train_here: Train) -> None:
     run = train_here()
     run.unfinish()
     shutil.rmtree(run.directory / "adapter")
@@ -243,7 +243,7 @@ def test_a_damaged_plan_is_refused(train_here: Train, data: bytes, printed: str)
     assert printed in error.problems[0].why
 
 
-def test_what_is_not_there_or_is_no_model_is_refused(tmp_path: Path, model_dir: Path) -> None:
+def test_what_is_not_there_or_is_not_a_model_is_refused(tmp_path: Path, model_dir: Path) -> None:
     (tmp_path / "empty").mkdir()
     for asked in (tmp_path / "nothing", tmp_path / "empty", "", "builtin:nothing"):
         assert refusal(asked).exit_code == 2

@@ -116,7 +116,7 @@ def test_one_that_is_stopped_is_named_and_the_others_end_in_time(groups: list[Gr
     assert (result["ok"], result["missing"]) == (False, [1])
 
 
-def test_a_store_where_nobody_listens_is_said_in_time(groups: list[Group]) -> None:
+def test_a_store_where_nobody_listens_is_reported_in_time(groups: list[Group]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         closed = server.getsockname()[1]
     group = Group(2, deadline_s=2.0)
@@ -137,7 +137,7 @@ def test_without_a_front_it_ends(groups: list[Group]) -> None:
     assert "the front is gone" in result["text"]
 
 
-def test_an_address_of_another_machine_is_said(groups: list[Group]) -> None:
+def test_an_address_of_a_different_machine_is_reported(groups: list[Group]) -> None:
     group = Group(2, present=1, store_host="192.0.2.77")
     groups.append(group)
     [result] = group.results()

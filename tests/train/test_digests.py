@@ -43,7 +43,7 @@ def test_names_shapes_and_dtypes_are_in_the_outline() -> None:
     assert shapes_digest(a) != shapes_digest({"w": torch.zeros(2, 3, dtype=torch.bfloat16)})
 
 
-def test_many_tensors_are_told_by_layer() -> None:
+def test_many_tensors_are_reported_by_layer() -> None:
     values = {
         f"model.layers.{layer}.part{part}.weight": layer * part for layer in range(60) for part in range(9)
     }

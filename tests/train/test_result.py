@@ -34,7 +34,7 @@ def test_a_whole_model_gives_the_loss_that_the_run_measured(train_here: Train) -
     assert _eval_loss(model, run) == pytest.approx(run.result["eval"]["loss"], rel=1e-5)
 
 
-def test_a_whole_model_is_stored_in_the_dtype_it_came_in_and_says_so(train_here: Train) -> None:
+def test_a_whole_model_is_stored_in_the_dtype_it_came_in_and_reports_it(train_here: Train) -> None:
     run = train_here(adapter=None, model={"weights": "random", "dtype": "bfloat16"})
     config = json.loads((run.directory / "model" / "config.json").read_text())
     assert config["dtype"] == "bfloat16"

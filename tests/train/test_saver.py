@@ -71,7 +71,7 @@ def test_what_is_saved_is_the_state_at_the_beginning_whatever_training_does_then
         assert found["b"] == torch.full((21,), step, dtype=torch.bfloat16).view(torch.uint8).numpy().tobytes()
 
 
-def test_training_goes_on_before_the_copies_and_the_update_waits_for_them() -> None:
+def test_training_continues_before_the_copies_and_the_update_waits_for_them() -> None:
     staging = Held()
     saver = Saver(staging)
     weight = torch.ones(10)
@@ -203,7 +203,7 @@ def test_a_save_that_is_due_while_one_is_in_flight_waits_for_it(
     assert most == [1]
 
 
-def test_a_save_that_is_due_while_one_hangs_is_left_out_and_said(
+def test_a_save_that_is_due_while_one_hangs_is_left_out_and_reported(
     train_here: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(saving, "STUCK_S", 0.3)
@@ -266,7 +266,7 @@ def test_an_exception_in_a_step_does_not_cost_the_save_in_flight(
     assert (directory / "checkpoints" / "step-00000002" / "manifest.json").is_file()
 
 
-def test_a_save_that_hangs_over_live_tensors_is_abandoned_and_training_goes_on(
+def test_a_save_that_hangs_over_live_tensors_is_abandoned_and_training_continues(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Without memory for copies the update would wait for the storage; what was read by then must not be published."""

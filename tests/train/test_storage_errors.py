@@ -59,7 +59,7 @@ def saved(run: Any) -> list[int]:
 
 
 @pytest.mark.parametrize(("step", "reported"), [(2, [4, 6]), (6, [2, 4, 6])])
-def test_a_checkpoint_that_is_moved_away_when_it_is_told_costs_a_warning_and_the_last_is_made_again(
+def test_a_checkpoint_that_is_moved_away_when_it_is_reported_costs_a_warning_and_the_last_is_made_again(
     train_here: Train, monkeypatch: pytest.MonkeyPatch, step: int, reported: list[int]
 ) -> None:
     strike(monkeypatch, step, move_aside)
@@ -72,7 +72,7 @@ def test_a_checkpoint_that_is_moved_away_when_it_is_told_costs_a_warning_and_the
 
 
 @pytest.mark.skipif(bool(fuse.why_unavailable()), reason=fuse.why_unavailable())
-def test_a_network_disk_that_fails_when_a_checkpoint_is_told_costs_a_warning(
+def test_a_network_disk_that_fails_when_a_checkpoint_is_reported_costs_a_warning(
     train_here: Train, monkeypatch: pytest.MonkeyPatch, mounted: list[Path]
 ) -> None:
     def lose_the_server(path: Path) -> None:
@@ -99,7 +99,7 @@ def test_no_save_ends_with_an_error_of_the_storage(train_here: Train, tmp_path: 
     assert set(warnings_of(run)) == {"checkpoint_failed"}
 
 
-def test_a_damaged_line_of_metrics_is_kept_aside_and_told_when_a_run_is_resumed(
+def test_a_damaged_line_of_metrics_is_kept_aside_and_reported_when_a_run_is_resumed(
     train_here: Train, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
@@ -191,7 +191,7 @@ sys.exit(run_child(body, parse_child_arguments(["x.json", "--report-fd", "1"], n
         ("raise ValueError('a row')", 5, None, "a row"),
     ],
 )  # fmt: skip
-def test_an_error_of_the_storage_that_nobody_foresaw_is_a_refusal_with_6_and_another_a_crash(
+def test_an_error_of_the_storage_that_nobody_foresaw_is_a_refusal_with_6_and_a_different_a_crash(
     tmp_path: Path, body: str, code: int, cause: str | None, words: str
 ) -> None:
     done = subprocess.run(

@@ -94,7 +94,7 @@ def test_three_in_more_than_twenty_do_not(train_here: Train) -> None:
     assert run.result["outcome"] == "completed"
 
 
-def test_memory_that_does_not_suffice_is_said_before_step_1_with_two_settings(train_here: Train) -> None:
+def test_memory_that_does_not_suffice_is_reported_before_step_1_with_two_settings(train_here: Train) -> None:
     """A model this small cannot fill the memory; so it is limited, and filled but for 2 MB, for the longest batch."""
     import resource
 

@@ -29,7 +29,7 @@ def test_durations_are_read_as_people_write_them(text: str, amount: float, unit:
 @pytest.mark.parametrize(
     "text", ["", "3", "epochs", "3 moons", "-1 steps", "0 steps", "1.5 steps", "1e999 steps", "3 % steps", "٣ steps", "nan steps"]
 )  # fmt: skip
-def test_what_is_no_duration_is_refused(text: str) -> None:
+def test_what_is_not_a_duration_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=re.escape(repr(text))):
         Duration.parse(text)
 
@@ -74,7 +74,7 @@ def test_warm_ups_of_a_run_of_a_hundred_steps(text: str, steps: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["101%", "-1%", "3", "3 epochs", "1.5 steps"])
-def test_what_is_no_warm_up_is_refused(text: str) -> None:
+def test_what_is_not_a_warm_up_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=re.escape(text)):
         Warmup.parse(text)
 

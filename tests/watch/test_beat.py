@@ -79,7 +79,7 @@ def test_what_a_rank_writes_is_what_its_front_reads(
         assert memory.rows() == (sequences[:MOST_ROWS] if micros else [])
 
 
-def test_the_digest_of_a_batch_is_the_same_in_every_process_and_another_for_other_sequences(
+def test_the_digest_of_a_batch_is_the_same_in_every_process_and_a_different_for_other_sequences(
     memory: BeatMemory,
 ) -> None:
     code = (
@@ -217,7 +217,7 @@ def test_a_name_that_no_phase_has_fails_nobody(memory: BeatMemory) -> None:
     assert beats.phase == "start"
 
 
-def test_the_pulse_shows_that_the_interpreter_runs_while_the_main_thread_says_nothing(
+def test_the_pulse_shows_that_the_interpreter_runs_while_the_main_thread_reports_nothing(
     memory: BeatMemory,
 ) -> None:
     beats = Beats.inherited(memory.record_fd)
@@ -285,7 +285,7 @@ def test_the_pulse_rests_while_the_main_thread_beats_and_not_while_it_is_silent(
         assert time.monotonic() < limit
 
 
-def test_an_answer_that_fails_says_so_and_the_pulse_goes_on(memory: BeatMemory) -> None:
+def test_an_answer_that_fails_reports_it_and_the_pulse_continues(memory: BeatMemory) -> None:
     def answer() -> bytes:
         raise OSError("no recorder")
 
@@ -357,7 +357,7 @@ def test_a_beat_begins_no_garbage_collection(memory: BeatMemory) -> None:
     assert began > 0, "a container does begin one: else nothing was tested"
 
 
-def test_the_last_words_of_a_rank_that_was_killed_can_be_read_and_memory_is_gone_after_closing() -> None:
+def test_the_last_message_of_a_rank_that_was_killed_can_be_read_and_memory_is_gone_after_closing() -> None:
     gc.collect()  # what earlier tests have left
     before = len(_memory_of(os.getpid()))
     memory = BeatMemory(0)

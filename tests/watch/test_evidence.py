@@ -113,7 +113,7 @@ def test_the_end_of_a_log_is_its_last_twenty_lines(tmp_path: Path) -> None:
     assert end_of_log(log).split() == [str(i) for i in range(10, 30)]
 
 
-def test_a_node_tells_how_its_ranks_are_and_what_a_look_has_found(watched: Callable[..., Watched]) -> None:
+def test_a_node_reports_how_its_ranks_are_and_what_a_look_has_found(watched: Callable[..., Watched]) -> None:
     ranks = watched("sleep", "leave")
     sent: list[dict[str, Any]] = []
     telling = MonitorReports(ranks.local, 0, sent.append)

@@ -88,11 +88,11 @@ def test_the_names_of_nccl_lose_their_backend_too() -> None:
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", "null", "{}", '{"error": "RuntimeError"}', '{"pg_status": {}}', '{"pg_status": {"0": {}}}', '{"pg_status": []}']
 )  # fmt: skip
-def test_what_is_no_dump_says_nothing(text: str) -> None:
+def test_what_is_not_a_dump_reports_nothing(text: str) -> None:
     assert read_flight(text) == Flight()
 
 
-def test_a_long_dump_loses_its_oldest_entries_and_says_the_same() -> None:
+def test_a_long_dump_loses_its_oldest_entries_and_reports_the_same() -> None:
     text = dump("all_gather")
     short = shortened(text, limit=1500)
     assert len(short) <= 1500

@@ -56,7 +56,7 @@ def named(found: Suspicion | Verdict | None) -> tuple[str, tuple[int, ...]] | No
 
 
 @pytest.mark.parametrize("idle", [5.0, 60.0, 599.0, 5000.0])
-def test_silence_of_all_is_no_finding_where_nobody_waits(idle: float) -> None:
+def test_silence_of_all_is_not_a_finding_where_nobody_waits(idle: float) -> None:
     """They evaluate, compile, or sleep between two jobs: who knows."""
     assert judged(rank(0, idle=idle, still=idle), rank(1, idle=idle, still=idle)) is None
 
@@ -69,9 +69,7 @@ def test_a_rank_that_works_is_not_named_however_long_others_wait(idle: float) ->
         assert not isinstance(found, Verdict)
 
 
-def test_a_rank_that_stands_still_while_others_wait_is_named_with_its_line_and_ended_when_torch_would() -> (
-    None
-):
+def test_a_rank_that_hangs_while_others_wait_is_named_with_its_line_and_ended_when_torch_would() -> None:
     waiting, still = rank(0, pending=1), rank(1, still=4.0)
     first = judged(waiting, still)
     assert isinstance(first, Suspicion)
@@ -111,7 +109,7 @@ def test_ranks_that_nobody_has_looked_at_are_in_no_known_collective() -> None:
     assert set(found.wanted) == {0, 1}
 
 
-def test_a_look_that_told_nothing_is_no_look_and_is_asked_for_again() -> None:
+def test_a_look_that_reported_nothing_is_not_a_look_and_is_requested_again() -> None:
     """Of a rank that had no processor for as long as it was looked at."""
     blind = [Look(0), Look(1, stack=("x.py:1 in f",))]
     found = judged(rank(0, pending=1), rank(1, pending=1, phase="comm"), looks=blind)
@@ -167,7 +165,7 @@ def test_else_both_are_shown_and_none_is_blamed(first: dict[str, Any], second: d
     assert (found.cause, found.ranks) == ("collective_mismatch", ())
 
 
-def test_a_long_collective_of_all_is_no_finding_at_first() -> None:
+def test_a_long_collective_of_all_is_not_a_finding_at_first() -> None:
     looks = [begun(0, "broadcast", 1), begun(1, "broadcast", 1)]
     assert named(judged(rank(0, idle=20, pending=1), rank(1, idle=20, pending=1), looks=looks)) is None
     assert named(judged(rank(0, idle=31, pending=1), rank(1, idle=31, pending=1), looks=looks)) == (
@@ -176,7 +174,7 @@ def test_a_long_collective_of_all_is_no_finding_at_first() -> None:
     )
 
 
-def test_an_interpreter_that_stands_and_sleeps_is_named_where_all_others_are_done() -> None:
+def test_an_interpreter_that_hangs_and_sleeps_is_named_where_all_others_are_done() -> None:
     done = replace(rank(0), reported_result=True, has_ended=True)
     stands = rank(1, idle=12, pulse_idle=12)
     assert named(judged(done, stands, looks=[Look(1, stack=("x.py:1 in f",))])) == ("gil_held", (1,))
@@ -188,7 +186,7 @@ def test_an_interpreter_that_stands_and_sleeps_is_named_where_all_others_are_don
     assert judged(done, rank(1, idle=12, pulse_idle=12, state="R")) is None, "it compiles"
 
 
-def test_an_interpreter_that_stands_is_named_where_others_wait_for_it() -> None:
+def test_an_interpreter_that_hangs_is_named_where_others_wait_for_it() -> None:
     alone = [rank(0, idle=12, still=0), rank(1, idle=12, pulse_idle=12)]
     assert judged(*alone) is None
     found = judged(

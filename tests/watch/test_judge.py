@@ -119,7 +119,7 @@ def test_sharded_ranks_that_wait_inside_of_forward_are_victims_by_their_stack() 
     assert named(judge(run_view(views, looks=looks), AUTO)).ranks == (1,)
 
 
-def test_another_collective_names_the_odd_rank() -> None:
+def test_a_different_collective_names_the_odd_rank() -> None:
     views = [waiting(0, 5.0), waiting(1, 5.0, kind="all_gather"), waiting(2, 5.0)]
     early = judge(run_view(views), AUTO)
     assert isinstance(early, Suspicion)
@@ -131,12 +131,12 @@ def test_another_collective_names_the_odd_rank() -> None:
     assert "all_reduce" in verdict.summary
 
 
-def test_another_size_names_the_odd_rank() -> None:
+def test_a_different_size_names_the_odd_rank() -> None:
     views = [waiting(0, 6.1), waiting(1, 6.1), waiting(2, 6.1, elements=1001)]
     assert named(judge(run_view(views), AUTO)).ranks == (2,)
 
 
-def test_equal_counts_with_other_kinds_are_told_apart_by_the_flight_recorder() -> None:
+def test_equal_counts_with_other_kinds_are_distinguished_by_the_flight_recorder() -> None:
     views = [waiting(0, 5.0), waiting(1, 5.0), waiting(2, 5.0)]
     looks = [
         look(rank, name=name, number=18) for rank, name in enumerate(["all_reduce", "barrier", "all_reduce"])
@@ -174,7 +174,7 @@ def test_a_rank_that_has_left_after_the_same_collective_did_not_leave_early() ->
     assert (found.cause, found.ranks) == ("unequal_steps", (1,)), "nothing is known of its collectives"
 
 
-def test_a_rank_that_has_just_fallen_silent_is_not_the_one_for_which_another_has_waited_long() -> None:
+def test_a_rank_that_has_just_fallen_silent_is_not_the_one_for_which_a_different_has_waited_long() -> None:
     """Though it is behind: it moved while the other did not."""
     views = [view(0, "data", 33.0), view(1, "compute", 3.0, step=11)]
     verdict = judge(run_view(views), AUTO)
@@ -184,7 +184,7 @@ def test_a_rank_that_has_just_fallen_silent_is_not_the_one_for_which_another_has
     assert named(judge(run_view(views), AUTO)).ranks == (1,)
 
 
-def test_nothing_is_said_of_those_that_wait_for_a_rank_that_is_on_its_way_out() -> None:
+def test_nothing_is_reported_of_those_that_wait_for_a_rank_that_is_on_its_way_out() -> None:
     """Which storage that hangs makes long; what it has said itself is the cause."""
     out = view(0, "save", 25.0, comm=39, state="D", pulse_idle_s=25.0, has_ended=True)
     assert judge(run_view([out, waiting(1, 25.0)]), AUTO) is None
@@ -192,7 +192,7 @@ def test_nothing_is_said_of_those_that_wait_for_a_rank_that_is_on_its_way_out() 
     assert judge(run_view([replace(out, has_ended=False), waiting(1, 25.0)]), AUTO) is not None
 
 
-def test_a_rank_that_stands_still_on_its_way_out_is_no_trouble_of_the_run() -> None:
+def test_a_rank_that_hangs_on_its_way_out_is_not_a_problem_of_the_run() -> None:
     views = [
         view(0, "finish", 9.0),
         view(1, "close", 99.0, state="T", pulse_idle_s=99.0, reported_result=True),
@@ -222,7 +222,7 @@ def test_a_silent_node_is_named_where_all_others_wait_in_one_collective() -> Non
     assert (verdict.cause, verdict.ranks, verdict.hosts) == ("node_unreachable", (), ("b",))
 
 
-def test_a_link_that_acknowledges_nothing_is_told_without_blaming_a_rank() -> None:
+def test_a_link_that_acknowledges_nothing_is_reported_without_blaming_a_rank() -> None:
     views = [waiting(0, 5.0), waiting(1, 5.0, node_rank=1)]
     nodes = [NodeView(0, "a", links=("→ 10.0.0.2:4000: 5 retransmissions",)), NodeView(1, "b")]
     verdict = named(judge(run_view(views, nodes=nodes, per_node=1), AUTO))
@@ -259,7 +259,7 @@ def test_a_phase_whose_length_is_not_known_yet_is_given_ten_minutes(phase: str) 
     assert isinstance(seen(600.0), Verdict)
 
 
-def test_the_configs_patience_replaces_what_is_learnt_and_the_ten_minutes() -> None:
+def test_the_configs_patience_replaces_what_is_learned_and_the_ten_minutes() -> None:
     patience = Patience.of("2 minutes")
     for times in (UNSEEN, QUICK):
         views = [waiting(0, 119.0), view(1, "compute", 119.0, times=times)]

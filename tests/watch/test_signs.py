@@ -84,7 +84,7 @@ def test_a_rank_that_holds_the_interpreter_has_no_pulse_and_still_a_stack(stalle
 
 
 @together
-def test_a_rank_that_waits_for_a_pipe_says_so(stalled: dict[str, Seen]) -> None:
+def test_a_rank_that_waits_for_a_pipe_reports_it(stalled: dict[str, Seen]) -> None:
     view, look, _ = stalled["fifo"]
     assert (view.process.state, "pipe_read" in view.process.waits_in) == ("S", True)
     assert view.pulse_idle_s < 3  # it comes twice a second where the machine has nothing else to do
@@ -133,7 +133,7 @@ def test_loaders_are_shown_by_their_states(watched: Start) -> None:
     ranks.until(lambda views: views[0].process.children == "T")
 
 
-def test_a_rank_that_has_ended_says_so_and_leaves_its_last_beat(watched: Start) -> None:
+def test_a_rank_that_has_ended_reports_it_and_leaves_its_last_beat(watched: Start) -> None:
     ranks = watched("leave")
     (view,) = ranks.until(lambda views: views[0].has_ended)
     assert view.beat is not None
@@ -145,7 +145,7 @@ def test_a_rank_that_has_ended_says_so_and_leaves_its_last_beat(watched: Start) 
     assert (look.stack, look.how, look.rows) == ((), "the process has ended", (11, 12, 13))
 
 
-def test_a_rank_that_cannot_tell_its_stack_yet_is_not_killed_by_being_asked(watched: Start) -> None:
+def test_a_rank_that_cannot_report_its_stack_yet_is_not_killed_by_being_asked(watched: Start) -> None:
     ranks = watched("before_handler")
     ranks.until(lambda views: "nanosleep" in views[0].process.waits_in)
     look = ranks.look(0)[0]
@@ -157,7 +157,7 @@ def test_a_rank_that_cannot_tell_its_stack_yet_is_not_killed_by_being_asked(watc
     assert (view.beat, view.has_ended) == (None, False)
 
 
-def test_ranks_in_different_collectives_are_told_apart_by_the_flight_recorder(watched: Start) -> None:
+def test_ranks_in_different_collectives_are_distinguished_by_the_flight_recorder(watched: Start) -> None:
     ranks = watched("collective", "gathers_instead")
     views = ranks.until(
         lambda views: all(v.beat is not None and v.beat.comm == 6 and v.idle_s > 1.2 for v in views)

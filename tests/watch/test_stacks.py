@@ -19,7 +19,7 @@ def test_the_main_threads_frames_come_innermost_first_and_no_other_threads() -> 
     )  # fmt: skip
 
 
-def test_the_last_thread_is_the_main_one_also_where_another_got_the_signal() -> None:
+def test_the_last_thread_is_the_main_one_also_where_a_different_got_the_signal() -> None:
     swapped = SLEEP.replace("Current thread", "Thread").replace("Thread", "Current thread", 1)
     assert main_thread_of_faulthandler(swapped) == main_thread_of_faulthandler(SLEEP)
 
@@ -42,7 +42,7 @@ def test_newer_pythons_name_their_threads() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "noise\n", "  File \"a\", line 1 in f\n", "Current thread 0x0"])  # fmt: skip
-def test_what_is_no_stack_gives_none(text: str) -> None:
+def test_what_is_not_a_stack_gives_none(text: str) -> None:
     assert main_thread_of_faulthandler(text) == ()
 
 
@@ -63,5 +63,5 @@ def test_py_spys_main_thread_is_the_one_with_the_processs_number() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "Error: Permission Denied", "[]", '[{"frames": []}]', PY_SPY[:200]])
-def test_what_py_spy_says_else_is_no_stack(text: str) -> None:
+def test_what_py_spy_reports_else_is_not_a_stack(text: str) -> None:
     assert main_thread_of_py_spy(text, pid=1) == ()

@@ -63,7 +63,7 @@ class History:
 
     Attributes:
         effect: when the fault took effect; None if it never did.
-        reported: causes that were named, in order of time.
+        detected: causes that were named, in order of time.
         ends: of the fronts, by node.
         hosts: host names of the nodes, if they have their own.
         left_behind: leftovers after the end.

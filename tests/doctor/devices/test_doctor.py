@@ -33,6 +33,6 @@ def test_the_rows_of_a_table_stay_below_each_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_this_machine_is_said_to_have_processors(tmp_path: Path) -> None:
+def test_this_machine_is_reported_to_have_processors(tmp_path: Path) -> None:
     seen = doctor(tmp_path)
     assert "NUMA node" in seen.text("devices.processor")

@@ -67,7 +67,7 @@ def test_a_choice_across_sockets_is_judged_and_a_better_one_is_written_out() -> 
     )
 
 
-def test_indices_with_gaps_are_said_and_no_more_where_all_pairs_are_equal() -> None:
+def test_indices_with_gaps_are_reported_and_no_more_where_all_pairs_are_equal() -> None:
     found = finding(scene("h100_nvswitch_8", (0, 1, 3)), "selection")
     assert found.status == "pass"
     assert "the indices are not contiguous: 0, 1, 3" in found.evidence
@@ -75,7 +75,7 @@ def test_indices_with_gaps_are_said_and_no_more_where_all_pairs_are_equal() -> N
 
 
 @pytest.mark.makes("devices.memory", "fail")
-def test_mixed_types_and_somebody_elses_memory_are_named_and_left_out() -> None:
+def test_mixed_types_and_other_peoples_memory_are_named_and_left_out() -> None:
     found = finding(scene("mixed_4", (1, 2)), "selection")
     assert found.status == "warn"
     assert "device 2: 31 GB of 42.9 GB are in use: pid 4242 of ann (python train.py) 30 GB" in found.evidence
@@ -125,7 +125,7 @@ def test_a_left_over_setting_that_costs_nvlink_is_named_with_the_line_that_takes
     assert f"0–1 could use NV18, but settings prevent it: NV18 is beyond {name}=" in found.evidence[0]
 
 
-def test_a_setting_that_takes_nothing_away_is_no_trouble() -> None:
+def test_a_setting_that_takes_nothing_away_is_not_a_problem() -> None:
     assert finding(scene("a10g_4", (0, 1), settings={"NCCL_P2P_DISABLE": "1"}), "links").status == "pass"
 
 
@@ -172,7 +172,7 @@ def test_a_sick_device_is_not_proposed() -> None:
     assert "1" not in found.fix[0].rpartition("=")[2].split(",")
 
 
-def test_an_xid_of_last_week_is_no_news() -> None:
+def test_an_xid_of_last_week_is_not_a_news() -> None:
     body = recorded("h100_nvswitch_8")
     body["beside"]["kernel_log"] = [
         ["NVRM: Xid (PCI:0000:2a:00): 79, GPU has fallen off the bus.", 7 * 86400.0]
@@ -182,7 +182,7 @@ def test_an_xid_of_last_week_is_no_news() -> None:
     assert finding(scene(details_from(body), (0, 1)), "health").status == "fail"
 
 
-def test_a_fabric_that_is_not_ready_is_named_before_cuda_says_802() -> None:
+def test_a_fabric_that_is_not_ready_is_named_before_cuda_reports_802() -> None:
     found = finding(scene("h100_fabric_8", (0, 1)), "health")
     assert found.status == "fail"
     assert "the NVSwitch fabric is not ready: in progress" in found.evidence[0]
@@ -190,7 +190,7 @@ def test_a_fabric_that_is_not_ready_is_named_before_cuda_says_802() -> None:
 
 
 @pytest.mark.makes("devices.seen", "fail")
-def test_a_device_that_has_fallen_off_is_told_from_one_that_is_hidden() -> None:
+def test_a_device_that_has_fallen_off_is_distinguished_from_one_that_is_hidden() -> None:
     body = recorded("a10g_4")
     body["devices"].pop()  # as in a container that was given three of four: the bus shows all of them
     found = finding(scene(details_from(body), (0, 1)), "seen")
@@ -265,7 +265,7 @@ def test_a_driver_that_is_slow_is_unknown_and_no_failure() -> None:
     assert (found.status, "nvidia-smi -pm 1" in found.fix[0]) == ("unknown", True)
 
 
-def test_nobody_is_told_to_end_a_process_whose_number_means_somebody_else_here() -> None:
+def test_nobody_is_asked_to_end_a_process_whose_number_means_somebody_else_here() -> None:
     """The driver tells the host's numbers; in a container no user is known for them."""
     body = recorded("mixed_4")
     body["beside"]["processes"] = {}

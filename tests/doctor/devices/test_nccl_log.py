@@ -71,5 +71,5 @@ def test_a_channel_of_which_both_ends_speak_counts_once() -> None:
     assert any("status=12" in row for row in rows)
 
 
-def test_a_log_of_another_program_says_nothing() -> None:
+def test_a_log_of_a_different_program_reports_nothing() -> None:
     assert nccl_rows(read_nccl_log(["epoch 1", "loss 2.0"])) == []

@@ -80,7 +80,7 @@ def test_a_rank_across_two_memory_nodes_is_named() -> None:
 
 @pytest.mark.makes("devices.bfloat16", "pass")
 @pytest.mark.makes("devices.bfloat16", "warn")
-def test_bfloat16_is_slow_only_where_it_is_asked_for_and_emulated() -> None:
+def test_bfloat16_is_slow_only_where_it_is_requested_and_emulated() -> None:
     plain = processors(2)
     assert judge_bfloat16(plain, dtype="bfloat16")[0] == "warn"
     assert judge_bfloat16(plain, dtype="float32")[0] == "pass"

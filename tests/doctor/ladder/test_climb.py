@@ -90,13 +90,13 @@ def test_a_variable_that_was_left_over_is_unset() -> None:
     assert ladder_finding(found).fix == ("unset GLOO_SOCKET_IFNAME",)
 
 
-def test_where_nothing_works_that_is_said() -> None:
+def test_where_nothing_works_that_is_reported() -> None:
     finding = ladder_finding(climbed(lambda settings: 0.0))
     assert (finding.status, "nothing works: it hangs" in finding.evidence[0]) == ("fail", True)
     assert len(finding.evidence) == 1 + 1 + len(NCCL)
 
 
-def test_what_crawls_is_climbed_and_told_from_what_fails() -> None:
+def test_what_crawls_is_climbed_and_reported_from_what_fails() -> None:
     finding = ladder_finding(
         climbed(lambda settings: GOOD if settings.get("NCCL_IB_DISABLE") == "1" else SLOW)
     )
@@ -107,7 +107,7 @@ def test_what_crawls_is_climbed_and_told_from_what_fails() -> None:
     assert "no setting makes it faster" in finding.evidence[0]
 
 
-def test_what_it_costs_against_the_best_seen_is_told() -> None:
+def test_what_it_costs_against_the_best_seen_is_reported() -> None:
     """The first that works is slower than a later trial without one of its steps."""
 
     def works(settings: Settings) -> float:

@@ -23,7 +23,7 @@ def climbed(folder: Path, **env: str) -> Seen:
     return seen
 
 
-def test_a_wrong_interface_is_found_and_the_line_that_mends_it_is_printed(tmp_path: Path) -> None:
+def test_a_wrong_interface_is_found_and_the_line_that_fix_it_is_printed(tmp_path: Path) -> None:
     seen = climbed(tmp_path, GLOO_SOCKET_IFNAME="ens34")
     (finding,) = seen.of("network.ladder")
     assert (finding["status"], finding["fix"]) == ("fail", ["unset GLOO_SOCKET_IFNAME"])
@@ -32,7 +32,7 @@ def test_a_wrong_interface_is_found_and_the_line_that_mends_it_is_printed(tmp_pa
     assert seen.code == 6
 
 
-def test_what_the_libraries_say_in_each_attempt_is_kept_where_it_is_asked_for(tmp_path: Path) -> None:
+def test_what_the_libraries_report_in_each_attempt_is_kept_where_it_is_requested(tmp_path: Path) -> None:
     seen = doctor(tmp_path, "--nproc", "2", "--ladder", "--debug-comm", env={"GLOO_SOCKET_IFNAME": "ens34"})
     (finding,) = seen.of("network.ladder")
     assert finding["fix"] == ["unset GLOO_SOCKET_IFNAME"]
@@ -70,7 +70,7 @@ def test_without_the_ladder_there_is_nothing_to_keep(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", [None, 7, "", "..", "doctor-../../x", "/doctor-1", "doctor-1\n", "run-1", "doctor-" + "a" * 80]
 )
-def test_no_other_node_says_where_this_one_writes(name: object) -> None:
+def test_no_other_node_reports_where_this_one_writes(name: object) -> None:
     assert AttemptLogs.of(name) is None
 
 
@@ -102,7 +102,7 @@ def test_settings_live_in_the_children_alone() -> None:
 
 
 @pytest.mark.long
-def test_a_transport_that_is_not_built_in_is_told_and_ends_at_once() -> None:
+def test_a_transport_that_is_not_built_in_is_reported_and_ends_at_once() -> None:
     outcome = attempt_local(
         [CPU, CPU], {"GLOO_DEVICE_TRANSPORT": "UV"}, backend="gloo", deadline_s=30.0, programs=Programs()
     )

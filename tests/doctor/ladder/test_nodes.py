@@ -86,7 +86,7 @@ def test_around_a_hole_for_large_packets_the_other_network_is_found(
     assert "the large all-reduce did not complete" in "\n".join(finding["evidence"])
 
 
-def test_where_the_only_network_is_blocked_nothing_works_and_that_is_said(
+def test_where_the_only_network_is_blocked_nothing_works_and_that_is_reported(
     networks: Namespaces, pair: Job
 ) -> None:
     """And one node, whose runs are elsewhere, cannot write down what its libraries say."""

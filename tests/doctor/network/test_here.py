@@ -67,7 +67,7 @@ def test_a_firewall_that_refuses_a_range_of_ports_is_shown(inside: Inside) -> No
 
 
 @pytest.mark.makes("network.port", "fail")
-def test_a_port_that_another_program_has_is_named_with_the_program(tmp_path: Path) -> None:
+def test_a_port_that_a_different_program_has_is_named_with_the_program(tmp_path: Path) -> None:
     port = free_port()
     with socket.create_server(("", port)):
         seen = doctor(tmp_path, env={"MASTER_PORT": str(port)})

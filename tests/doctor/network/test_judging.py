@@ -44,7 +44,7 @@ ALL = [LO, DOCKER, ETH, DOWN]
         ([LO, ETH, DOWN], "eth1", None),
     ],
 )
-def test_nccl_takes_what_its_own_order_says(
+def test_nccl_takes_what_its_own_order_reports(
     interfaces: list[Interface], value: str, taken: str | None
 ) -> None:
     found = nccl_choice(interfaces, {"NCCL_SOCKET_IFNAME": value} if value else {}).interface
@@ -87,7 +87,7 @@ def test_a_name_that_is_not_here_fails_on_one_machine_too() -> None:
     assert fix == ("export GLOO_SOCKET_IFNAME=eth0", "unset GLOO_SOCKET_IFNAME")
 
 
-def test_an_interface_that_is_down_is_told_from_one_that_is_not_there() -> None:
+def test_an_interface_that_is_down_is_distinguished_from_one_that_is_not_there() -> None:
     assert "eth1 is down or has no address" in choice({"GLOO_SOCKET_IFNAME": "eth1"})[1]
     assert "did you mean docker0?" in choice({"GLOO_SOCKET_IFNAME": "dokcer0"})[1]
 

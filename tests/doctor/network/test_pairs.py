@@ -85,7 +85,7 @@ def test_names_of_nodes_do_not_matter(nodes: int, seed: int, order: list[int]) -
     assert find_slow(renamed).nodes == tuple(order[node] for node in find_slow(measured).nodes)
 
 
-def test_two_nodes_cannot_be_told_apart() -> None:
+def test_two_nodes_cannot_be_reported_apart() -> None:
     assert find_slow({(0, 1): 1e6}, usual=1e9) == SlowParts(undetermined=((0, 1),), usual=1e9)
     assert not find_slow({(0, 1): 1e6})
 

@@ -15,7 +15,7 @@ Start = Callable[..., Played]
 _LOOPBACK = ("0100007F", "0000000000000000FFFF00000100007F")
 
 
-def test_a_world_of_one_trains_without_a_store_at_a_port_and_whatever_its_variables_say(
+def test_a_world_of_one_trains_without_a_store_at_a_port_and_whatever_its_variables_report(
     guarded: Start,
 ) -> None:
     """MASTER_ADDR and MASTER_PORT are missing, and the interface is another machine's: each of them ends such a program by itself."""
@@ -58,7 +58,7 @@ def test_ranks_that_a_program_makes_by_itself_are_guarded_and_their_loaders_are_
 
 @pytest.mark.long
 @pytest.mark.parametrize("method", ["spawn", "fork"])
-def test_an_exception_in_a_rank_that_a_program_made_by_itself_is_told(
+def test_an_exception_in_a_rank_that_a_program_made_by_itself_is_reported(
     guarded: Start, tmp_path: Path, method: str
 ) -> None:
     played = guarded(sys.executable, PROGRAMS / "children.py", tmp_path, method, "raise")

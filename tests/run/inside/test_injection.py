@@ -49,7 +49,7 @@ def test_a_sitecustomize_that_is_there_runs_after_ours_and_is_the_one_that_is_se
     assert str([str(PATH), str(folder)]) in done.stdout, "the paths are as they were"
 
 
-def test_an_error_in_a_sitecustomize_that_is_there_is_told_as_without_us(
+def test_an_error_in_a_sitecustomize_that_is_there_is_reported_as_without_us(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text("raise ValueError('theirs is wrong')\n")
@@ -85,7 +85,7 @@ def test_a_program_whose_front_is_gone_runs_as_without(tmp_path: Path) -> None:
     assert not list(file.parent.glob("rank-*"))
 
 
-def test_what_cannot_be_hooked_is_told_and_the_program_runs(
+def test_what_cannot_be_hooked_is_reported_and_the_program_runs(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
     """As with a torch of which we do not know enough: here one in which nothing is where it should be."""

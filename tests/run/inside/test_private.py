@@ -73,7 +73,7 @@ def test_every_collective_that_is_hooked_is_there_and_none_of_the_public_ones_is
     assert waits <= hooked, "torch has got a new collective"
 
 
-def test_the_recorder_tells_what_is_begun_and_which_of_it_is_done() -> None:
+def test_the_recorder_reports_what_is_begun_and_which_of_it_is_done() -> None:
     env = {**os.environ, "TORCH_FR_BUFFER_SIZE": "200", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(
         [sys.executable, "-c", _RECORDING], env=env, capture_output=True, text=True, timeout=120, check=False
@@ -109,12 +109,12 @@ class Forgetting(DynamicRendezvousHandler):
     next_rendezvous = _forgetting(DynamicRendezvousHandler.next_rendezvous)
 
 
-def test_ranks_that_are_started_anew_get_another_store() -> None:
+def test_ranks_that_are_started_again_get_a_different_store() -> None:
     one, other = ports_of_two_starts(Forgetting)
     assert one != other
 
 
-def test_torch_by_itself_gives_ranks_that_are_started_anew_the_store_of_those_before() -> None:
+def test_torch_by_itself_gives_ranks_that_are_started_again_the_store_of_those_before() -> None:
     """If it does not any more, `inside/starts.py` can go for that torch: pytorch/pytorch#135712."""
     one, other = ports_of_two_starts(DynamicRendezvousHandler)
     assert one == other
@@ -176,7 +176,7 @@ def test_every_loader_of_torch_reads_through_one_iterator() -> None:
     assert "__next__" in vars(dataloader._BaseDataLoaderIter)
 
 
-def test_optimizers_tell_their_steps_by_a_hook_for_all_of_them() -> None:
+def test_optimizers_report_their_steps_by_a_hook_for_all_of_them() -> None:
     weight = torch.nn.Parameter(torch.ones(1))
     heard: list[object] = []
     handle = register_optimizer_step_post_hook(lambda *words: heard.append(words[0]))
@@ -193,7 +193,7 @@ def split_twice(data: object, *, seeds: tuple[int, int]) -> list[str | None]:
     ]
 
 
-def test_another_split_has_another_digest_and_the_same_one_the_same() -> None:
+def test_a_different_split_has_a_different_digest_and_the_same_one_the_same() -> None:
     rows = TensorDataset(torch.arange(8.0))
     one, other = split_twice(rows, seeds=(0, 1))
     assert one != other
@@ -201,7 +201,7 @@ def test_another_split_has_another_digest_and_the_same_one_the_same() -> None:
     assert one == other
 
 
-def test_a_split_of_the_library_datasets_is_told_apart_by_its_indices(tmp_path: Path) -> None:
+def test_a_split_of_the_library_datasets_is_distinguished_by_its_indices(tmp_path: Path) -> None:
     del tmp_path
     table = datasets.Dataset.from_dict({"x": list(range(50))})
     digests = [digest_of(table.train_test_split(0.2, seed=seed)["train"]) for seed in (0, 0, 1)]
@@ -210,7 +210,7 @@ def test_a_split_of_the_library_datasets_is_told_apart_by_its_indices(tmp_path: 
 
 
 @pytest.mark.parametrize("seed", [0, 5])
-def test_a_sampler_that_deals_rows_out_is_told_with_its_part(seed: int) -> None:
+def test_a_sampler_that_deals_rows_out_is_reported_with_its_part(seed: int) -> None:
     rows = TensorDataset(torch.arange(10.0))
     dealt = [
         sharded_rows_of(
@@ -232,7 +232,7 @@ def test_a_sampler_that_deals_rows_out_is_told_with_its_part(seed: int) -> None:
     assert sharded_rows_of(DataLoader(rows)) is None
 
 
-def test_the_sampler_of_accelerate_is_told_too() -> None:
+def test_the_sampler_of_accelerate_is_reported_too() -> None:
     from accelerate.data_loader import prepare_data_loader
 
     rows = TensorDataset(torch.arange(10.0))

@@ -35,7 +35,9 @@ def test_a_rank_that_is_stopped_is_named(guarded: Start) -> None:
     assert until_named(played) == ("rank_stopped", (1,))
 
 
-def test_a_rank_that_sleeps_in_user_code_is_named_with_its_line_while_the_run_goes_on(guarded: Start) -> None:
+def test_a_rank_that_sleeps_in_user_code_is_named_with_its_line_while_the_run_continues(
+    guarded: Start,
+) -> None:
     played = launched(guarded, DDP, "sleep")
     assert until_named(played) == ("user_code_stuck", (1,))
     assert played.verdict is None
@@ -71,7 +73,7 @@ def test_a_rank_that_sums_up_alone_within_its_loop_is_shown_and_not_blamed(guard
 
 
 @pytest.mark.long
-def test_of_three_ranks_the_one_in_another_collective_is_named(guarded: Start) -> None:
+def test_of_three_ranks_the_one_in_a_different_collective_is_named(guarded: Start) -> None:
     played = launched(guarded, DDP, "other", nproc=3)
     assert until_named(played) == ("collective_mismatch", (1,))
 
@@ -110,7 +112,7 @@ def test_a_rank_whose_interpreter_stands_at_the_very_end_is_named_though_nobody_
     assert played.process.poll() is None, "it is named while it stands"
 
 
-def test_a_second_destroy_is_no_error_and_is_told(guarded: Start) -> None:
+def test_a_second_destroy_is_not_an_error_and_is_reported(guarded: Start) -> None:
     played = launched(guarded, DDP, "twice", 9)
     assert played.until_ended() == 0, played.printed
     assert any("destroy_process_group was called again" in note for note in played.notes(1))
@@ -118,7 +120,9 @@ def test_a_second_destroy_is_no_error_and_is_told(guarded: Start) -> None:
 
 
 @pytest.mark.long
-def test_an_exception_is_told_of_the_rank_that_raised_it_and_the_other_lost_a_peer(guarded: Start) -> None:
+def test_an_exception_is_reported_of_the_rank_that_raised_it_and_the_other_lost_a_peer(
+    guarded: Start,
+) -> None:
     played = launched(guarded, DDP, "raise")
     assert played.until_ended() != 0
     (crashed,) = played.events_of("crashed", 1)
