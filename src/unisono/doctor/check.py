@@ -18,7 +18,7 @@ from unisono.facts import Environment, Machine, Probes, read_environment, read_m
 from unisono.facts.storage import probe_storage
 from unisono.launch.node_report import make_node_report
 from unisono.launch.planning import LocalNode, look_around
-from unisono.launch.train_request import TrainRequest, load_asked
+from unisono.launch.train_request import TrainRequest, load_requested
 from unisono.rendezvous.party import ChannelFacts
 from unisono.rendezvous.remote_fronts import RemoteCommand
 from unisono.supervise.child_process import Programs
@@ -296,25 +296,25 @@ def read_config(request: DoctorRequest) -> LoadedConfig:
     Raises:
         ConfigError: with every problem of the config.
     """
-    return load_asked(request.training) if request.config_path is not None else _default_config()
+    return load_requested(request.training) if request.config_path is not None else _default_config()
 
 
-def read_surroundings(request: DoctorRequest, asked: LocalRun | None = None) -> Surroundings:
+def read_surroundings(request: DoctorRequest, local_run: LocalRun | None = None) -> Surroundings:
     """Reads the input of all checks.
 
     Raises:
         UnisonoError: as `read_local_run`.
     """
-    asked = asked or read_local_run(request, read_environment())
+    local_run = local_run or read_local_run(request, read_environment())
     report = make_node_report(
-        loaded=asked.loaded,
-        here=asked.here,
-        standing=ChannelFacts("127.0.0.1", {}, 0.0, []),
+        loaded=local_run.loaded,
+        local_node=local_run.local_node,
+        channel=ChannelFacts("127.0.0.1", {}, 0.0, []),
         files=NO_FILES,
-        output=probe_storage(Path(asked.loaded.config.output_dir), limit_s=STORAGE_S),
+        output=probe_storage(Path(local_run.loaded.config.output_dir), limit_s=STORAGE_S),
         probes=request.probes,
     )
-    return Surroundings(request, asked.here, report, asked.loaded if asked.given else None)
+    return Surroundings(request, local_run.local_node, report, local_run.loaded if local_run.given else None)
 
 
 def _default_config() -> LoadedConfig:
@@ -356,6 +356,6 @@ def _finding(check: Check, judged: RuleCheck, verdict: Verdict | None, me: str) 
 def _plain(text: str, me: str) -> str:
     """`node 0 (a): 1 file` as `1 file`."""
     text = text.replace(f" on {me}: ", ": ").removeprefix(f"on {me}: ")
-    for said in (f"{me}: ", f" on {me}"):
-        text = text.replace(said, "")
+    for mention in (f"{me}: ", f" on {me}"):
+        text = text.replace(mention, "")
     return text.replace(f"of {me}", "here").replace(me, "this machine").strip()

@@ -198,7 +198,7 @@ class RankEnd:
             step=int(value["step"]),
             tail=str(value["tail"]),
             oom_killed=bool(value["oom_killed"]),
-            end_reason=str(value["ended_by_us"]),
+            end_reason=str(value["end_reason"]),
         )
 
 
