@@ -6,7 +6,7 @@ import signal
 import sys
 import tempfile
 
-from tests.launch.standins import reported
+from tests.launch.standins import reported_facts
 from unisono.supervise import fork_server
 from unisono.supervise.child_process import ChildProcess
 
@@ -14,11 +14,11 @@ _LIGHT = "tests.launch.standins.light_server"
 
 
 def main() -> None:
-    fork_server._SERVER, fork_server._SERVED = _LIGHT, (reported.__name__,)
+    fork_server._SERVER, fork_server._SERVED = _LIGHT, (reported_facts.__name__,)
     with tempfile.TemporaryFile() as log, fork_server.ForkServer(lambda _: None) as server:
         for forks in (True, False):
             child = ChildProcess(
-                lambda fd: [sys.executable, "-m", reported.__name__, "--report-fd", str(fd), "--front-pid", str(os.getpid())],
+                lambda fd: [sys.executable, "-m", reported_facts.__name__, "--report-fd", str(fd), "--front-pid", str(os.getpid())],
                 environment=dict(os.environ), output=log, has_input=True,
                 fork_server=server if forks else None, waits=True,
             )  # fmt: skip
