@@ -48,7 +48,7 @@ def grown(folder: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["renamed", "removed"])
-def test_a_run_that_ends_because_its_directory_is_replaced_says_what_becomes_of_its_newest_step(
+def test_a_run_that_ends_because_its_directory_is_replaced_reports_what_becomes_of_its_newest_step(
     solo: Job, *, known: bool
 ) -> None:
     front = train(solo, checkpoint={"every": "1000 steps"})

@@ -65,7 +65,7 @@ class MemberWatch:
 
     def look(self) -> None:
         """Acts on what has changed. Never waits if nothing has."""
-        found = self._watch.news() if self._watch is not None and not self._disk.is_lost else None
+        found = self._watch.poll() if self._watch is not None and not self._disk.is_lost else None
         if found is not None:
             self._judge(*found)
 
