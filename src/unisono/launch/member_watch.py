@@ -8,8 +8,7 @@ from unisono.causes import Evidence, Verdict
 from unisono.events import Message, Show
 from unisono.facts.path_monitor import PathMonitor, PathState, identity_of
 from unisono.files import read_object
-from unisono.launch.held_files import HeldFiles
-from unisono.launch.output_watch import CAUSE, device_of, growing, warning_of
+from unisono.launch.output_watch import CAUSE, HeldFiles, device_of, growing, warning_of
 from unisono.plan import RankPlace, RunPlan
 from unisono.rundir import RunDir
 from unisono.rundir.lock import LockTaken, RunLock

@@ -4,8 +4,11 @@ What was removed is created again from what the front knows, and training contin
 itself is gone from there, the run ends, and nothing is written.
 """
 
+import contextlib
+import os
+import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -13,15 +16,71 @@ from typing import Literal
 from unisono.causes import Evidence, Verdict, find_cause
 from unisono.events import Message, Show
 from unisono.facts.path_monitor import Identity, PathMonitor, PathState, identity_of
-from unisono.files import whole_file
-from unisono.launch.held_files import HeldFiles
+from unisono.files import make_private_dir, whole_file
 from unisono.launch.outcome import Ending
-from unisono.plan import RunPlan
+from unisono.plan import RankPlace, RunPlan
 from unisono.rundir import RunDir
 from unisono.rundir.lock import LockTaken, RunLock
 from unisono.supervise.bounded_io import RunsDisk
 from unisono.supervise.rank_supervisor import Attempt
 from unisono.text import one_line
+
+_CHUNK_BYTES = 1 << 20
+
+
+class HeldFiles:
+    """The growing files of a run's directory: metrics, and logs, events and TensorBoard files of this node's ranks."""
+
+    def __init__(self, run: RunDir, places: Sequence[RankPlace]) -> None:
+        self._run, self._places = run, places
+        self._fds: dict[Path, int] = {}
+
+    def __bool__(self) -> bool:
+        """Whether any file is held."""
+        return bool(self._fds)
+
+    def hold(self) -> None:
+        """Opens the files that exist and are not held yet."""
+        for path in self._paths():
+            if path not in self._fds:
+                with contextlib.suppress(OSError):  # nothing was written there yet
+                    self._fds[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+
+    def restore(self) -> None:
+        """Writes each file to its path again, unless what is there is as long.
+
+        Raises:
+            OSError: from the file system.
+        """
+        for path, fd in self._fds.items():
+            if not path.exists() or os.fstat(fd).st_size > path.stat().st_size:
+                if path.parent != self._run.root:
+                    make_private_dir(path.parent)
+                mode = stat.S_IMODE(os.fstat(fd).st_mode)  # logs may hold secrets
+                with whole_file(path, mode=mode) as temporary, temporary.open("wb") as copy:
+                    _copy(fd, copy.fileno())
+
+    def close(self) -> None:
+        """Holds nothing any more."""
+        while self._fds:
+            os.close(self._fds.popitem()[1])
+
+    def _paths(self) -> Iterator[Path]:
+        yield self._run.metrics
+        for place in self._places:
+            log = self._run.log(place.host, place.rank)
+            yield from (log, log.with_suffix(".times"), self._run.events(place.rank))
+        if self._run.tensorboard.is_dir():
+            yield from self._run.tensorboard.iterdir()
+
+
+def _copy(source: int, target: int) -> None:
+    offset = 0
+    while chunk := os.pread(source, _CHUNK_BYTES, offset):
+        offset += len(chunk)
+        while chunk:
+            chunk = chunk[os.write(target, chunk) :]
+
 
 CAUSE = "output_removed"
 _MOST_LEDGER_BYTES = 64 << 20

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from unisono.events import Reporter
-from unisono.gloo import let_gloo_finish
 from unisono.text import one_line
+from unisono.torch_internals import let_gloo_finish
 
 _LARGE_BYTES = 4 << 20
 _ROUNDS = 3

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from unisono.gloo import let_gloo_finish
+from unisono.torch_internals import let_gloo_finish
 from unisono.watch import Beats
 
 CLOSE_LIMIT_S = 15.0

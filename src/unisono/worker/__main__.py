@@ -44,9 +44,9 @@ def main(argv: list[str]) -> int:
         started = "exec" if child.forked_by is None else "fork"
         report.send("phase", phase="start", text="loading torch", done=None, total=None, started=started)
         with loading_modules():
+            from unisono.torch_internals import flight_record
             from unisono.train.process_group import close_group
             from unisono.train.rank_run import run_plan
-            from unisono.watch.flight_recorder import flight_record
 
         closing.append(close_group)
         pulse.answer = flight_record

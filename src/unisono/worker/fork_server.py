@@ -30,7 +30,7 @@ import unisono.child
 _MODULES: tuple[str, ...] = (
     "unisono.train.rank_run",
     "unisono.train.process_group",
-    "unisono.watch.flight_recorder",
+    "unisono.torch_internals",
     "unisono.task.data_tasks",
     "transformers.models.llama.modeling_llama",
 )

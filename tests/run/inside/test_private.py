@@ -28,12 +28,11 @@ from torch.utils.data import (
     random_split,
 )
 
-from unisono.gloo import gloo_states, let_gloo_finish
 from unisono.integrations.inside.guarded_process import begun_of, pending_of
 from unisono.integrations.inside.loaders import digest_of, sharded_rows_of
 from unisono.integrations.inside.path.sitecustomize import HOOKS
 from unisono.integrations.inside.process_groups import _NAMES, _forgetting, with_own_names
-from unisono.watch.flight_recorder import recorders
+from unisono.torch_internals import gloo_states, let_gloo_finish, recorders
 
 _RECORDING = """
 import json, os, time, torch, torch.distributed as dist

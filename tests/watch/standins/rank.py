@@ -80,7 +80,7 @@ def leave(beats: Beats, pulse: Pulse, folder: Path) -> None:
 def _join(beats: Beats, pulse: Pulse, folder: Path) -> Any:
     import torch.distributed as dist
 
-    from unisono.watch.flight_recorder import flight_record
+    from unisono.torch_internals import flight_record
 
     pulse.answer = flight_record
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

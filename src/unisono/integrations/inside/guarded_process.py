@@ -29,8 +29,8 @@ from unisono.integrations.border import (
     start_of,
 )
 from unisono.integrations.inside.step_reachability import StepReachability, StepStarts
+from unisono.torch_internals import flight_record, recorders
 from unisono.watch.beat import Beats, Pulse, beat_while_collecting
-from unisono.watch.flight_recorder import flight_record, recorders
 
 _LOWEST_SIGNAL = 10  # above SIGRTMIN; programs that use such signals begin at the low ones
 

@@ -12,9 +12,9 @@ from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
-from unisono.gloo import let_gloo_finish
 from unisono.integrations.border import Registration, own_registration
 from unisono.integrations.inside.guarded_process import GuardedProcess, this_process
+from unisono.torch_internals import let_gloo_finish
 from unisono.watch.beat import KINDS
 
 # fmt: off
