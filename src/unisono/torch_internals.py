@@ -1,4 +1,11 @@
-"""Private parts of torch in this process: gloo's threads, and the dumps of its flight recorders. torch is never imported here: before it is loaded there is none of either."""
+"""Private parts of torch in this process: gloo's threads, and the dumps of flight recorders.
+
+torch is never imported here: before it is loaded there is none of either.
+
+A thread of gloo takes the GIL once more after its last collective, to release the collective's tensors. If the process group is destroyed
+while the GIL is held, as with DDP's reducer, torch waits for the thread forever (pytorch#56297); if the interpreter is shutting down, the
+thread aborts the process (pytorch#190489). So the GIL is left free before either, until the threads are done.
+"""
 
 import json
 import sys
