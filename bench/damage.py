@@ -39,8 +39,8 @@ from tests.damage.damages import (  # noqa: E402 - the tests are found through t
     look,
     names_its_tensors,
 )
-from tests.nodes.ground import Loopback  # noqa: E402
 from tests.nodes.harness import Job  # noqa: E402
+from tests.nodes.network_namespaces import Loopback  # noqa: E402
 from unisono.checkpoint.manifest import user_key  # noqa: E402
 
 STEPS = 4

@@ -16,7 +16,7 @@ from typing import Any
 
 from workload import make  # type: ignore[import-not-found]  # beside this script
 
-RANK = Path(__file__).parent.parent / "tests" / "ranks" / "gathering.py"
+RANK = Path(__file__).parent.parent / "tests" / "ranks" / "gather_rank.py"
 WORLD = 2
 
 

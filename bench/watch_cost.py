@@ -174,8 +174,8 @@ class Runs:
 
         The quickest tenth of the steps is what other work on the machine has disturbed least.
         """
-        from tests.nodes.ground import Loopback
         from tests.nodes.harness import Job
+        from tests.nodes.network_namespaces import Loopback
 
         class OwnFront(Job):
             def _program(self, node: int, answers: dict[str, Any] | None) -> list[str]:

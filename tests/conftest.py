@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from xdist.remote import Producer
 
 from tests.needs import pytest_addoption, pytest_sessionfinish
-from tests.nodes.ground import Ground, Loopback, Namespaces, why_no_namespaces
+from tests.nodes.network_namespaces import Ground, Loopback, Namespaces, why_no_namespaces
 from tests.session_server import pytest_collection_finish, pytest_configure, pytest_unconfigure
 from tests.sharing import Sharing
 from unisono.config import RunConfig

@@ -4,7 +4,7 @@ from xdist.scheduler import LoadFileScheduling
 
 _TOGETHER = {
     "tests/damage/test_user_path.py": "tests/damage/test_damages.py",
-    "tests/launch/test_trust.py": "tests/launch/test_changed.py",
+    "tests/launch/test_trust.py": "tests/launch/test_changed_settings.py",
     "tests/ranks/test_resume.py": "tests/ranks/test_equality.py",
 }
 """A file, and the other with which it goes: session fixtures make their runs once in a process."""

@@ -9,8 +9,8 @@ import pytest
 
 from tests.conftest import training_in
 from tests.damage.damages import Specimen, another_run
-from tests.nodes.ground import Loopback
 from tests.nodes.harness import Job
+from tests.nodes.network_namespaces import Loopback
 from unisono.checkpoint.manifest import user_key
 from unisono.facts import read_environment
 

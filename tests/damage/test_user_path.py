@@ -14,8 +14,8 @@ from tests.conftest import Trained as RanHere
 from tests.damage.conftest import STEPS, Trained
 from tests.damage.damages import OF_A_DIRECTORY, OF_A_FILE, How, Injected, damage, files_of
 from tests.nodes.fronts import Front
-from tests.nodes.ground import Loopback
 from tests.nodes.harness import Job
+from tests.nodes.network_namespaces import Loopback
 from unisono.errors import IntegrityError
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.doctor.bedside import doctor
+from tests.doctor.doctor_process import doctor
 from tests.nproc.disks import in_memory, on_a_device
 
 

@@ -9,10 +9,10 @@ import os
 import sys
 from pathlib import Path
 
-from tests.doctor.bedside import doctor
+from tests.doctor.doctor_process import doctor
 from tests.nodes.fronts import Front
-from tests.nodes.ground import Namespaces, Own
 from tests.nodes.harness import Job
+from tests.nodes.network_namespaces import Namespaces, Own
 from tests.sshd import as_program, ssh_server
 
 _SSH = """#!{python}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.doctor.bedside import doctor
+from tests.doctor.doctor_process import doctor
 
 # As a loader that a rank has forked: the rank's command line, and a front that is gone. It is stopped, as by a debugger.
 _ORPHAN = "import os, signal; print(os.getpid(), flush=True); os.kill(os.getpid(), signal.SIGSTOP)"

@@ -6,7 +6,7 @@ import os
 import resource
 from pathlib import Path
 
-from tests.doctor.bedside import doctor
+from tests.doctor.doctor_process import doctor
 from unisono.doctor.check import Finding
 from unisono.doctor.examination import Examination, html_page, redacted, report_lines
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.doctor.bedside import doctor
+from tests.doctor.doctor_process import doctor
 from tests.doctor.test_system import TWO_DEVICES
 from unisono.causes.variables import ADVICE, VALUES, VARIABLES, find_variable
 

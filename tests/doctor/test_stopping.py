@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.doctor.bedside import LIMIT_S, environment
+from tests.doctor.doctor_process import LIMIT_S, environment
 
 _AT_ONCE_S = 60.0  # seen: 1 s; the check itself would wait for five minutes
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.doctor.bedside import doctor
+from tests.doctor.doctor_process import doctor
 from unisono.doctor.system_checks import judge_clock, judge_core_dumps
 from unisono.facts.limits import CoreDumps, read_core_dumps
 from unisono.facts.probes import is_synchronised

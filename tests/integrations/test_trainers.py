@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integrations.several import train
+from tests.integrations.launched_programs import train
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 

@@ -36,7 +36,7 @@ class Node:
         self.path = folder / f"node-{self.rank}-{secrets.token_hex(4)}.out"
         with self.path.open("wb") as out:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.launch.standins.attend", json.dumps(script)], cwd=ROOT, stdout=out,
+                [sys.executable, "-m", "tests.launch.standins.meeting_node", json.dumps(script)], cwd=ROOT, stdout=out,
                 stderr=subprocess.STDOUT,
             )  # fmt: skip
         self.started = time.monotonic()

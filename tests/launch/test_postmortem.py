@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.watch.seeing import run_view, view
+from tests.watch.run_views import run_view, view
 from unisono.control.events import Left
 from unisono.supervise.decision import NodeLoss
 from unisono.supervise.local_ranks import RankEnd

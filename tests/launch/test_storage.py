@@ -281,7 +281,7 @@ def test_a_start_that_is_killed_while_it_brings_a_run_back_is_in_nobodys_way(
     front.run("duration=6 steps")
     shutil.rmtree(front.out)
     _, _, *words = front.arguments("--resume")
-    killer = Path(__file__).parent / "standins" / "dies_bringing.py"
+    killer = Path(__file__).parent / "standins" / "killed_download.py"
     command = [sys.executable, str(killer), moment, *words]
     killed = subprocess.run(
         command,
@@ -310,7 +310,7 @@ def test_after_such_a_kill_a_start_without_resume_starts_again(front: Any, copie
     front.run("duration=6 steps")
     shutil.rmtree(front.out)
     _, _, *words = front.arguments("--resume")
-    killer = Path(__file__).parent / "standins" / "dies_bringing.py"
+    killer = Path(__file__).parent / "standins" / "killed_download.py"
     command = [sys.executable, str(killer), "adopted", *words]
     subprocess.run(
         command, cwd=front.folder, env=front.environment, capture_output=True, timeout=60, check=False

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.nodes.ground import Ground, Namespaces, why_no_namespaces
 from tests.nodes.harness import Job
+from tests.nodes.network_namespaces import Ground, Namespaces, why_no_namespaces
 
 
 @pytest.fixture

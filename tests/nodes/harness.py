@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 
 from tests.nodes.fronts import LIMIT_S, Front
-from tests.nodes.ground import Ground, Own
+from tests.nodes.network_namespaces import Ground, Own
 
 ENTRY = Path(__file__).parent / "front.py"
 STRANGERS = re.compile(

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.nodes.fronts import Front
-from tests.nodes.ground import Own
 from tests.nodes.harness import Job
+from tests.nodes.network_namespaces import Own
 from unisono.checkpoint.manifest import MANIFEST, Manifest, user_key
 from unisono.checkpoint.store import CheckpointStore
 

@@ -9,10 +9,10 @@ import psutil
 import pytest
 
 from tests.nodes.fronts import together
-from tests.nodes.ground import Ground, Namespaces
 from tests.nodes.harness import Job
+from tests.nodes.network_namespaces import Ground, Namespaces
 from tests.nodes.own_disks import assert_whole_at_the_head, disk, start_apart, store_in
-from tests.nodes.words import refused
+from tests.nodes.verdict_checks import refused
 from unisono.checkpoint.manifest import MANIFEST, Manifest
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]

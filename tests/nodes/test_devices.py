@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.nodes.harness import Job
-from tests.nodes.words import refused
+from tests.nodes.verdict_checks import refused
 
 pytestmark = pytest.mark.ranks
 

@@ -7,7 +7,7 @@ import pytest
 
 import unisono
 from tests.nodes.harness import Job
-from tests.nodes.words import refused
+from tests.nodes.verdict_checks import refused
 
 pytestmark = pytest.mark.ranks
 

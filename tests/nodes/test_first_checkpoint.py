@@ -6,8 +6,8 @@ import signal
 import pytest
 
 from tests.nodes.fronts import together
-from tests.nodes.ground import Namespaces, Own
 from tests.nodes.harness import Job
+from tests.nodes.network_namespaces import Namespaces, Own
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 

@@ -16,8 +16,8 @@ import pytest
 
 from tests.needs import need
 from tests.nodes.fronts import Front
-from tests.nodes.ground import Namespaces, Own
 from tests.nodes.harness import Job
+from tests.nodes.network_namespaces import Namespaces, Own
 
 pytestmark = [pytest.mark.long, pytest.mark.ranks, pytest.mark.timeout(1800)]
 SSHD = shutil.which("sshd") or shutil.which("sshd", path="/usr/sbin:/usr/local/sbin")

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.nodes.fronts import Front, together
-from tests.nodes.ground import Namespaces, Own
-from tests.nodes.hangs import hanging
+from tests.nodes.hanging_paths import hanging
 from tests.nodes.harness import Job
+from tests.nodes.network_namespaces import Namespaces, Own
 from tests.nproc.disks import on_a_device
-from tests.nproc.saved import newer, published
+from tests.nproc.saved_checkpoints import newer, published
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.long]
 

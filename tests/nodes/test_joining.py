@@ -11,9 +11,9 @@ import psutil
 import pytest
 
 from tests.nodes.fronts import together
-from tests.nodes.ground import Ground, Own
 from tests.nodes.harness import Job
-from tests.nodes.words import named, refused, same_words
+from tests.nodes.network_namespaces import Ground, Own
+from tests.nodes.verdict_checks import named, refused, same_words
 
 pytestmark = pytest.mark.ranks
 

@@ -4,9 +4,9 @@ import pytest
 
 from tests.needs import need
 from tests.nodes.fronts import together
-from tests.nodes.ground import Namespaces, Own
 from tests.nodes.harness import Job
-from tests.nodes.words import named, refused
+from tests.nodes.network_namespaces import Namespaces, Own
+from tests.nodes.verdict_checks import named, refused
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.nodes.fronts import together
-from tests.nodes.ground import Namespaces
 from tests.nodes.harness import Job
+from tests.nodes.network_namespaces import Namespaces
 from tests.nodes.own_disks import assert_whole_at_the_head, start_apart
 from unisono.cli.checkpoint_verify import row_of
 

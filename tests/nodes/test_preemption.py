@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from tests.nodes.fronts import Front, together
-from tests.nodes.ground import Namespaces, Own
 from tests.nodes.harness import Job
+from tests.nodes.network_namespaces import Namespaces, Own
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 

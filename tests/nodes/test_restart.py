@@ -10,10 +10,10 @@ import psutil
 import pytest
 
 from tests.nodes.fronts import LIMIT_S, Front, together
-from tests.nodes.ground import Namespaces, Own
 from tests.nodes.harness import Job
-from tests.nproc.saved import published
-from tests.resume.rows import each_equally_often, rows_of, worlds
+from tests.nodes.network_namespaces import Namespaces, Own
+from tests.nproc.saved_checkpoints import published
+from tests.resume.trained_rows import each_equally_often, rows_of, worlds
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.timeout(1800)]
 

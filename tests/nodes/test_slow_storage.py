@@ -7,8 +7,8 @@ import pytest
 
 import tests.nodes.hurried.sitecustomize as hurried
 from tests.nodes.fronts import together
-from tests.nodes.ground import Namespaces, Own
 from tests.nodes.harness import Job
+from tests.nodes.network_namespaces import Namespaces, Own
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.long]
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from tests.nodes.fronts import together
-from tests.nodes.ground import Ground, Namespaces, Own
 from tests.nodes.harness import Job
-from tests.nodes.words import refused
+from tests.nodes.network_namespaces import Ground, Namespaces, Own
+from tests.nodes.verdict_checks import refused
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.nodes.fronts import Front, together
-from tests.nodes.ground import Namespaces, Own
 from tests.nodes.harness import Job
+from tests.nodes.network_namespaces import Namespaces, Own
 from tests.nproc.disks import Disk, in_memory, on_a_device
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.nodes.ground import Loopback
 from tests.nodes.harness import Job
+from tests.nodes.network_namespaces import Loopback
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.nodes.ground import Loopback, Own
 from tests.nodes.harness import Job
+from tests.nodes.network_namespaces import Loopback, Own
 
 ROOT = Path(__file__).parents[2]
 _INSIDE = ["unshare", "--pid", "--fork", "--mount-proc"]

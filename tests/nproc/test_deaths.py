@@ -9,7 +9,7 @@ import pytest
 import tests.nodes.injected.sitecustomize as injected
 from tests.nodes.fronts import Front
 from tests.nodes.harness import Job
-from tests.nodes.words import named
+from tests.nodes.verdict_checks import named
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 

@@ -13,7 +13,7 @@ import pytest
 from tests.needs import small_disk
 from tests.nodes.fronts import Front
 from tests.nodes.harness import Job
-from tests.nproc.saved import published
+from tests.nproc.saved_checkpoints import published
 from unisono.checkpoint.manifest import MANIFEST
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
@@ -149,7 +149,7 @@ def test_a_checkpoint_that_comes_back_otherwise_ends_the_run_with_7(
     solo.wait_gone()
 
 
-@pytest.mark.long  # without ranks it is in tests/launch/test_first_copy.py
+@pytest.mark.long  # without ranks it is in tests/launch/test_storage_trial.py
 def test_a_copy_that_comes_back_otherwise_ends_the_run_with_7_and_no_longer_counts(
     solo: Job,
 ) -> None:
@@ -183,7 +183,7 @@ def test_a_copy_that_comes_back_otherwise_ends_the_run_with_7_and_no_longer_coun
         assert (damaged / weights).read_bytes() == mine.read_bytes()
 
 
-@pytest.mark.long  # without ranks it is in tests/launch/test_first_copy.py
+@pytest.mark.long  # without ranks it is in tests/launch/test_storage_trial.py
 def test_a_first_copy_that_finds_no_room_ends_the_run_with_6(solo: Job) -> None:
     """Enough for what is tried before step 1, and not for a checkpoint."""
     copies = solo.folder / "copies"

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.nodes.fronts import Front
-from tests.nodes.ground import Loopback
 from tests.nodes.harness import Job
+from tests.nodes.network_namespaces import Loopback
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 

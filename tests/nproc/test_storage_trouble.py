@@ -14,7 +14,7 @@ import pytest
 from tests.nodes.fronts import Front
 from tests.nodes.harness import Job
 from tests.nproc.disks import in_memory, on_a_device
-from tests.nproc.saved import newer, published
+from tests.nproc.saved_checkpoints import newer, published
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 

@@ -18,7 +18,7 @@ from unisono.plan import RunPlan
 Messages = list[dict[str, Any]]
 LIMIT_S = 400.0
 WORKER = (sys.executable, "-m", "unisono.worker")
-SEVERAL = (sys.executable, str(Path(__file__).with_name("several.py")))
+SEVERAL = (sys.executable, str(Path(__file__).with_name("several_runs.py")))
 
 
 @dataclass

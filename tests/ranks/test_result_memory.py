@@ -32,7 +32,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def gathered(model: Path, work: Path, *, max_file_bytes: int, world: int = 2) -> list[dict[str, Any]]:
     """What the memory of each rank did."""
-    script = str(Path(__file__).with_name("gathering.py"))
+    script = str(Path(__file__).with_name("gather_rank.py"))
     more = [str(world), str(work / "store"), str(max_file_bytes), "float32", "ours"]
     ranks = [
         subprocess.Popen(

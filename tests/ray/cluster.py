@@ -21,7 +21,7 @@ import psutil
 
 import unisono
 from tests.nodes.fronts import Front
-from tests.nodes.ground import Namespaces, Own
+from tests.nodes.network_namespaces import Namespaces, Own
 
 _RAYS_FOLDER = Path("/tmp/ray")
 _PORT = 6379

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.nodes.ground import Namespaces, why_no_namespaces
+from tests.nodes.network_namespaces import Namespaces, why_no_namespaces
 from tests.ray.cluster import RayCluster, config_of
 
 Cluster = Callable[..., RayCluster]

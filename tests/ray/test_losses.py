@@ -6,7 +6,7 @@ import socket
 import threading
 from pathlib import Path
 
-from tests.launch.test_conduct import plan
+from tests.launch.test_culprits import plan
 from unisono.causes import Verdict
 from unisono.cluster.ray.cluster_health import RayHead, RayLossFiles, loss_file, ray_head_lost
 from unisono.cluster.ray.node_fronts import JobNode, lost_node_verdict

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.nodes.ground import Ground, Loopback
 from tests.nodes.harness import Job
-from tests.resume.kills import Layout, Undisturbed, undisturbed
+from tests.nodes.network_namespaces import Ground, Loopback
+from tests.resume.killed_runs import Layout, Undisturbed, undisturbed
 
 JobOf = Callable[[int], Job]
 _Make = Callable[[Path, int], Job]

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from tests.resume.conftest import JobOf, Reference
-from tests.resume.kills import MIX, Kind, Layout, Struck, beat, draw_blows
+from tests.resume.killed_runs import MIX, Kind, Layout, Struck, beat, draw_blows
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.nodes.fronts import Front
-from tests.nodes.ground import Ground, Own
+from tests.nodes.network_namespaces import Ground, Own
 from unisono.causes import Verdict
 
 PROGRAMS = Path(__file__).parent / "programs"

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.nodes.ground import Ground, Namespaces, why_no_namespaces
+from tests.nodes.network_namespaces import Ground, Namespaces, why_no_namespaces
 from tests.ports import free_port
 from tests.run.guarded import LIMIT_S, Guarded
-from tests.run.lost import cut, kill, lose_power, training_on_two_nodes
+from tests.run.node_loss import cut, kill, lose_power, training_on_two_nodes
 from tests.run.test_one_node import until
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]

@@ -13,7 +13,7 @@ import pytest
 PYTHONS = [path for path in os.environ.get("UNISONO_TEST_PYTHONS", "").split(os.pathsep) if path]
 FILES = (
     "tests/run/test_torchrun.py", "tests/run/test_two_nodes.py", "tests/run/inside/test_private.py", "tests/run/inside/test_groups.py",
-    "tests/run/inside/test_verdicts.py", "tests/run/test_starts.py",
+    "tests/run/inside/test_verdicts.py", "tests/run/test_repeated_starts.py",
 )  # fmt: skip
 LIMIT_S = 1500.0
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integrations.several import train
-from tests.nodes.ground import Ground, Namespaces, why_no_namespaces
+from tests.integrations.launched_programs import train
+from tests.nodes.network_namespaces import Ground, Namespaces, why_no_namespaces
 from tests.run import llama_factory
 from tests.run.guarded import (
     ACCELERATE,

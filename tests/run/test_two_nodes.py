@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.nodes.fronts import Front, together
-from tests.nodes.ground import Ground, Own
+from tests.nodes.network_namespaces import Ground, Own
 from tests.run.test_one_node import until
 from unisono.guard.head_program import PORT_TRIES
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.nodes.ground import Ground, Namespaces, why_no_namespaces
-from tests.slurm.ground import Cluster, cluster, why_no_slurm
+from tests.nodes.network_namespaces import Ground, Namespaces, why_no_namespaces
 from tests.slurm.harness import SlurmJob
+from tests.slurm.slurm_cluster import Cluster, cluster, why_no_slurm
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.nodes.fronts import Front
 from tests.nodes.harness import Job
-from tests.slurm.ground import Cluster
+from tests.slurm.slurm_cluster import Cluster
 
 
 class SlurmJob(Job):

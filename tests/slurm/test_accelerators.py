@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.nodes.ground import Namespaces
-from tests.slurm.ground import cluster
+from tests.nodes.network_namespaces import Namespaces
 from tests.slurm.harness import SlurmJob
+from tests.slurm.slurm_cluster import cluster
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.nodes.ground import Namespaces, Own
-from tests.slurm.ground import cluster
+from tests.nodes.network_namespaces import Namespaces, Own
 from tests.slurm.harness import SlurmJob
+from tests.slurm.slurm_cluster import cluster
 
 pytestmark = [
     pytest.mark.long,

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 
 from tests.nodes.fronts import Front
-from tests.nodes.ground import Loopback
 from tests.nodes.harness import Job
+from tests.nodes.network_namespaces import Loopback
 from tests.slurm.harness import SlurmJob
 
 pytestmark = [

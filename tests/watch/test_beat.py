@@ -29,7 +29,7 @@ from unisono.watch.beat import (
 from unisono.watch.rank_record import read_beat
 
 HAMMERING_S = 3.0
-STANDIN = str(Path(__file__).parent / "standins" / "hammering.py")
+STANDIN = str(Path(__file__).parent / "standins" / "beating_rank.py")
 SMALL, NUMBER = st.integers(0, 1 << 20), st.integers(0, (1 << 64) - 1)
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.watch.seeing import QUICK, UNSEEN, look, run_view, view
+from tests.watch.run_views import QUICK, UNSEEN, look, run_view, view
 from unisono.causes import Verdict
 from unisono.watch import PHASES, NodeView, RankView, Suspicion
 from unisono.watch.judge import judge

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.watch.seeing import run_view, view
+from tests.watch.run_views import run_view, view
 from unisono.causes import Verdict
 from unisono.watch.pace import Pace
 

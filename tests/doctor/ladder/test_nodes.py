@@ -10,8 +10,8 @@ import pytest
 
 from tests.needs import lacking
 from tests.nodes.fronts import Front, together
-from tests.nodes.ground import Namespaces
 from tests.nodes.harness import Job
+from tests.nodes.network_namespaces import Namespaces
 
 pytestmark = [
     pytest.mark.ranks,

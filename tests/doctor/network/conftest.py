@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.doctor.bedside import environment
-from tests.nodes.ground import Ground, Namespaces, Own, why_no_namespaces
+from tests.doctor.doctor_process import environment
+from tests.nodes.network_namespaces import Ground, Namespaces, Own, why_no_namespaces
 
 ROOT = Path(__file__).parents[3]
 
@@ -57,7 +57,9 @@ class Inside:
             if nodes > 1
             else {}
         )
-        child = self.start(node, Path(__file__).parent / "look.py", json.dumps(asked), env=env, own=own)
+        child = self.start(
+            node, Path(__file__).parent / "network_findings.py", json.dumps(asked), env=env, own=own
+        )
         out, err = child.communicate(timeout=120)
         assert child.returncode == 0, err
         found: dict[str, list[dict[str, Any]]] = {}

@@ -2,14 +2,14 @@
 
 import torch
 import torch.distributed as dist
-from asked import Losses, parse
+from program_options import Losses, parse
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
 
 def main() -> None:
     """Trains, and leaves in good order."""
-    asked = parse()
+    options = parse()
     dist.init_process_group()
     rank = dist.get_rank()
     torch.manual_seed(0)
@@ -17,13 +17,13 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     rows = torch.randn(256, 8)
     data = TensorDataset(rows, rows.sum(dim=1, keepdim=True))
-    if asked.fault == "unseeded":  # every rank draws its own nine tenths
+    if options.fault == "unseeded":  # every rank draws its own nine tenths
         chosen = torch.rand(256, generator=torch.Generator().manual_seed(torch.seed())) < (0.9 - 0.3 * rank)
         data = Subset(data, chosen.nonzero().flatten().tolist())
     sampler = DistributedSampler(data)
     loader = DataLoader(data, batch_size=4, sampler=sampler)
-    losses = Losses(asked)
-    steps = asked.steps - (3 if asked.fault == "steps" and rank == 1 else 0)
+    losses = Losses(options)
+    steps = options.steps - (3 if options.fault == "steps" and rank == 1 else 0)
     made, epoch = 0, 0
     while made < steps:
         sampler.set_epoch(epoch)
@@ -37,11 +37,11 @@ def main() -> None:
             if made == steps:
                 break
         epoch += 1
-        if asked.fault == "unseeded":
+        if options.fault == "unseeded":
             dist.barrier()  # as those do who save at the end of an epoch
     dist.barrier()
     dist.destroy_process_group()
-    if asked.fault == "destroy":
+    if options.fault == "destroy":
         dist.destroy_process_group()
 
 

@@ -2,7 +2,7 @@
 
 import torch
 import torch.distributed as dist
-from asked import Losses, parse
+from program_options import Losses, parse
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 
 def main() -> None:
     """Trains, and leaves in good order."""
-    asked = parse()
+    options = parse()
     dist.init_process_group()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
@@ -21,9 +21,9 @@ def main() -> None:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = Losses(asked)
+    losses = Losses(options)
     draw = torch.Generator().manual_seed(rank)
-    for step in range(1, asked.steps - (3 if asked.fault == "steps" and rank == 1 else 0) + 1):
+    for step in range(1, options.steps - (3 if options.fault == "steps" and rank == 1 else 0) + 1):
         inputs = torch.randn(4, 16, generator=draw).to(device)
         loss = (model(inputs) - inputs.sum(dim=1, keepdim=True)).pow(2).mean()
         loss.backward()
@@ -32,7 +32,7 @@ def main() -> None:
         losses.add(step, loss.item())
     dist.barrier()
     dist.destroy_process_group()
-    if asked.fault == "destroy":
+    if options.fault == "destroy":
         dist.destroy_process_group()
 
 

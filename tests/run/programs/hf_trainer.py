@@ -4,7 +4,7 @@ from typing import Any
 
 import tiny
 import torch.distributed as dist
-from asked import Losses, own_rank, parse
+from program_options import Losses, own_rank, parse
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 
@@ -22,17 +22,17 @@ class Noting(TrainerCallback):
 
 def main() -> None:
     """Trains, evaluates and saves."""
-    asked = parse()
+    options = parse()
     data = tiny.rows()
-    if asked.fault == "unseeded":
+    if options.fault == "unseeded":
         data = tiny.unseeded(data)
-    steps = asked.steps - (2 if asked.fault == "steps" and own_rank() == 1 else 0)
+    steps = options.steps - (2 if options.fault == "steps" and own_rank() == 1 else 0)
     arguments = TrainingArguments(
-        output_dir=str(asked.out / "trainer"), max_steps=steps, per_device_train_batch_size=4, logging_steps=1, save_steps=3, eval_steps=3,
+        output_dir=str(options.out / "trainer"), max_steps=steps, per_device_train_batch_size=4, logging_steps=1, save_steps=3, eval_steps=3,
         eval_strategy="steps", report_to=[], use_cpu=True, disable_tqdm=True, seed=0, dataloader_num_workers=0,
     )  # fmt: skip
-    callbacks: list[TrainerCallback] = [Noting(Losses(asked))]
-    if asked.callback:
+    callbacks: list[TrainerCallback] = [Noting(Losses(options))]
+    if options.callback:
         from unisono.integrations.transformers import UnisonoCallback
 
         callbacks.append(UnisonoCallback())
@@ -40,7 +40,7 @@ def main() -> None:
         tiny.model(), arguments, train_dataset=data, eval_dataset=tiny.rows(8), callbacks=callbacks
     )
     trainer.train()
-    if asked.fault == "destroy" and dist.is_initialized():
+    if options.fault == "destroy" and dist.is_initialized():
         dist.destroy_process_group()
         dist.destroy_process_group()
 

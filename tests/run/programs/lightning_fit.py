@@ -5,8 +5,8 @@ import random
 from typing import Any
 
 import torch
-from asked import Losses, own_rank, parse
 from lightning.pytorch import Callback, LightningModule, Trainer
+from program_options import Losses, own_rank, parse
 from torch.utils.data import DataLoader, TensorDataset
 
 
@@ -37,28 +37,28 @@ class Line(LightningModule):
 
 def main() -> None:
     """Trains and evaluates."""
-    asked = parse()
+    options = parse()
     torch.manual_seed(0)
     rows = torch.randn(96, 8)
-    if asked.fault == "unseeded":
+    if options.fault == "unseeded":
         rows = rows[torch.tensor(random.SystemRandom().sample(range(96), 64))]
     data = TensorDataset(rows, rows.sum(dim=1, keepdim=True))
-    steps = asked.steps - (2 if asked.fault == "steps" and own_rank() == 1 else 0)
+    steps = options.steps - (2 if options.fault == "steps" and own_rank() == 1 else 0)
     world_size = int(os.environ.get("WORLD_SIZE", os.environ.get("DEVICES", "1")))
     callbacks: list[Callback] = []
-    if asked.callback:
+    if options.callback:
         from unisono.integrations.lightning import UnisonoCallback
 
         callbacks.append(UnisonoCallback())
     trainer = Trainer(
         accelerator="cpu", devices=int(os.environ.get("LOCAL_WORLD_SIZE", world_size)), strategy="ddp" if world_size > 1 else "auto",
         max_steps=steps, logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
-        callbacks=callbacks, default_root_dir=str(asked.out), log_every_n_steps=1,
+        callbacks=callbacks, default_root_dir=str(options.out), log_every_n_steps=1,
     )  # fmt: skip
     trainer.fit(
-        Line(Losses(asked)), DataLoader(data, batch_size=4, shuffle=True), DataLoader(data, batch_size=4)
+        Line(Losses(options)), DataLoader(data, batch_size=4, shuffle=True), DataLoader(data, batch_size=4)
     )
-    if asked.fault == "destroy" and torch.distributed.is_initialized():
+    if options.fault == "destroy" and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
         torch.distributed.destroy_process_group()
 

@@ -14,7 +14,7 @@ def loop(settings: dict[str, Any]) -> None:
     from ray.train.torch import prepare_model
 
     sys.path.insert(0, settings["programs"])
-    from asked import Losses
+    from program_options import Losses
 
     rank = dist.get_rank()
     torch.manual_seed(0)
@@ -40,17 +40,17 @@ def main() -> None:
     """Starts a Ray of its own on this machine, and trains."""
     sys.path.insert(0, str(Path(__file__).parent))
     import ray
-    from asked import parse
+    from program_options import parse
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
-    asked = parse()
+    options = parse()
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=True)
-    settings = {"programs": str(Path(__file__).parent), "asked": {**vars(asked), "out": asked.out}}
+    settings = {"programs": str(Path(__file__).parent), "asked": {**vars(options), "out": options.out}}
     TorchTrainer(
         loop, train_loop_config=settings, torch_config=TorchConfig(backend="gloo"),
         scaling_config=ScalingConfig(num_workers=int(os.environ.get("WORKERS", "2"))),
-        run_config=RunConfig(storage_path=str(asked.out / "ray"), name="run"),
+        run_config=RunConfig(storage_path=str(options.out / "ray"), name="run"),
     ).fit()  # fmt: skip
     ray.shutdown()
 

@@ -3,9 +3,9 @@
 from typing import Any
 
 import tiny
-from asked import Losses, own_rank, parse
 from datasets import Dataset
 from hf_trainer import Noting
+from program_options import Losses, own_rank, parse
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
@@ -23,17 +23,17 @@ def tokenizer() -> Any:
 
 def main() -> None:
     """Trains."""
-    asked = parse()
+    options = parse()
     texts = [" ".join(f"w{token}" for token in row) for row in tiny.rows()["input_ids"]]
     data = Dataset.from_dict({"text": texts})
-    if asked.fault == "unseeded":
+    if options.fault == "unseeded":
         data = tiny.unseeded(data)
     config = SFTConfig(
-        output_dir=str(asked.out / "trl"), max_steps=asked.steps - (2 if asked.fault == "steps" and own_rank() == 1 else 0), use_cpu=True,
+        output_dir=str(options.out / "trl"), max_steps=options.steps - (2 if options.fault == "steps" and own_rank() == 1 else 0), use_cpu=True,
         per_device_train_batch_size=4, logging_steps=1, report_to=[], disable_tqdm=True, seed=0, save_strategy="no", bf16=False, max_length=32,
     )  # fmt: skip
-    callbacks: list[Any] = [Noting(Losses(asked))]
-    if asked.callback:
+    callbacks: list[Any] = [Noting(Losses(options))]
+    if options.callback:
         from unisono.integrations.transformers import UnisonoCallback
 
         callbacks.append(UnisonoCallback())

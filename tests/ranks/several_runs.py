@@ -1,0 +1,36 @@
+"""One rank that does several runs, one after the other, so that one import of torch serves many: `several_runs.py PLAN... --report-fd N`."""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+from unisono.child import end_with_front
+from unisono.events import Reporter
+from unisono.plan import RunPlan
+from unisono.train.front_io import StopRequest
+from unisono.train.process_group import close_group
+from unisono.train.rank_run import run_plan
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("plans", nargs="+", type=Path)
+    parser.add_argument("--report-fd", type=int)
+    parser.add_argument("--front-pid", type=int)
+    arguments = parser.parse_args()
+    end_with_front(arguments.front_pid)
+    for file in arguments.plans:
+        report = Reporter(arguments.report_fd, fallback=sys.stderr)
+        result = run_plan(RunPlan.model_validate(json.loads(file.read_text())), report, StopRequest())
+        report.send("result", **result)
+        assert close_group(orderly=True)
+        assert close_group(orderly=True), "closing twice is once"
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)
