@@ -186,7 +186,7 @@ def starting_torch(copy: Path) -> list[tuple[list[str], str]]:
     return [
         (["generate", str(copy), "hello", "--max-tokens", "4"], "[!clem]*"), (["train", *more], "*"), (["export", str(copy), f"{copy}.out"], final),
         (["checkpoint", "export", str(copy), f"{copy}.out"], "*step-*"), (["generate", str(copy), "hello", "--step", "4", "--max-tokens", "4"], "*step-*"),
-        (["eval", str(copy), "--data", str(ROWS)], final), (["chat", str(copy)], final), (["data", "preview", str(copy / "config.yaml")], "[!ace]*"),
+        (["eval", str(copy), "--data", str(ROWS), "--limit", "2"], final), (["chat", str(copy)], final), (["data", "preview", str(copy / "config.yaml")], "[!ace]*"),
     ]  # fmt: skip
 
 

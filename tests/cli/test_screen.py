@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import pty
+import shlex
 import struct
 import subprocess
 import sys
@@ -206,6 +207,13 @@ def test_the_end_reports_where_the_result_is_and_what_to_type_next(tmp_path: Pat
         "completed: step 9 · loss 0.5 · 100 tokens/s · 1 min 01 s", "evaluation: loss 2 → 0.25, exact_match 1",
         "result: runs/x/adapter", "next:   unisono chat runs/x",
     ]  # fmt: skip
+
+
+def test_the_next_command_can_be_typed_whatever_the_directory_is_called(tmp_path: Path) -> None:
+    lines = ending(
+        {"outcome": "completed", "exit_code": 0, "output_dir": str(tmp_path / "it's mine")}, tmp_path
+    )
+    assert shlex.split(lines[-1])[1:] == ["unisono", "chat", "it's mine"]
 
 
 def test_without_a_checkpoint_the_end_reports_it(tmp_path: Path) -> None:

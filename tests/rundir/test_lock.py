@@ -196,6 +196,38 @@ def test_a_holder_beats(tmp_path: Path) -> None:
         assert path.stat().st_mtime_ns > first
 
 
+BEATS_WITHOUT_DESCRIPTORS = """
+import os, resource, sys, time
+from pathlib import Path
+from unisono.rundir.lock import RunLock
+path = Path(sys.argv[1])
+lock = RunLock(path, beat_s=0.05)
+lock.acquire("host-a", os.getpid())
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+taken = []
+try:
+    while True:
+        taken.append(os.open(os.devnull, os.O_RDONLY))
+except OSError:
+    time.sleep(1)  # twenty beats
+for fd in taken:
+    os.close(fd)
+before, limit = path.stat().st_mtime_ns, time.monotonic() + 60
+while path.stat().st_mtime_ns == before and time.monotonic() < limit:
+    time.sleep(0.05)
+print(path.stat().st_mtime_ns > before)
+taken = [os.open(os.devnull, os.O_RDONLY) for _ in range(50)]
+lock.release()
+"""
+
+
+def test_a_holder_without_free_descriptors_beats_again_once_there_are_some(tmp_path: Path) -> None:
+    """Else a start on a different host would take over the lock of a living run."""
+    words = [sys.executable, "-c", BEATS_WITHOUT_DESCRIPTORS, str(tmp_path / "run.lock")]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")
+
+
 def _wait_a_little() -> None:
     import select
 

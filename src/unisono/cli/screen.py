@@ -1,5 +1,6 @@
 """What a terminal shows of a run: the screen and the JSON lines of `unisono train`, and the lines of `unisono run`."""
 
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -270,7 +271,7 @@ def ending(result: Message, cwd: Path, *, alone: bool = False) -> list[str]:
         return [*lines, f"result: {found or output_dir}, on {result['held_by']}"]
     if result.get("outcome") == "completed":
         weights = _near(str(result.get("weights") or output_dir), cwd)
-        return [*lines, f"result: {weights}", f"next:   unisono chat {_near(output_dir, cwd)}"]
+        return [*lines, f"result: {weights}", f"next:   unisono chat {shlex.quote(_near(output_dir, cwd))}"]
     checkpoint = result.get("checkpoint")
     none = "there is no checkpoint yet"
     if verdict.get("cause") == "output_removed":  # its checkpoints are where the directory went

@@ -146,7 +146,7 @@ class RunLock:
         assert self._thread is not None
         self._thread.join(_LAST_BEAT_S)
         # If the storage does not respond, touching the file would hang, too; the lock ends with the process.
-        if self._thread.is_alive() or not responds(self.path, limit_s=_LAST_BEAT_S):
+        if self._thread.is_alive() or not self._storage_responds():
             return
         # On read-only storage the file stays; the lock ends with the descriptor, and the next start takes it over.
         with contextlib.suppress(OSError):
@@ -160,6 +160,12 @@ class RunLock:
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+    def _storage_responds(self) -> bool:
+        try:
+            return responds(self.path, limit_s=_LAST_BEAT_S)
+        except OSError:  # no process can be started: not a word about the storage
+            return False
 
     def _lock_file(self) -> int:
         """The open, locked file at the path; retried if a holder removes it between open and lock."""
@@ -220,7 +226,10 @@ class RunLock:
 
     def _beat(self) -> None:
         while not self._ended.wait(self._beat_s):
-            responds(self.path, limit_s=None)  # storage may be unavailable for a while; flock remains
+            # Storage may be unavailable for a while; flock remains. So may descriptors or processes: a start on a different host must not
+            # take the lock because one beat could not be made.
+            with contextlib.suppress(OSError):
+                responds(self.path, limit_s=None)
 
 
 def read_holder(path: Path) -> Holder | None:
