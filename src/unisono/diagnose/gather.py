@@ -245,11 +245,6 @@ def find_framework(events: Iterable[Event]) -> str:
     return next((name for name in BY_PRIORITY if name in found), "")
 
 
-def find_all(events: Iterable[Event]) -> set[str]:
-    """All frameworks in the logs."""
-    return {name for event in events if event.signature == "made_by" for name in event.fields}
-
-
 _BEGINS = frozenset({"omp_banner", "lf_tasks", "launched", "deepspeed_cmd", "ray_began"})
 _ENDS = frozenset(
     {

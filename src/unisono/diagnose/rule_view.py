@@ -142,11 +142,6 @@ class View:
             and event.rank == trace.event.rank
         ]
 
-    def last_errors_end(self) -> tuple[str, int] | None:
-        """The place of the last word of failure."""
-        errors = [event for event in self.facts.events if event.kind in ("error", "death")]
-        return (errors[-1].source, errors[-1].order) if errors else None
-
     @cached_property
     def failing_exits(self) -> list[Exit]:
         """Ends that were not asked for by the launcher itself."""
