@@ -54,7 +54,7 @@ def _lines(result: dict[str, Any]) -> list[str]:
         )
     if result["what"] == "adapter":
         lines.append(
-            f"  it goes with {result['base']}: peft.AutoPeftModelForCausalLM.from_pretrained({result['out']!r})"
+            f"  its base model is {result['base']}; load both with peft.AutoPeftModelForCausalLM.from_pretrained({result['out']!r})"
         )
     else:
         lines.append(f"  transformers.AutoModelForCausalLM.from_pretrained({result['out']!r}) loads it")

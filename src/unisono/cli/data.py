@@ -8,6 +8,7 @@ import typer
 app = typer.Typer(help="Shows the rows of a config.", rich_markup_mode=None)
 
 _BAR = 40  # characters of the longest bar of the histogram
+_BESIDE_BAR = 26  # characters in front of a bar
 
 
 @app.callback()
@@ -53,14 +54,17 @@ def _show(found: dict[str, Any]) -> None:
     from unisono.cli.output import output, terminal_width
     from unisono.facts import read_environment
 
+    width = terminal_width(sys.stdout)
     coloured = sys.stdout.isatty() and read_environment().colour and not output().json
     if not coloured:
-        for line in preview_lines(found):
+        for line in preview_lines(found, width=width):
             output().result("".join(f"⟦{part}⟧" if loss else part for part, loss in line))
         return
-    width = terminal_width(sys.stdout) or None
-    console = Console(width=width, file=sys.stdout, highlight=False, markup=False, emoji=False)
-    for line in preview_lines(found):
+    console = Console(width=width or None, file=sys.stdout, highlight=False, markup=False, emoji=False)
+    for line in preview_lines(found, width=width):
+        if not any(loss for _, loss in line):
+            output().result("".join(part for part, _ in line))
+            continue
         console.print(Text.assemble(*((part, "bold green" if loss else "") for part, loss in line)))
 
 
@@ -68,15 +72,15 @@ Line = list[tuple[str, bool]]
 """Parts of a line, and whether each counts in the loss."""
 
 
-def preview_lines(found: dict[str, Any]) -> list[Line]:
-    """The lines of a preview, without control characters."""
+def preview_lines(found: dict[str, Any], *, width: int = 0) -> list[Line]:
+    """The lines of a preview, without control characters; bars fit a terminal of `width` columns if not 0."""
     data = found["data"]
     lines: list[Line] = []
     for row in found["rows"]:
         lines += [*_row_lines(row), [("", False)]]
     lines += [
         [(text, False)]
-        for text in (*_length_lines(found["lengths"]), "", *_figure_lines(data), *_ledger_lines(found))
+        for text in (*_length_lines(found["lengths"], width), "", *_figure_lines(data), *_ledger_lines(found))
     ]
     return lines
 
@@ -95,11 +99,12 @@ def _row_lines(row: dict[str, Any]) -> list[Line]:
     return [[(part, loss) for part, loss in line if part] for line in lines]
 
 
-def _length_lines(classes: list[dict[str, int]]) -> list[str]:
+def _length_lines(classes: list[dict[str, int]], width: int) -> list[str]:
+    longest = min(_BAR, max(1, width - _BESIDE_BAR)) if width else _BAR
     most = max(entry["rows"] for entry in classes)
     lines = ["tokens a row"]
     for entry in classes:
-        bar = "█" * -(-_BAR * entry["rows"] // most)
+        bar = "█" * -(-longest * entry["rows"] // most)
         lines.append(f"{entry['first']:>7}–{entry['last']:<7} {entry['rows']:>9,} {bar}".rstrip())
     return lines
 

@@ -139,7 +139,7 @@ def judge_orphans(left: Sequence[Orphan], ended: dict[Orphan, bool]) -> Finding:
     living = [orphan for orphan in left if not ended.get(orphan)]
     if not living:
         return found(ORPHANS, "pass", f"{len(left)} ended", *rows)
-    text = f"{len(living)} without {'its' if len(living) == 1 else 'their'} front"
+    text = f"{len(living)} process{'' if len(living) == 1 else 'es'} without a front"
     own_orphans = [orphan for orphan in living if orphan.mine and orphan.state != "D"]
     fix = []
     if own_orphans:

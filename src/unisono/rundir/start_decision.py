@@ -304,9 +304,7 @@ def _decide_finished(
     raise UsageError.of(
         f"the run in {run.root} is finished: {done} steps, {before.duration}",
         where="output_dir",
-        why=f"the requested duration is {config.duration}"
-        if resume
-        else "a finished run is not written over",
+        why=f"the requested duration is {config.duration}" if resume else "a finished run is not overwritten",
         fix=f"{longer}, or set a different output_dir, or pass --fresh: it renames this one to {next_old(run.root).name}",
     )
 
