@@ -35,7 +35,7 @@ def test_values_read_back_as_they_were(value: object) -> None:
 
 @pytest.mark.parametrize("value", [{1: "a"}, {"$float": 1}, b"x", {1, 2}, object()])
 def test_what_json_would_change_is_refused(value: object) -> None:
-    with pytest.raises(TypeError, match="JSON would not give back"):
+    with pytest.raises(TypeError, match="JSON cannot represent"):
         encode_values(value, "state")
 
 

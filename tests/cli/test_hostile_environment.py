@@ -155,7 +155,7 @@ def faults_of(words: list[str], code: int, text: str) -> str:
     """What is wrong with how a command ended; empty where nothing is."""
     if code < 0:
         return f"{words}: ended by signal {-code} (9: it hung)\n{text[-2000:]}"
-    if code == 1 or "Traceback (most recent call last)" in text or "defect of unisono" in text:
+    if code == 1 or "Traceback (most recent call last)" in text or "bug in unisono" in text:
         return f"{words}: exit {code}\n{text[-2000:]}"
     return ""
 

@@ -228,4 +228,4 @@ def test_a_limit_of_the_file_size_is_named_with_its_value_and_what_raises_it(tmp
     assert "the cache of token tables cannot be written: File too large" in printed
     assert "the file size limit is 1000 bytes" in printed
     assert "ulimit -f unlimited" in printed
-    assert "make room" not in printed
+    assert "free space" not in printed

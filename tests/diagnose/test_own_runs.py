@@ -85,7 +85,7 @@ def test_who_was_asked_to_end_is_reported_how_to_continue(run: Path, outcome: st
 @pytest.mark.parametrize(
     ("outcome", "exit_code", "says"),
     [
-        ("completed", 0, "the program ended well"),
+        ("completed", 0, "the program succeeded"),
         ("preempted", 143, "asked to stop (SIGTERM), and ended with exit code 143"),
         ("failed", 3, "ended with exit code 3"),
     ],

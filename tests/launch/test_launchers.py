@@ -51,6 +51,6 @@ def test_several_nodes_are_not_taken_for_one_where_nobody_reports_which_they_are
     command = [sys.executable, "-m", "unisono", *words, "--launcher", "nodes", *program]
     reported = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, cwd=tmp_path)
     assert reported.returncode == 2, reported.stderr
-    assert "--launcher nodes is for several nodes, and nothing says which they are" in reported.stderr
+    assert "--launcher nodes is for several nodes, but none are given" in reported.stderr
     assert "--hosts A,B" in reported.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["c.yaml"]

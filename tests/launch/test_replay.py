@@ -91,7 +91,7 @@ def test_steps_run_again_give_the_same_bits_and_what_does_not_is_named(
     assert done.returncode == 2
     assert "checkpoint step 8 has no 3 logged steps after it" in done.stderr
     assert "metrics.jsonl ends with step 8" in done.stderr
-    assert "leave out --step, and step 4 is taken" in done.stderr
+    assert "without --step, step 4 is taken" in done.stderr
 
     rows.write_text(rows.read_text().replace("red", "blue"))
     done = replay(front)
@@ -182,7 +182,7 @@ def test_rounding_is_right_only_where_there_is_a_reason_for_it(
         return
     (problem,) = found.error("runs/demo").problems
     assert problem.what == found.lines()[0]
-    assert ("another torch" if excuses else "nothing that is known has changed") in problem.why
+    assert ("another torch" if excuses else "no known change") in problem.why
     assert "please report" in problem.fix
 
 

@@ -157,7 +157,7 @@ def test_leftovers_of_one_node_do_not_count() -> None:
         ({}, {"hosts": ("a", "a")}, "twice"),
         ({}, {"hosts": ("a", "-x")}, "not a valid host name"),
         ({}, {"hosts": ("b", "c"), "nodes": "2"}, "contradict"),
-        ({}, {"hosts": ("b", "c"), "node_rank": 1}, "leave out --node-rank"),
+        ({}, {"hosts": ("b", "c"), "node_rank": 1}, "omit --node-rank"),
         ({}, {"devices": ("0", "1"), "nproc": 3}, "--devices names 2"),
     ],
 )  # fmt: skip

@@ -71,7 +71,8 @@ def test_a_rank_whose_weight_has_changed_is_named_with_the_step_at_which_all_wer
         "during",
     )
     assert (
-        f"rank {rank}, node 0 (here) holds other weights than the other ranks after step 6" in verdict.summary
+        f"rank {rank}, node 0 (here) holds different weights than the other ranks after step 6"
+        in verdict.summary
     )
     assert "equal after step 3" in verdict.summary
     assert verdict.evidence[0].where == f"rank {rank}, node 0 (here)"

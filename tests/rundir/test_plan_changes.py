@@ -130,7 +130,7 @@ def test_other_rows_report_exactly_where_the_run_continues_in_them() -> None:
         in found.text
     )
     assert "continues at position 21 of epoch 3" in found.text
-    assert "no longer make whole epochs" in found.text
+    assert "no longer form complete epochs" in found.text
 
 
 def test_a_split_off_evaluation_may_have_been_learned() -> None:
@@ -172,7 +172,7 @@ def test_a_different_model_reports_what_the_weights_are_upon() -> None:
     assert "the adapter would continue on weights that it was not trained on" in found.text
     full = config(adapter=None)
     (found,) = changed(plan(config=full), plan(config=full, model__digest="m2"))
-    assert "what is trained comes from the checkpoint" in found.text
+    assert "trained weights come from the checkpoint" in found.text
 
 
 def test_a_different_world_size_reports_what_is_the_same_and_what_is_not_and_why() -> None:
@@ -197,7 +197,7 @@ def test_with_dropout_a_different_world_size_agrees_in_the_mean_only() -> None:
     dropping = config(adapter={"dropout": 0.1})
     (found,) = changed(plan(config=dropping), plan(config=dropping, world_size=2))
     assert "adapter.dropout is 0.1" in found.text
-    assert "in the mean only" in found.text
+    assert "only on average" in found.text
 
 
 def test_what_auto_came_to_counts_and_not_what_was_written() -> None:

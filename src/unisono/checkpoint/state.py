@@ -156,7 +156,7 @@ def _unreadable(directory: Path, why: str) -> IntegrityError:
         f"checkpoint {directory.name} cannot be read: {why}",
         where=str(directory),
         why="its files are not in the format that unisono writes",
-        fix="`unisono checkpoint verify RUN` says what is damaged",
+        fix="`unisono checkpoint verify RUN` shows what is damaged",
     )
 
 

@@ -215,9 +215,9 @@ def encode_values(value: Any, place: str) -> Any:
     if isinstance(value, dict):
         for key in value:
             if not isinstance(key, str) or key in ("$float", "$tuple"):
-                raise TypeError(f"{place} has a key {key!r}, which JSON would not give back")
+                raise TypeError(f"{place} has a key {key!r}, which JSON cannot represent")
         return {key: encode_values(item, f"{place}.{key}") for key, item in value.items()}
-    raise TypeError(f"{place} is a {type(value).__name__}, which JSON would not give back")
+    raise TypeError(f"{place} is a {type(value).__name__}, which JSON cannot represent")
 
 
 def decode_values(value: Any) -> Any:

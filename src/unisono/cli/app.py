@@ -155,7 +155,7 @@ def _show(error: Exception, *, command: str) -> int:
             printer.warn(line)
     else:
         body = {"exit_code": 1, "problems": [{"what": repr(error)}], "verdict": None}
-        printer.warn("This is a defect of unisono, not of yours. Please report it with the lines above.")
+        printer.warn("This is a bug in unisono, not your mistake. Please report it with the lines above.")
     if printer.json:
         _emit_refusal(body, command=command)
     return error.exit_code if isinstance(error, UnisonoError) else 1

@@ -192,7 +192,7 @@ def writing_table(directory: Path) -> Iterator[Path]:
             why=storage_reason(error),
             fix=storage_remedy(
                 error,
-                full="make room there, or set XDG_CACHE_HOME to a place with room",
+                full="free space there, or set XDG_CACHE_HOME to a disk with free space",
                 else_="fix that file system, or set XDG_CACHE_HOME to a different place",
             ),
         ) from error

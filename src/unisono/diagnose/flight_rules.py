@@ -116,7 +116,7 @@ class _Run:
         if not states["started"] > states["scheduled"] > 0:
             return None
         late = sorted(rank for rank, entry in entries.items() if entry.state == "scheduled")
-        why = f"all ranks called {self._called(place)}, and on {_ranks(late)} the GPU has not begun it: it still works on, or hangs in, what came before"
+        why = f"all ranks called {self._called(place)}, and on {_ranks(late)} the GPU has not begun it: it still works on, or hangs in, an earlier operation"
         return Hypothesis("rank_stalled", why, self._evidence(late, place), tuple(late), confidence=0.6)
 
     def _idle(self, place: _Place, ranks: list[int]) -> Hypothesis | None:
@@ -133,13 +133,15 @@ class _Run:
 
     def _nobody(self, place: _Place, ranks: list[int]) -> Hypothesis:
         missing = [
-            "what the network says: NCCL_DEBUG=INFO in the next run; and the stacks of the ranks (py-spy dump)"
+            "NCCL's network log: NCCL_DEBUG=INFO in the next run; and the stacks of the ranks (py-spy dump)"
         ]
         if unknown := [recording.name for recording in self.all if recording.rank is None]:
             missing.append(f"the rank of {', '.join(unknown[:_MOST_SHOWN])}: its name has no number")
         if len(self.of_rank) < 2:
-            missing.append("the recordings of the other ranks: one alone shows who waits, not for whom")
-        why = f"{_ranks(ranks)} wait in {self._called(place)}, and the recordings show nobody who is late or does something else"
+            missing.append(
+                "the recordings of the other ranks: a single one shows which rank waits, not for which"
+            )
+        why = f"{_ranks(ranks)} wait in {self._called(place)}, and the recordings show no rank that is late or elsewhere"
         return Hypothesis(
             "undetermined", why, self._evidence(ranks, place), confidence=0.3, missing=tuple(missing)
         )
@@ -175,7 +177,7 @@ class _Run:
     def _mismatch(self, entries: dict[int, Entry], odd: list[int]) -> Hypothesis:
         one = next(iter(entries.values()))
         listed = ", ".join(f"rank {rank}: {entry}" for rank, entry in _shown(entries, odd))
-        nobody = "" if odd else "; as many ranks have the one as the other, so nobody can be named"
+        nobody = "" if odd else "; equally many ranks have each, so none can be blamed"
         why = f"at number {one.seq} of group {one.group} the ranks are in different collectives ({listed}){nobody}"
         order = [*odd, *(rank for rank in entries if rank not in odd)]
         return Hypothesis(

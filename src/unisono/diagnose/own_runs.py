@@ -168,7 +168,7 @@ def _ended_program(result: RunResult) -> Verdict | None:
     """The same for a program of `unisono run`: result.json has neither its steps nor its checkpoints, so its log may have the cause."""
     if result.is_completed:
         return Verdict(
-            cause="healthy", when="after", severity="none", summary="the program ended well (exit code 0)"
+            cause="healthy", when="after", severity="none", summary="the program succeeded (exit code 0)"
         )
     if result.outcome in ("preempted", "interrupted"):
         signals = "SIGTERM" if result.outcome == "preempted" else "Ctrl-C"
@@ -187,7 +187,7 @@ def _ended_badly(run: RunDir, facts: RunFacts) -> Verdict | None:
     result = read_result(run)
     if result is None or facts.framework == "unisono":
         return None
-    summary = f"the program ended with exit code {result.exit_code}, and its log names no cause"
+    summary = f"the program ended with exit code {result.exit_code}, and its log shows no cause"
     return Verdict(cause="undetermined", when="after", summary=summary)
 
 
@@ -269,7 +269,7 @@ def _silent(reports: Sequence[RankEvents], facts: RunFacts) -> Verdict:
     )
     summary = f"the run ended {at} without a result or a verdict: its front was killed (kill -9, out of memory, power){first}{unknown_ranks}"
     fix = (
-        "Look at what the machine says of that time: dmesg -T | grep -i -E 'oom|killed process', journalctl -b -1, the scheduler's messages.",
+        "Check the machine's logs of that time: dmesg -T | grep -i -E 'oom|killed process', journalctl -b -1, the scheduler's messages.",
     )
     return Verdict(
         cause="undetermined",
@@ -322,7 +322,7 @@ def _resume_fix(run: RunDir, verdict: Verdict) -> list[str]:
     nodes = objects_of(read_object(run.plan).get("nodes"))
     nproc = nodes[0].get("nproc") if nodes else None
     ranks = f" --nproc {nproc}" if isinstance(nproc, int) and nproc > 1 else ""
-    where = f" on each of the {len(nodes)} nodes, with the options of before" if len(nodes) > 1 else ""
+    where = f" on each of the {len(nodes)} nodes, with the same options as before" if len(nodes) > 1 else ""
     begin = (
         f"resumes from step {max(steps)}"
         if steps

@@ -23,7 +23,7 @@ def remedy(finding: Hypothesis, facts: RunFacts) -> list[str]:
         known = remedy_for_foreign_program(known, facts.framework if finding.cause in _RESUMABLE else "")
     lines += [line for line in known if line not in lines]
     if finding.missing:
-        lines.append(f"To say more, this is missing: {'; '.join(finding.missing)}.")
+        lines.append(f"Missing for a more precise answer: {'; '.join(finding.missing)}.")
     return [one_line(line) for line in lines]
 
 
@@ -44,7 +44,7 @@ def _nproc(finding: Hypothesis, facts: RunFacts) -> list[str]:
 def _unbound(finding: Hypothesis, facts: RunFacts) -> list[str]:
     return [
         "Bind the device before the first barrier: torch.cuda.set_device(local_rank), then init_process_group(..., device_id=torch.device('cuda', local_rank)); barrier(device_ids=[local_rank]).",
-        "If it hangs all the same, the transport is at fault: try one at a time NCCL_P2P_DISABLE=1, NCCL_IB_DISABLE=1, NCCL_SOCKET_IFNAME=<interface>.",
+        "If it still hangs, the transport is at fault: try one at a time NCCL_P2P_DISABLE=1, NCCL_IB_DISABLE=1, NCCL_SOCKET_IFNAME=<interface>.",
     ]
 
 
@@ -94,21 +94,21 @@ def _died(finding: Hypothesis, facts: RunFacts) -> list[str]:
 
 def _stalled(finding: Hypothesis, facts: RunFacts) -> list[str]:
     who = _who(finding)
-    lines = [f"See where {who} stands while it happens: py-spy dump --pid PID."]
+    lines = [f"See where {who} is while it happens: py-spy dump --pid PID."]
     if facts.framework == "llamafactory":
         lines.insert(
             0,
-            "Preprocess once before training (tokenized_path, preprocessing_num_workers: 16), and set ddp_timeout: 180000000 so that the others wait long enough.",
+            "Preprocess once before training (tokenized_path, preprocessing_num_workers: 16), and set ddp_timeout: 180000000 so that the other ranks wait long enough.",
         )
     elif facts.framework in _HF:
         lines.insert(
             0,
-            "Preprocess under `with training_args.main_process_first():` or before training, with num_proc; set ddp_timeout (seconds) so that the others wait long enough.",
+            "Preprocess under `with training_args.main_process_first():` or before training, with num_proc; set ddp_timeout (seconds) so that the other ranks wait long enough.",
         )
     else:
         lines.insert(
             0,
-            "Preprocess and download before the process group is made, on rank 0 first; give init_process_group(timeout=timedelta(hours=2)) where a long phase is meant.",
+            "Preprocess and download before the process group is made, on rank 0 first; give init_process_group(timeout=timedelta(hours=2)) if a long phase is expected.",
         )
     return lines
 
@@ -136,7 +136,7 @@ def _oom_cuda(finding: Hypothesis, facts: RunFacts) -> list[str]:
     )
     return [
         f"Need less: {first}; gradient_checkpointing; then ZeRO-3 or FSDP, LoRA or QLoRA.",
-        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True helps where much is reserved and not allocated.",
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True helps if much memory is reserved but not allocated.",
     ]
 
 
@@ -160,7 +160,7 @@ def _user(finding: Hypothesis, facts: RunFacts) -> list[str]:
     )
     what = f"{details.get('exception', 'the exception')}: {details.get('message', '')}".rstrip(" :")
     lines = [
-        f"Fix {at} on {_who(finding)}, or the data (sample, row, column, field) that it was given: `{what}`."
+        f"Fix {at} on {_who(finding)}, or the data (sample, row, column, field) that it received: `{what}`."
     ]
     hint = _hint(details)
     if hint:
@@ -171,11 +171,11 @@ def _user(finding: Hypothesis, facts: RunFacts) -> list[str]:
 def _hint(details: dict[str, str]) -> str:
     kind, message = details.get("exception", ""), details.get("message", "")
     if kind == "KeyError" and message:
-        return f"The key {message} is not there: check the names of the data set's columns (text, labels, messages) against what the code reads (dataset_text_field, remove_unused_columns), and every row for it."
+        return f"The key {message} is missing: check the names of the dataset's columns (text, labels, messages) against what the code reads (dataset_text_field, remove_unused_columns), and that every row has it."
     if kind == "TemplateError" or "role" in message.lower():
-        return "The chat template refuses a row of the data: check the roles (system, user, assistant) of every sample and their order."
+        return "The chat template rejects a row of the data: check the roles (system, user, assistant) of every sample and their order."
     if "collat" in details.get("functions", "") or "__getitem__" in details.get("functions", ""):
-        return "It failed while a batch was made: check the data's rows (the sample and the collator)."
+        return "It failed while making a batch: check the rows (the sample and the collator)."
     return ""
 
 
@@ -187,19 +187,19 @@ def _port(finding: Hypothesis, facts: RunFacts) -> list[str]:
     )
     return [
         f"Use a different port: {how}.",
-        "Find who holds it: `ss -ltnp | grep :PORT`; often it is a rank of the previous run that still runs.",
+        "Find the holder: `ss -ltnp | grep :PORT`; often it is a rank of the previous run that still runs.",
     ]
 
 
 def _rendezvous(finding: Hypothesis, facts: RunFacts) -> list[str]:
     return [
-        "Start all nodes within the timeout with the same --nnodes, --rdzv_id and --rdzv_endpoint (MASTER_ADDR, MASTER_PORT); from every node the head's port must be reached: `nc -vz HEAD PORT` (firewall)."
+        "Start all nodes within the timeout with the same --nnodes, --rdzv_id and --rdzv_endpoint (MASTER_ADDR, MASTER_PORT); every node must reach the head's port: `nc -vz HEAD PORT` (firewall)."
     ]
 
 
 def _loopback(finding: Hypothesis, facts: RunFacts) -> list[str]:
     return [
-        "In /etc/hosts of the head node take its name off the line 127.0.1.1; or set MASTER_ADDR (--master_addr) to an address that the other nodes reach, and GLOO_SOCKET_IFNAME to its interface."
+        "In /etc/hosts of the head node remove its name from the line 127.0.1.1; or set MASTER_ADDR (--master_addr) to an address that the other nodes reach, and GLOO_SOCKET_IFNAME to its interface."
     ]
 
 
@@ -243,20 +243,20 @@ def _shared(finding: Hypothesis, facts: RunFacts) -> list[str]:
 
 def _version(finding: Hypothesis, facts: RunFacts) -> list[str]:
     return [
-        "Install the same versions on all nodes, and those that the message asks for: pip install --upgrade (transformers, accelerate, torch …) as named in it; compare `pip freeze` between nodes."
+        "Install the same versions on all nodes, and those that the message requires: pip install --upgrade (transformers, accelerate, torch …) as named in it; compare `pip freeze` between nodes."
     ]
 
 
 def _path(finding: Hypothesis, facts: RunFacts) -> list[str]:
     key = "model_name_or_path" if facts.framework in (*_HF, "") else "the model's path"
     return [
-        f"Check that {key} exists, on every node and inside the container, and holds config.json and the weights: anything that is not a directory is taken for a name on the hub."
+        f"Check that {key} exists, on every node and inside the container, and contains config.json and the weights: anything that is not a directory is taken for a name on the hub."
     ]
 
 
 def _hub(finding: Hypothesis, facts: RunFacts) -> list[str]:
     lines = [
-        "Reach the hub or do without: HF_ENDPOINT=https://… (a mirror), a proxy; or download the model on a machine with network, give its local path, and set HF_HUB_OFFLINE=1."
+        "Reach the hub, or avoid it: HF_ENDPOINT=https://… (a mirror), a proxy; or download the model on a machine with network, give its local path, and set HF_HUB_OFFLINE=1."
     ]
     if facts.collectives:
         lines.append(
@@ -267,7 +267,7 @@ def _hub(finding: Hypothesis, facts: RunFacts) -> list[str]:
 
 def _preempted(finding: Hypothesis, facts: RunFacts) -> list[str]:
     return [
-        "Start it again from the last checkpoint; Slurm: #SBATCH --requeue, --signal=B:USR1@120 and a larger --time limit; save more often than it is taken away."
+        "Start it again from the last checkpoint; Slurm: #SBATCH --requeue, --signal=B:USR1@120 and a larger --time limit; save more often than it is preempted."
     ]
 
 
@@ -279,7 +279,7 @@ def _ray_died(finding: Hypothesis, facts: RunFacts) -> list[str]:
 
 def _ray_room(finding: Hypothesis, facts: RunFacts) -> list[str]:
     return [
-        "Compare `ray status` with ScalingConfig(num_workers, use_gpu, resources_per_worker): ask for no more CPUs and GPUs than a node has and than are free."
+        "Compare `ray status` with ScalingConfig(num_workers, use_gpu, resources_per_worker): request no more CPUs and GPUs than a node has and than are free."
     ]
 
 
@@ -303,25 +303,25 @@ def _unused(finding: Hypothesis, facts: RunFacts) -> list[str]:
         "trl": "ddp_find_unused_parameters=True",
     }.get(facts.framework, "DistributedDataParallel(find_unused_parameters=True)")
     return [
-        f"{how} (find_unused_parameters), or freeze what takes no part in the loss; with gradient checkpointing gradient_checkpointing_kwargs={{'use_reentrant': False}}."
+        f"{how} (find_unused_parameters), or freeze parameters that are not part of the loss; with gradient checkpointing gradient_checkpointing_kwargs={{'use_reentrant': False}}."
     ]
 
 
 def _nan(finding: Hypothesis, facts: RunFacts) -> list[str]:
     return [
-        "Lower the learning rate (learning_rate, lr), train in bf16 instead of fp16, clip gradients (max_grad_norm: 1.0), add warmup; look for rows with empty labels. Go back to a checkpoint from before."
+        "Lower the learning rate (learning_rate, lr), train in bf16 instead of fp16, clip gradients (max_grad_norm: 1.0), add warmup; look for rows with empty labels. Resume from a checkpoint before it."
     ]
 
 
 def _single(finding: Hypothesis, facts: RunFacts) -> list[str]:
     return [
-        "Choose no distributed strategy for one device (Lightning: strategy='auto', devices=1; no strategy='ddp'), show it one device: CUDA_VISIBLE_DEVICES=0; a newer Lightning does this by itself."
+        "Choose no distributed strategy for one device (Lightning: strategy='auto', devices=1; no strategy='ddp'), make one device visible: CUDA_VISIBLE_DEVICES=0; a newer Lightning does this by itself."
     ]
 
 
 def _twice(finding: Hypothesis, facts: RunFacts) -> list[str]:
     return [
-        "The results are complete. Guard the call: if torch.distributed.is_initialized(): torch.distributed.destroy_process_group(); let one place own it; with Ray Train upgrade ray."
+        "The results are complete. Guard the call: if torch.distributed.is_initialized(): torch.distributed.destroy_process_group(); call it in one place only; with Ray Train upgrade ray."
     ]
 
 
@@ -333,7 +333,7 @@ def _teardown(finding: Hypothesis, facts: RunFacts) -> list[str]:
 
 def _ordinal(finding: Hypothesis, facts: RunFacts) -> list[str]:
     return [
-        "Start no more ranks on a node than it shows devices: --nproc_per_node (LLaMA-Factory: NPROC_PER_NODE; Lightning: devices) at most the length of CUDA_VISIBLE_DEVICES, inside which devices count from 0 (nvidia-smi -L)."
+        "Start no more ranks on a node than it has visible devices: --nproc_per_node (LLaMA-Factory: NPROC_PER_NODE; Lightning: devices) at most the length of CUDA_VISIBLE_DEVICES, inside it devices count from 0 (nvidia-smi -L)."
     ]
 
 

@@ -69,9 +69,9 @@ def find_out_of_memory(view: View) -> list[Hypothesis]:
     who = f"rank {ranks[0]}'s process" if len(ranks) == 1 else "a process"
     oom = [event for event in stated if event.signature == "host_memory_gone"]
     why = (
-        f"{who} could not get memory of the host"
+        f"{who} could not allocate host memory"
         if oom and len(oom) == len(stated)
-        else f"{who} was killed for its use of host memory"
+        else f"{who} was killed for its host memory use"
     )
     return [
         Hypothesis(
@@ -138,7 +138,7 @@ def find_preemption(view: View) -> list[Hypothesis]:
     stated.sort(key=lambda event: event.signature != "preempted" or "SignalException" in event.text)
     failed = tuple(dict.fromkeys(event.fields["host"] for event in view.facts.of("node_failed")))
     why = (
-        f"the job was ended since node {', '.join(failed)} failed"
+        f"the job was ended because node {', '.join(failed)} failed"
         if failed
         else "the job was asked to end from outside"
     )
@@ -179,11 +179,11 @@ def find_cancelled(view: View) -> list[Hypothesis]:
     return [
         Hypothesis(
             "preempted_sigterm",
-            "the job was asked to end from outside (scancel, a service that stops it, a machine that is taken back), and nothing had failed before",
+            "the job was asked to end from outside (scancel, a service that stops it, a machine that is reclaimed), and nothing had failed before",
             first_of_each(stated),
             confidence=0.6,
             step=view.facts.step,
-            missing=("the scheduler's word on why it was cancelled",),
+            missing=("the scheduler's reason for the cancellation",),
         )
     ]
 
@@ -256,7 +256,7 @@ def _ended(view: View, exits: list[Exit], confidence: float) -> Hypothesis:
     several = len({*view.facts.hosts, *hosts}) > 1
     return Hypothesis(
         "rank_died_first",
-        f"{who} {how}, with no word of why",
+        f"{who} {how}, without a reason in the logs",
         evidence,
         ranks if len(ranks) == 1 else (),
         hosts if several and len(hosts) == 1 else (),
@@ -283,7 +283,7 @@ def _killed(view: View) -> list[Hypothesis]:
     return [
         Hypothesis(
             "rank_died_first",
-            "a process was killed from outside (SIGKILL), with no word of why",
+            "a process was killed from outside (SIGKILL), without a reason in the logs",
             first_of_each(stated),
             ranks if len(ranks) == 1 else (),
             confidence=0.7,

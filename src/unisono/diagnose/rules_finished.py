@@ -157,7 +157,7 @@ def _all_done(view: View) -> list[Hypothesis]:
     if done:
         return [
             Hypothesis(
-                "healthy", "every rank says that it is done, and nothing failed", (done[-1],), confidence=0.85
+                "healthy", "every rank reports its end, and nothing failed", (done[-1],), confidence=0.85
             )
         ]
     if _all_steps(view) and not view.consequences:
@@ -193,7 +193,7 @@ def _crash_at_exit(view: View, end: Event) -> Hypothesis | None:
     evidence = (*aborts[:2], *(one.event for one in aborted[:2]), end)
     return Hypothesis(
         "teardown_crash",
-        "all work was done; then a process aborted while it was leaving",
+        "all work was done; then a process aborted while exiting",
         evidence,
         confidence=0.85,
     )
@@ -214,5 +214,5 @@ def _is_destroy(trace: Traceback) -> bool:
 
 def _healthy(view: View, end: Event) -> Hypothesis:
     warned = [event for event in view.facts.events if event.kind in ("error", "death", "consequence")]
-    more = f"; {len(warned)} lines that look bad were survived" if warned else ""
+    more = f"; {len(warned)} alarming lines were not fatal" if warned else ""
     return Hypothesis("healthy", f"the run finished{more}", (end,), confidence=0.95)

@@ -81,7 +81,7 @@ def find_uneven(view: View, *, evidence: Iterable[Event] = ()) -> list[Hypothesi
         return [
             Hypothesis(
                 "unequal_steps",
-                f"rank {done.number('rank')} was done with its steps while others still made theirs",
+                f"rank {done.number('rank')} had finished its steps while others had not",
                 (done, *proofs[:3]),
                 (done.number("rank") or 0,),
                 confidence=0.85,
@@ -255,7 +255,7 @@ def stalled(view: View, rank: int, proofs: list[Event]) -> Hypothesis:
     if near_end(view) and (busy is None or busy.signature not in ("preparing", "preparing_data", "loading")):
         return Hypothesis(
             "unequal_steps",
-            f"near the end of the data rank {rank} did not come to a collective in which the others waited",
+            f"near the end of the data rank {rank} did not join a collective in which the others waited",
             (*proofs[:3], *([busy] if busy else [])),
             (rank,),
             confidence=0.6,
@@ -267,12 +267,12 @@ def stalled(view: View, rank: int, proofs: list[Event]) -> Hypothesis:
         phase = "preparing data"
     elif busy is not None and busy.signature == "saving":
         phase = "saving a checkpoint"
-    activity = f"; its last sign of life is that it was {phase}" if phase else ""
+    activity = f"; its last sign of life: it was {phase}" if phase else ""
     evidence = (*([busy] if busy else []), *proofs[:4])
     known = facts is not None and bool(facts.own_source)
     return Hypothesis(
         "rank_stalled",
-        f"rank {rank} did not come to a collective in which the others waited{activity}",
+        f"rank {rank} did not join a collective in which the others waited{activity}",
         evidence,
         (rank,),
         confidence=0.85 if known or phase else 0.7,
@@ -309,7 +309,7 @@ def _gloo(view: View) -> list[Hypothesis]:
         return [
             Hypothesis(
                 "rank_stalled",
-                f"{', '.join(f'rank {rank}' for rank in ranks)} did not come to a barrier",
+                f"{', '.join(f'rank {rank}' for rank in ranks)} did not reach a barrier",
                 tuple(named[:4]),
                 ranks if len(ranks) == 1 else ranks[:64],
                 confidence=0.9,
@@ -342,7 +342,7 @@ def _gloo(view: View) -> list[Hypothesis]:
     return [
         Hypothesis(
             "rank_stalled",
-            "ranks waited for one that did not come in time; the logs do not show which",
+            "ranks waited for one that did not arrive in time; the logs do not show which",
             first_of_each(waits),
             confidence=0.4,
             missing=_missing_logs(alive or absent),
@@ -366,9 +366,9 @@ def _listed(view: View) -> list[Hypothesis]:
     is_unhealthy = any(event.signature == "tasks_unhealthy" for event in words)
     who = ", ".join(f"rank {rank}" for rank in ranks[:8])
     why = (
-        f"{who} sends no heartbeats any more"
+        f"{who} no longer sends heartbeats"
         if is_unhealthy
-        else f"{who} did not come to a collective in which the others waited"
+        else f"{who} did not join a collective in which the others waited"
     )
     return [
         Hypothesis(

@@ -207,7 +207,7 @@ def _refused_start(view: View) -> list[Hypothesis]:
     return [
         Hypothesis(
             "user_code_error",
-            f"the program did not accept how it was called: {words[:160]}",
+            f"the program rejected its arguments: {words[:160]}",
             tuple(stated[:4]),
             culprits(view, stated) if len(ranks_of(stated)) == 1 else (),
             confidence=0.85,
@@ -225,7 +225,7 @@ def _of_thread(view: View, traces: list[Traceback]) -> Hypothesis:
     return replace(
         found,
         ranks=ranks,
-        why=f"a thread of {who} ended with {first.type}: {first.message.splitlines()[0] if first.message else ''}; then its rank stood still",
+        why=f"a thread of {who} ended with {first.type}: {first.message.splitlines()[0] if first.message else ''}; then its rank hung",
     )
 
 
@@ -238,7 +238,7 @@ def _unknown_model(traces: list[Traceback]) -> Hypothesis:
     kind = traces[0].message.strip("'\"")
     return Hypothesis(
         "version_mismatch",
-        f"the installed transformers know no model type {kind}: they are older than the model",
+        f"the installed transformers do not know the model type {kind}: they are older than the model",
         tuple(trace.event for trace in traces[:3]),
         confidence=0.85,
         facts={"package": "transformers"},

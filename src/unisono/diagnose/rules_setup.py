@@ -85,7 +85,7 @@ def find_rendezvous(view: View) -> list[Hypothesis]:
         found.append(
             Hypothesis(
                 "hostname_loopback",
-                "a node's name leads to its own loopback address, where the others cannot reach it",
+                "a node's name resolves to its own loopback address, where the others cannot reach it",
                 first_of_each(sorted(loopback, key=lambda e: "trying to connect" not in e.text)),
                 confidence=0.85,
             )
@@ -94,7 +94,7 @@ def find_rendezvous(view: View) -> list[Hypothesis]:
         found.append(
             Hypothesis(
                 "dns_failure",
-                "the name of the head node is not known",
+                "the name of the head node cannot be resolved",
                 first_of_each(sorted(names, key=lambda e: "IPv6" in e.text)),
                 confidence=0.85,
             )
@@ -106,7 +106,7 @@ def find_rendezvous(view: View) -> list[Hypothesis]:
         found.append(
             Hypothesis(
                 "rdzv_timeout",
-                "not all nodes came together in time",
+                "not all nodes joined in time",
                 (*first_of_each(waited), *view.facts.of("connect_failed")[:2]),
                 confidence=0.8,
                 missing=("the logs of the other nodes",),
@@ -304,7 +304,7 @@ def find_unshared(view: View) -> list[Hypothesis]:
     return [
         Hypothesis(
             "checkpoint_not_shared",
-            f"the ranks of {where} miss a part of the checkpoint that the other hosts found",
+            f"the ranks of {where} lack a part of the checkpoint that the other hosts found",
             tuple(trace.event for trace in missed[:4]),
             hosts=(host,) if host else (),
             confidence=0.85,

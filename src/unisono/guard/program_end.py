@@ -206,7 +206,7 @@ def _explains(diagnosed: Verdict, number: signal.Signals) -> bool:
 def _sender(number: signal.Signals, end: ProgramEnd) -> str:
     """The likely sender of the signal."""
     if end.subreaper_lost:
-        return "the kernel sent it, since the program's keeper, a helper process of `unisono run`, was killed first"
+        return "the kernel sent it, because the program's subreaper, a helper process of `unisono run`, was killed first"
     if number is signal.SIGKILL and end.oom_killed:
         return "the kernel's count of OOM kills (oom_kill in the cgroup) grew meanwhile"
     if number is signal.SIGKILL and end.oom_killed is not None:

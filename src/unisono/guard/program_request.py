@@ -230,7 +230,7 @@ def refuse_launcher(request: RunRequest) -> None:
             raise UsageError.of(
                 "--launcher local runs on one node, but several are requested",
                 where="command line",
-                fix="leave out --launcher",
+                fix="omit --launcher",
             )
         return
     if launcher == "slurm":
@@ -239,7 +239,7 @@ def refuse_launcher(request: RunRequest) -> None:
         fix = f"--hosts a,b for its nodes; a program that starts its ranks by Ray itself needs neither: unisono run -- {program}"
     else:
         near = nearest(launcher, ["local", "nodes", "ray", "slurm"])
-        fix = f"did you mean `{near}`?" if near else "choose one of local, nodes, or leave it out"
+        fix = f"did you mean `{near}`?" if near else "choose local or nodes, or omit it"
         raise UsageError.of(f"unknown launcher {launcher}", where="--launcher", fix=fix)
     raise UsageError.of(
         f"run does not submit to {launcher.capitalize()} by itself, unlike train",
@@ -260,13 +260,13 @@ def _refuse_other_hosts(
         raise UsageError.of(
             f"--hosts starts the same program on every node, but {rank.origin} {rank.text} selects one node",
             where="command line",
-            fix=f"leave out {rank.origin}: it is set on every node",
+            fix=f"omit {rank.origin}: it is set on every node",
         )
     if nodes is not None and nodes.origin not in variables and not _is_same(str(topology.nodes), nodes.text):
         raise UsageError.of(
             f"--hosts makes {topology.nodes} nodes with this one, but {nodes.origin} says {nodes.text}",
             where="command line",
-            fix=f"leave out {nodes.origin}, or name as many hosts",
+            fix=f"omit {nodes.origin}, or name as many hosts",
         )
 
 

@@ -166,7 +166,7 @@ class ProgramSupervisor:
                 self._take(event.node_rank, event.message)
             except (KeyError, TypeError, ValueError, AttributeError) as error:
                 host = self.nodes[event.node_rank].host
-                why = f"sent what cannot be read: {one_line(str(error), limit=200)}"
+                why = f"sent an unreadable message: {one_line(str(error), limit=200)}"
                 self._failures.node_lost(NodeLoss(event.node_rank, host, why), now=time.monotonic())
 
     def _take(self, node_rank: int, message: Message) -> None:

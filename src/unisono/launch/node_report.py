@@ -315,7 +315,7 @@ def refuse_old_ranks(who: str, host: str) -> None:
     )
     raise _refusal(
         "stale_process",
-        f"{who}: ranks of the start before still live {_GONE_S:g} s after they were killed: pid {shown}",
+        f"{who}: ranks of the start before are still alive {_GONE_S:g} s after they were killed: pid {shown}",
         host=host,
         evidence=waits,
     )

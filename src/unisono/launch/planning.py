@@ -278,14 +278,14 @@ def _problems(
     if plan.config.model.trust_remote_code and not own.model.trust_remote_code:
         found.append(
             (
-                "the head's plan would run code that comes with the model",
+                "the head's plan would run code from the model's repository",
                 "model.trust_remote_code is off here",
             )
         )
     places = plan.on_node(node_rank)
     if [place.device.uuid for place in places] != [device.uuid for device in devices]:
         found.append(
-            ("the head's plan gives this node other devices than it offered", f"{len(places)} ranks")
+            ("the head's plan gives this node different devices than it offered", f"{len(places)} ranks")
         )
     if [place.rank for place in plan.ranks] != list(range(plan.world_size)):
         found.append(("the head's plan does not number its ranks from 0", f"world_size {plan.world_size}"))

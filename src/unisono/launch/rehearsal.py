@@ -69,7 +69,7 @@ def rehearse(request: TrainRequest, show: Show) -> Rehearsal:
             "a rehearsal is for one node",
             where="--rehearse",
             why="it tries the path from data to export, and leaves nothing behind",
-            fix="leave out --nodes and --hosts; `unisono train --dry-run` shows the plan of all nodes",
+            fix="remove --nodes and --hosts; `unisono train --dry-run` shows the plan of all nodes",
         )
     if request.launcher in ("ray", "slurm"):
         notify(

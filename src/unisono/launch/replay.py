@@ -109,14 +109,14 @@ class Replayed:
         why = (
             f"more than rounding can make, which these allow for: {known}"
             if known
-            else "nothing that is known has changed: data, model, packages, ranks, threads and device are those of the run"
+            else "no known change: data, model, packages, ranks, threads and device are those of the run"
         )
         return IntegrityError.of(
             self.lines()[0],
             where=where,
             why=why,
-            fix="run it once more: if the figures change again, this machine's arithmetic is not to be trusted (memory, heat); if not,"
-            " the logged steps were made with something else, or it is a defect of unisono: please report it",
+            fix="run it once more: if the figures change again, this machine's arithmetic is unreliable (memory, heat); if not,"
+            " the logged steps were made with something else, or this is a bug in unisono: please report it",
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -187,7 +187,7 @@ class Replay:
             raise UsageError.of(
                 f"the run is active: {holder}",
                 where=str(self.run.lock),
-                why="a replay takes the same devices",
+                why="a replay uses the same devices",
                 fix="wait until it has ended",
             )
         plan = _plan_of(self.run)
@@ -337,7 +337,7 @@ def _plan_of(run: RunDir) -> RunPlan:
             "the plan of the run cannot be read, so its steps cannot be run again",
             where=str(run.plan),
             why=why_unreadable(error),
-            fix="leave out --replay: `checkpoint verify` needs no plan",
+            fix="omit --replay: `checkpoint verify` needs no plan",
         ) from error
 
 
@@ -352,17 +352,19 @@ def _has_steps_after(step: int, count: int, logged: Lines) -> bool:
 def _nothing_to_compare(store: CheckpointStore, step: int | None, steps: int, logged: Lines) -> UsageError:
     there = [_step_of(path) for path in store.list()]
     last = max(logged, default=0)
-    fix = "wait until the run has come further, or ask for fewer steps: --replay 1"
+    fix = "wait until the run has made more steps, or repeat fewer: --replay 1"
     if step is not None and step not in there:
         return UsageError.of(
             f"there is no checkpoint of step {step}",
             where=str(store.root),
-            fix=f"there are those of step {', '.join(map(str, there))}" if there else "the run has none yet",
+            fix=f"there are checkpoints of step {', '.join(map(str, there))}"
+            if there
+            else "the run has none yet",
         )
     if step is not None:
         what = f"checkpoint step {step} has no {steps} logged steps after it"
         able = [number for number in there if _has_steps_after(number, steps, logged)]
-        fix = f"leave out --step, and step {max(able)} is taken" if able else fix
+        fix = f"without --step, step {max(able)} is taken" if able else fix
     else:
         what = f"no checkpoint has {steps} logged steps after it"
     newest = f"the newest checkpoint is of step {max(there)}; " if there else "there is no checkpoint; "
@@ -399,8 +401,8 @@ def _refuse_changed(plan: RunPlan, prepared: Mapping[str, Any]) -> None:
             raise UsageError.of(
                 f"the {name} {'are' if name == 'data' else 'is'} not what the run was made with",
                 where=key,
-                why=f"digest {digest} then, {now} now, so the steps cannot come out the same",
-                fix="put the files back as they were, or leave out --replay",
+                why=f"digest {digest} then, {now} now, so the steps cannot give the same results",
+                fix="restore the files, or omit --replay",
             )
 
 
@@ -408,9 +410,7 @@ def _run_explanations(plan: RunPlan, found: IntactCheckpoint, *, last: int) -> l
     """Why steps of this run may come out otherwise, whatever machine they are run on."""
     lines = []
     if plan.device.kind == "cuda" and not plan.config.deterministic:
-        lines.append(
-            "it was trained on accelerators without `deterministic: true`: sums are taken in any order"
-        )
+        lines.append("it was trained on accelerators without `deterministic: true`: sums have no fixed order")
     if plan.resume is not None and found.step < plan.resume.step:
         lines.append(
             f"the run has been started again from step {plan.resume.step} since, and only the plan of the last start is kept"

@@ -64,12 +64,12 @@ def may_restart(
     """
     cause = find_cause(verdict.cause)
     if not without_culprit and (cause is None or not cause.retry_helps):
-        return False, "starting again would not help"
+        return False, "a restart would not help"
     again = not without_culprit and bool(earlier) and earlier[-1].cause == verdict.cause
     if again and step <= max(death.step for death in earlier):
         return False, f"the same finding twice without progress beyond step {step}: it is deterministic"
     if len(earlier) >= allowed:
-        return False, f"restarts: {allowed} are used up" if allowed else "restarts: 0"
+        return False, f"restarts: {allowed} have been used" if allowed else "restarts: 0"
     return True, f"restart {len(earlier) + 1} of {allowed}"
 
 

@@ -211,7 +211,7 @@ def _make(run: RunDir) -> None:
         raise UsageError.of(
             f"the run's directory {run.root} cannot be written",
             where="output_dir",
-            why="it is not yours to write in",
+            why="you have no permission to write there",
             fix="set output_dir to a directory that you may write",
         )
 

@@ -168,7 +168,7 @@ class TrainRequest:
         """The request's part about nodes and ranks.
 
         Raises:
-            UsageError: if a list has an empty place.
+            UsageError: if a list has an empty entry.
         """
         return TopologyRequest(
             nproc=self.nproc,

@@ -354,7 +354,7 @@ def odd_weights(odd: dict[Path, dict[str, str]]) -> ModelError:
         Problem(
             f"{name} contains {what}",
             str(file),
-            "such a weight makes every loss NaN and every answer noise",
+            "such a weight makes every loss NaN and every answer meaningless",
             "copy or download the weights again; if they come from a training run, use an earlier checkpoint of it",
         )
         for file, tensors in odd.items()

@@ -52,7 +52,7 @@ def choose_devices(
             raise UsageError.of(
                 f"--devices {','.join(named)} names an accelerator, but the config says `device: cpu`",
                 where="command line",
-                fix="leave out --devices, or pass device=cuda",
+                fix="omit --devices, or pass device=cuda",
             )
         return [_cpu(machine, nproc)] * nproc, "device: cpu"
     gpus = visible_gpus(machine.gpus, visible)
@@ -85,9 +85,9 @@ def device_words(text: str | None) -> tuple[str, ...]:
     words = tuple(word.strip() for word in text.split(","))
     if not all(words):
         raise UsageError.of(
-            f"--devices {text!r} has an empty place",
+            f"--devices {text!r} has an empty entry",
             where="command line",
-            fix="as in --devices 0,1 (index or UUID)",
+            fix="e.g. --devices 0,1 (index or UUID)",
         )
     return words
 

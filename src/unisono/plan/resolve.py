@@ -193,7 +193,7 @@ def _fit(
         found = _smallest(given, strategies[-1], dtype)
         origins["memory"] = (
             f"the estimate of {show_bytes(found.memory.total)} is more than {_SHARE_OF_MEMORY:.0%} of the "
-            f"{show_bytes(int(room / _SHARE_OF_MEMORY))} that are free; the rehearsal of the longest batch will tell"
+            f"{show_bytes(int(room / _SHARE_OF_MEMORY))} that are free; the trial of the longest batch will show it"
         )
     if len(strategies) > 1:
         why = (
@@ -348,7 +348,7 @@ def _without_effect(config: RunConfig, data: DataSummary, strategy: Strategy) ->
             for key in _changed(config.eval)
         ]
     if config.deterministic and config.device == "cpu":
-        found.append("deterministic has no effect: runs on CPU are bit-equal anyway")
+        found.append("deterministic has no effect: runs on CPU are always bit-exact")
     if config.optim.kind != "muon" and "muon_lr" in _changed(config.optim):
         found.append("optim.muon_lr has no effect: optim.kind is adamw")
     return found

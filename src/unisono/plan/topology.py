@@ -36,7 +36,7 @@ def parse_hosts(text: str | None) -> tuple[str, ...]:
     words = () if text is None else tuple(word.strip() for word in text.split(","))
     if not all(words):
         raise UsageError.of(
-            f"--hosts {text!r} has an empty place", where="command line", fix="as in --hosts a,b,c"
+            f"--hosts {text!r} has an empty entry", where="command line", fix="e.g. --hosts a,b,c"
         )
     return words
 
@@ -100,7 +100,7 @@ def whole(text: str, source: str) -> int:
     raise UsageError.of(
         f"{source}: {one_line(text, limit=80)!r} is not a whole number",
         where=source,
-        fix=f"set {source} to a whole number, or leave it out",
+        fix=f"set {source} to a whole number, or omit it",
     )
 
 
@@ -269,7 +269,7 @@ class _Reader:
         for option, value in (("--node-rank", self.request.node_rank), ("--head", self.request.head)):
             if value is not None:  # alone, node 0 would train by itself, and the others would wait for it
                 raise UsageError.of(
-                    f"{option} {value} says that there are several nodes, and not how many",
+                    f"{option} {value} indicates several nodes, but not how many",
                     where="command line",
                     fix=f"add --nodes N: {self._example('N')}",
                 )
@@ -281,7 +281,7 @@ class _Reader:
             raise UsageError.of(
                 f"--nodes {nodes} and --hosts, which make {listed} with this one, contradict each other",
                 where="command line",
-                fix=f"leave out --nodes, or pass --nodes MIN:{listed}",
+                fix=f"omit --nodes, or pass --nodes MIN:{listed}",
             )
         if source == "NNODES":
             self.used.add(source)
@@ -295,7 +295,7 @@ class _Reader:
         if nodes == 1:
             if self.request.node_rank:
                 raise UsageError.of(
-                    f"--node-rank {self.request.node_rank} is outside of --nodes 1: ranks of nodes count from 0",
+                    f"--node-rank {self.request.node_rank} is outside of --nodes 1: node ranks start at 0",
                     where="command line",
                     fix="pass the number of nodes with --nodes, or --node-rank 0",
                 )
@@ -307,7 +307,7 @@ class _Reader:
             raise UsageError.of(
                 f"--hosts starts the other nodes from node 0, and --node-rank says {self.request.node_rank}",
                 where="command line",
-                fix="leave out --node-rank, and run the command on the first host",
+                fix="omit --node-rank, and run the command on the first host",
             )
         if self.request.head is None:
             return 0, "", DEFAULT_PORT
@@ -324,7 +324,7 @@ class _Reader:
             rank, source = self.placed.node_rank, self.placed.origins["node_rank"]
         if rank is None:
             raise UsageError.of(
-                f"there are {nodes} nodes, and nothing says which of them this is",
+                f"there are {nodes} nodes, and the rank of this node is unknown",
                 where=self._nodes_where(nodes),
                 fix=f"on this node: {self._example(str(nodes))}, with R from 0 to {nodes - 1}, its own on each node",
             )
@@ -347,7 +347,7 @@ class _Reader:
             return self.placed.head_host, self.placed.head_port
         if not self.variables.get("MASTER_ADDR"):
             raise UsageError.of(
-                f"there are {nodes} nodes, and nothing says where the head (node 0) is",
+                f"there are {nodes} nodes, and the address of the head (node 0) is unknown",
                 where=self._nodes_where(nodes),
                 fix=f"on every node, with the same head: {self._example(str(nodes))}",
             )
@@ -367,14 +367,14 @@ class _Reader:
         named = len(self.request.devices)
         if named and number != named:
             raise UsageError.of(
-                f"{origin} asks for {_ranks(number)}, and --devices names {named}",
+                f"{origin} requests {_ranks(number)}, but --devices selects {named}",
                 where="command line",
                 why="every rank has one device of its own",
                 fix=f"pass --nproc {named}, or name {number} with --devices",
             )
         if not named and 0 < accelerators.count < number:
             raise UsageError.of(
-                f"{origin} asks for {_ranks(number)}, and there {'is' if accelerators.count == 1 else 'are'} "
+                f"{origin} requests {_ranks(number)}, but there {'is' if accelerators.count == 1 else 'are'} "
                 f"{accelerators.count} accelerator{'' if accelerators.count == 1 else 's'} to use here",
                 where=accelerators.note or "this machine",
                 why="every rank has one device of its own",
@@ -427,7 +427,7 @@ def _others(request: TopologyRequest, is_local: Callable[[str], bool]) -> tuple[
     if own_host is not None:
         rest = [host for host in hosts if host != own_host]
         raise UsageError.of(
-            f"--hosts: {own_host} is this machine and does not stand first",
+            f"--hosts: {own_host} is this machine and is not the first",
             where="command line",
             why="this machine is node 0",
             fix=f"--hosts {','.join([own_host, *rest])}",
@@ -445,7 +445,7 @@ def _number_of_nodes(text: str, source: str) -> tuple[int, int]:
         raise UsageError.of(
             f"{source} {text}: the first number is larger than the second",
             where="command line" if source == "--nodes" else source,
-            why="MIN:MAX are the fewest nodes that the job can do with, and all of them",
+            why="MIN:MAX are the minimum and the full number of nodes",
             fix=f"--nodes {most}:{least}",
         )
     return least if least < most else 0, most
@@ -463,7 +463,7 @@ def refuse_lone_node(launcher: str | None, nodes: str | None, topology: Topology
     """
     if launcher == "nodes" and topology.nodes == 1 and nodes is None:
         raise UsageError.of(
-            "--launcher nodes is for several nodes, and nothing says which they are",
+            "--launcher nodes is for several nodes, but none are given",
             where="command line",
-            fix="--hosts A,B from one of them, or on each --nodes N --node-rank R --head HOST; for this machine alone leave out --launcher",
+            fix="--hosts A,B from one of them, or on each --nodes N --node-rank R --head HOST; for this machine alone omit --launcher",
         )

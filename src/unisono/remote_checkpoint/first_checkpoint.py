@@ -254,9 +254,9 @@ def _refusal(plan: RunPlan, saved: SavedCheckpoint, room: DiskSpace) -> UnfitErr
         return None
     section = plan.config.checkpoint
     kept = [f"checkpoint.keep is {section.keep}, plus the one being written"]
-    kept += ["the last one that was read back is kept until a newer one was read back"]
+    kept += ["the last one that was read back is kept until a newer one has been read back"]
     kept += ["the best is kept, too"] if section.best else []
-    kept += [f"those at every {plan.keep_every} steps are kept for good"] if plan.keep_every else []
+    kept += [f"those at every {plan.keep_every} steps are kept permanently"] if plan.keep_every else []
     missing = show_bytes(needed - room.bytes)
     lower = next(
         (

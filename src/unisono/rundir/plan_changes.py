@@ -106,7 +106,7 @@ def check_same_run(
 
 def unused_allowances(names: frozenset[str]) -> list[str]:
     """A line for each `--allow` without effect."""
-    return [f"--allow {name} was not needed: no change here takes it" for name in sorted(names)]
+    return [f"--allow {name} was not needed: no change here requires it" for name in sorted(names)]
 
 
 def find_changes(
@@ -145,12 +145,10 @@ def _model_findings(
     means = (
         "the adapter would continue on weights that it was not trained on"
         if _at(after, "config.adapter") is not None
-        else "what is trained comes from the checkpoint, what is frozen and config.json are others"
+        else "trained weights come from the checkpoint; frozen weights and config.json differ"
     )
     why = "; ".join([*(change.values for change in keys), f"digest {_plain(new)}, and was {_plain(old)}"])
-    return [
-        ChangeFinding("model", f"the model's files hold something else: {means} ({why})", old, new, "refused")
-    ]
+    return [ChangeFinding("model", f"the model's files have changed: {means} ({why})", old, new, "refused")]
 
 
 def _row_findings(
@@ -164,7 +162,7 @@ def _row_findings(
         return _same_row_findings(keys, of_tokenizer, files=_differ(files), tokenizer=_differ(tokenizer))
     found = []
     if _differ(tokenizer):
-        text = "the tokenizer's files hold something else: the same text becomes other tokens than those in training"
+        text = "the tokenizer's files have changed: the same text gives different tokens than in training"
         names = "".join(f" ({change.values})" for change in of_tokenizer)
         found.append(ChangeFinding("tokenizer", text + names, *tokenizer, verdict="refused"))
     explained = bool(found) or any(change.key in _SHAPES_ROWS for change in changed)
@@ -172,11 +170,11 @@ def _row_findings(
     if keys or _differ(files) or not (_known(files) and _known(tokenizer)):
         what = "the rows, their order or the tokenizer" if not _known(tokenizer) else "the rows"
         why = "; ".join([*(change.values for change in keys), *(["files changed"] if _differ(files) else [])])
-        text = f"{what} are not those that the run began with{f' ({why})' if why else ''}: {means}"
+        text = f"{what} differ from those with which the run began{f' ({why})' if why else ''}: {means}"
         found.append(ChangeFinding("data", text, _digest_of(before), _digest_of(after), "refused"))
     elif not explained:
         why = f" ({'; '.join(encoders)})" if encoders else ""
-        text = f"the same files, tokenizer and settings give other rows, which is the packages' doing{why}: {means}"
+        text = f"the same files, tokenizer and settings give different rows because of different packages{why}: {means}"
         found.append(ChangeFinding("versions", text, _digest_of(before), _digest_of(after), "refused"))
     return found
 
@@ -198,7 +196,9 @@ def _effect_of_rows(before: dict[str, Any], after: dict[str, Any]) -> str:
     """What different rows mean for the rest of the run."""
     done = (_at(after, "resume.step") or 0) * (_at(after, "global_batch") or 0)
     old, new = _at(before, "data.train.sequences"), _at(after, "data.train.sequences")
-    text = "rows seen and rows to come no longer make whole epochs: some may come twice and some never"
+    text = (
+        "past and future rows no longer form complete epochs: some rows may be repeated, and some never seen"
+    )
     if isinstance(old, int) and isinstance(new, int) and new:
         epoch, place = divmod(done, new)
         how = (
@@ -225,7 +225,7 @@ def _decided_findings(before: dict[str, Any], after: dict[str, Any]) -> list[Cha
         old, new = _at(before, decided.place), _at(after, decided.place)
         text = f"{decided.place} is {_plain(new)}, and was {_plain(old)}: {decided.says}"
         if dropout and decided.place in ("world_size", "micro_batch"):
-            text += f"; adapter.dropout is {dropout}, and other sequences share a forward: losses agree in the mean only"
+            text += f"; adapter.dropout is {dropout}, and different sequences share a forward: losses agree only on average"
         if decided.remedy and old != "single":  # possible with one rank only
             text += f"; {decided.remedy.format(_plain(old))} to restore it"
         found.append(ChangeFinding(decided.key, text, old, new, "refused" if decided.key else "line"))

@@ -164,7 +164,7 @@ class Truncation:
         what = f"line {listed} is" if self.damaged == 1 else f"{self.damaged} lines ({listed}) are"
         return {
             "code": "metrics_damaged",
-            "text": f"metrics.jsonl: {what} damaged and left out; the file as it was is {self.aside}",
+            "text": f"metrics.jsonl: {what} damaged and skipped; the original file is {self.aside}",
             "where": f"{self.aside}:{self.numbers[0]}",
             "fix": "check the disk if nobody edited the file; to get a line back, correct it there and insert it before the next start",
         }

@@ -274,7 +274,7 @@ def _decide_resume(
     if isinstance(ended, str):
         reason += f" ({one_line(ended, limit=40)})"
     if before.duration != config.duration:
-        reason += f"; its duration is now {config.duration}, it was {before.duration}: the learning rate from here on is that of the new length"
+        reason += f"; its duration is now {config.duration}, it was {before.duration}: the learning rate schedule is now that of the new length"
     return StartDecision("resume", str(plan["run_id"]), reason)
 
 

@@ -186,7 +186,9 @@ class GracefulStop:
         if not ready:
             return f"{who} before the first step of this start: ending; nothing has changed"
         patience = show_seconds(self.patience_s)
-        return f"{who}: finishing the step, saving a checkpoint (at most {patience}; {name} again leaves at once)"
+        return (
+            f"{who}: finishing the step, saving a checkpoint (at most {patience}; {name} again exits at once)"
+        )
 
 
 @dataclass(frozen=True, slots=True)

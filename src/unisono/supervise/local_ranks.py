@@ -189,7 +189,7 @@ class RankEnd:
         """
         last = value["last"]
         if last is not None and not (isinstance(last, dict) and isinstance(last.get("kind"), str)):
-            raise ValueError("the final message of a rank is not a message")
+            raise ValueError("the final message of a rank is invalid")
         return cls(
             rank=int(value["rank"]),
             returncode=int(value["returncode"]),

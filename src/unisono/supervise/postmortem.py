@@ -111,7 +111,7 @@ def _how(end: RankEnd, where: str) -> tuple[str, str, list[Evidence]]:
         )
     if last is not None and last["kind"] == "result":
         step = last.get("step", end.step)
-        text = f"it handed over its result after step {step}, while other ranks still needed it"
+        text = f"it sent its result after step {step}, while other ranks still needed it"
         return "unequal_steps", "left before the others {at}", [Evidence(where=where, text=text)]
     how = how_it_ended(end.returncode)
     if end.returncode == -signal.SIGKILL and end.oom_killed:

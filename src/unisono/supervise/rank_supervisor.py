@@ -331,7 +331,7 @@ class _RankSupervision:
             try:
                 self._take_node_message(event.node_rank, event.message)
             except (KeyError, TypeError, ValueError, AttributeError, ValidationError) as error:
-                why = f"sent what cannot be read: {one_line(str(error), limit=200)}"
+                why = f"sent an unreadable message: {one_line(str(error), limit=200)}"
                 host = self.plan.node(event.node_rank).host
                 self.decider.failures.node_lost(NodeLoss(event.node_rank, host, why), now=now)
 

@@ -79,7 +79,7 @@ PHASES: tuple[Phase, ...] = (
     Phase("start", "starting"),
     Phase("load_model", "loading the model"),
     Phase("load_data", "opening the data"),
-    Phase("agree.ranks", "waiting for the word that all ranks agree", waits=True),
+    Phase("agree.ranks", "waiting until all ranks agree", waits=True),
     Phase("join", "joining the other ranks", waits=True),
     Phase("resume", "reading the checkpoint"),
     Phase("rehearse", "trying the longest batch"),

@@ -202,8 +202,8 @@ def _how_it_is_late(view: RankView) -> tuple[str, str]:
         dead = "; a process that loads data is dead" if "Z" in process.children else ""
         return "data_starved", f"waits for its data{dead}"
     if process.state == "R":
-        return "user_code_stuck", "is busy, and does not come back"
-    return "user_code_stuck", "sleeps or waits, and does not come back"
+        return "user_code_stuck", "is busy, and does not return"
+    return "user_code_stuck", "sleeps or waits, and does not return"
 
 
 def _apart_in_collectives(
@@ -254,7 +254,7 @@ def _together_in_a_collective(
     ]
     if silent:
         names = ", ".join(f"node {node.node_rank} ({node.host})" for node in silent)
-        summary = f"all ranks that are heard wait {describe_activity(first)}, and nothing comes from {names}"
+        summary = f"all reachable ranks wait {describe_activity(first)}, and nothing is received from {names}"
         found = verdict(
             "node_unreachable",
             summary,
@@ -269,8 +269,8 @@ def _together_in_a_collective(
         found = verdict("node_unreachable", summary, run_view, ranks=(), since_s=since_s, evidence=links)
     else:
         summary = (
-            f"all ranks{' that are left' if ended else ''} wait {describe_activity(first)}, and it does not end; which of them or what between them is silent is not known:"
-            " NCCL_DEBUG=INFO (--debug-comm) would tell"
+            f"all ranks{' that are left' if ended else ''} wait {describe_activity(first)}, and it does not end; which rank or connection is silent is unknown:"
+            " NCCL_DEBUG=INFO (--debug-comm) would show it"
         )
         found = verdict("rank_stalled", summary, run_view, ranks=(), since_s=since_s, confidence=0.5)
     name_s = max(limits.name_s, _LONG_COLLECTIVE_S) if is_foreign else limits.name_s

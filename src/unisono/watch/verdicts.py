@@ -19,7 +19,7 @@ _OWN_RUN_FIXES = {
     ),
     "rank_stalled": (
         MORE_PATIENCE,
-        "--debug-comm lets NCCL say what it waits for.",
+        "--debug-comm makes NCCL log what it waits for.",
         "Look at the network between the hosts, and, with GPUs, at `dmesg` and `nvidia-smi` on each of them.",
     ),
 }
