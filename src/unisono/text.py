@@ -183,7 +183,7 @@ def _split(text: str) -> tuple[float, str]:
     """The number in `text`, scaled by its k, M or G, and the unit."""
     found = _NUMBER.match(text) if len(text) <= _LONGEST else None
     if found is None:
-        raise ValueError(f"{text!r} is not a number with a unit")
+        raise ValueError(f"{text!r} is not an amount with a unit")
     number = float(found[1].replace("_", "")) * _SCALE[found[2]]
     if not math.isfinite(number):
         raise ValueError(f"{text!r} is too large")

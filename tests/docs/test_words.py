@@ -1,5 +1,6 @@
 """Texts for users use the words of the field: the avoided ones are in words.toml. Run: pytest tests/docs/test_words.py"""
 
+import ast
 import re
 import tomllib
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ WORDS = tomllib.loads((Path(__file__).parent / "words.toml").read_text("utf-8"))
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "src" / "unisono" / "cli" / "templates").rglob("*.yaml")),
     *sorted((ROOT / "examples").glob("*.yaml")),
@@ -64,6 +66,35 @@ HELPS = dict(helps("unisono", typer.main.get_command(build_app())))
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_pages_use_the_words_of_the_field(page: Path) -> None:
     assert found(prose(page)) == []
+
+
+def messages(source: str) -> Iterator[str]:
+    """The strings of several words in a module, without docstrings and regular expressions."""
+    tree = ast.parse(source)
+    parts = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            parts |= {id(part) for part in node.values}
+            text = "…".join(part.value for part in node.values if isinstance(part, ast.Constant))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in parts:
+            text = node.value
+        else:
+            continue
+        if len(text.split()) > 2 and not re.search(r"\\[dbwsS]|\(\?|\[\^", text):
+            yield text
+
+
+SOURCES = sorted((ROOT / "src" / "unisono").rglob("*.py"))
+
+
+@pytest.mark.parametrize("room", sorted({path.parent for path in SOURCES}), ids=lambda room: room.name)
+def test_messages_use_the_words_of_the_field(room: Path) -> None:
+    assert {
+        f"{path.name}: {hit}"
+        for path in room.glob("*.py")
+        for text in messages(path.read_text("utf-8"))
+        for hit in found(text)
+    } == set()
 
 
 @pytest.mark.parametrize("name", HELPS)

@@ -144,7 +144,7 @@ def test_data_model_and_tokenizer_that_changed_are_refused_together_and_each_can
     assert again.returncode == 0, again.stderr
     reported = "\n".join(warnings(again.stderr))
     assert "the adapter would continue on weights that it was not trained on" in reported
-    assert "the same text becomes other tokens than those in training" in reported
+    assert "the same text gives different tokens than in training" in reported
     assert "24 sequences are done" in reported
     assert len(finished.losses()) == 5
     assert [entry["key"] for entry in finished.read("plan.json")["allowed"]] == ["model", "tokenizer", "data"]

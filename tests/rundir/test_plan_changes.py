@@ -163,7 +163,7 @@ def test_a_plan_of_an_earlier_version_has_one_digest_for_rows_and_tokenizer() ->
     assert changed(old, PLAN) == []
     found = changed(old, plan(data__digest="d2"))
     assert names(found) == ["data"]
-    assert found[0].text.startswith("the rows, their order or the tokenizer are not those")
+    assert found[0].text.startswith("the rows, their order or the tokenizer differ from those")
 
 
 def test_a_different_model_reports_what_the_weights_are_upon() -> None:
@@ -260,7 +260,7 @@ def test_everything_that_makes_a_different_run_is_refused_together(tmp_path: Pat
 def test_what_was_allowed_is_kept_over_all_starts(tmp_path: Path) -> None:
     write(tmp_path, PLAN)
     found = start(tmp_path, plan(model__digest="m2"), "model")
-    assert found.lines[0].startswith("allowed: the model's files hold something else")
+    assert found.lines[0].startswith("allowed: the model's files have changed")
     assert found.allowed == [{"key": "model", "before": "m1", "after": "m2", "from_step": 5}]
     write(tmp_path, plan(model__digest="m2") | {"allowed": found.allowed})
     later = plan(model__digest="m2", config=config(seed=9), resume={"step": 8})

@@ -603,7 +603,7 @@ MACHINE_SIGNATURES: tuple[Signature, ...] = (
     Signature(
         id="launch_failure", hints=("CUDA error: ",),
         pattern=r"CUDA error: (?:unspecified launch failure|an illegal memory access|misaligned address|an illegal instruction)", kind="error", cause=None,
-        source="CUDA 12: of a kernel, or of a device that is about to fail; dmesg tells which",
+        source="CUDA 12: of a kernel, or of a device that is about to fail; dmesg shows which",
         example="[rank3]: RuntimeError: CUDA error: unspecified launch failure", look_alike="CUDA error: device-side assert triggered",
     ),
 )

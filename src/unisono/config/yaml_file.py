@@ -38,7 +38,7 @@ def _construct_integer(loader: _Loader, node: yaml.ScalarNode) -> int:
     try:
         value = loader.construct_yaml_int(node)
     except ValueError as error:  # `0x`, or more digits than Python reads
-        raise yaml.constructor.ConstructorError(None, None, "not a number", node.start_mark) from error
+        raise yaml.constructor.ConstructorError(None, None, "not a valid integer", node.start_mark) from error
     if abs(value) >= _LIMIT_INTEGER:
         raise yaml.constructor.ConstructorError(None, None, "number too large", node.start_mark)
     return value

@@ -186,7 +186,7 @@ class FileReceiver:
                 self._start_next()
 
     def _take(self, incoming: _Incoming) -> None:
-        path, why = None, "the head has failed on it: its log tells more"
+        path, why = None, "the head has failed on it: see its log"
         try:
             path, why = self._keep(incoming), ""
         except OfferRefused as error:

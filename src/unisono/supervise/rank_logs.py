@@ -136,7 +136,7 @@ class LogMatch:
             "kind": "warning",
             "time": self.time,
             "code": CODE,
-            "text": f"its log has{source}: {self.text}",
+            "text": f"its log contains{source}: {self.text}",
             "fix": f"`unisono explain {self.cause}` describes the possible causes" if self.cause else "",
             "signature": self.signature,
             "cause": self.cause,
