@@ -3,7 +3,7 @@
     python scripts/draw_rooms.py            writes the page
     python scripts/draw_rooms.py --check    exit 1 if it is not up to date; a test runs this
 
-An arrow means "imports". Arrows that follow from others are left out (transitive reduction), so a room also reaches what its arrows reach.
+An arrow means "imports". Arrows that follow from others are omitted (transitive reduction), so a room also reaches what its arrows reach.
 """
 
 import argparse

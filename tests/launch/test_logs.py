@@ -49,7 +49,7 @@ def test_a_line_whose_time_is_none_is_left_out_and_counted(time: str, tmp_path: 
     write(tmp_path / "logs" / "box-rank-00000.times", f"[{time}, 6]\n")
     skipped: list[str] = []
     assert [line.time for line in merged_logs(tmp_path, on_skip=skipped.append)] == [0.0, 15.0, 16.0]
-    assert skipped == ["events/rank-00000.jsonl: 2 lines were left out: their time cannot be read"]
+    assert skipped == ["events/rank-00000.jsonl: 2 lines were skipped: their time cannot be read"]
 
 
 def test_a_log_that_cannot_be_read_is_named_and_the_others_are_shown(tmp_path: Path) -> None:

@@ -401,7 +401,7 @@ def contradictions(config: RunConfig) -> list[str]:
         ),
         (
             has_adapter and config.model.resize_vocabulary,
-            "model.resize_vocabulary: new rows of the embedding must be trained; set `adapter: null`, or leave it out",
+            "model.resize_vocabulary: new rows of the embedding must be trained; set `adapter: null`, or omit it",
         ),
         (
             config.checkpoint.best is not None and not has_eval,

@@ -60,7 +60,7 @@ class _Log:
     def keep(self, data: bytes) -> None:
         try:
             if self._left_out:
-                self._chunks.put_nowait(f"\n[unisono: {self._left_out} bytes are left out]\n".encode())
+                self._chunks.put_nowait(f"\n[unisono: {self._left_out} bytes are omitted]\n".encode())
                 self._left_out = 0
             self._chunks.put_nowait(data)
         except queue.Full:

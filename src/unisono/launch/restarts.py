@@ -244,7 +244,7 @@ class Restarts:
         lost = [node for node in plan.nodes if node.node_rank not in meeting.roll.hosts]
         names = ", ".join(name_node(node.node_rank, node.host) for node in lost)
         line = (
-            f"continues with {len(layout.nodes)} of {meeting.roll.nodes} nodes, without {names}: {layout.world_size} ranks in place of "
+            f"continues with {len(layout.nodes)} of {meeting.roll.nodes} nodes, without {names}: {layout.world_size} ranks instead of "
             f"{plan.world_size}, the same {plan.global_batch} sequences a step"
         )
         meeting.note(line, everywhere=True)

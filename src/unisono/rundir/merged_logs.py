@@ -130,7 +130,7 @@ class _Sources:
                 self._reported.add(str(name))
                 on_skip(f"{name} cannot be read: {source.refused}")
             for why, count in source.skipped.items():
-                on_skip(f"{name}: {count} {'line was' if count == 1 else 'lines were'} left out: {why}")
+                on_skip(f"{name}: {count} {'line was' if count == 1 else 'lines were'} skipped: {why}")
             source.skipped.clear()
 
 

@@ -317,7 +317,7 @@ class StackCollection:
     def _by_spy(self, stacks: str) -> tuple[tuple[str, ...], str, str]:
         """The stack, how it was obtained, and the text; or why there is none."""
         late = f"the process did not answer a signal within {LIMIT_S:g} s"
-        why = self._signal_error or (late if not stacks else "faulthandler has left out the main thread")
+        why = self._signal_error or (late if not stacks else "faulthandler has omitted the main thread")
         if self._spy is None:
             return (), why, stacks
         printed = self._spy.printed
