@@ -75,7 +75,7 @@ def messages(source: str) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
             parts |= {id(part) for part in node.values}
-            text = "…".join(part.value for part in node.values if isinstance(part, ast.Constant))
+            text = "…".join(str(part.value) for part in node.values if isinstance(part, ast.Constant))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in parts:
             text = node.value
         else:

@@ -46,7 +46,7 @@ def test_nothing_reported_is_one_node_with_a_rank_for_each_accelerator_or_one_fo
         ({"NPROC_PER_NODE": "2"}, {}, 2, True, "NPROC_PER_NODE"),
         ({"NPROC_PER_NODE": "2"}, {"nproc": 3}, 3, True, "--nproc"),
         ({"NPROC_PER_NODE": "gpu"}, {}, 4, False, "4 visible accelerators"),
-        ({}, {"devices": ("6", "7")}, 2, False, "--devices names 2"),
+        ({}, {"devices": ("6", "7")}, 2, False, "--devices selects 2"),
         ({"LOCAL_WORLD_SIZE": "3", "WORLD_SIZE": "3", "RANK": "1"}, {}, 4, False, "4 visible accelerators"),
     ],
 )
@@ -150,7 +150,7 @@ def test_leftovers_of_one_node_do_not_count() -> None:
         ({"NPROC_PER_NODE": "0"}, {}, "at least 1"),
         ({}, {"node_rank": 0}, "--nodes N"),
         ({}, {"head": "a"}, "--nodes N"),
-        ({}, {"nodes": "1", "node_rank": 1}, "count from 0"),
+        ({}, {"nodes": "1", "node_rank": 1}, "start at 0"),
         ({}, {"nodes": "2", "node_rank": 0, "head": "-oProxyCommand=x"}, "not a valid host name"),
         ({}, {"nodes": "2", "node_rank": 0, "head": "a:99999"}, "not a port"),
         ({}, {"nodes": "2", "node_rank": 0, "head": "a:http"}, "not a whole number"),
@@ -158,7 +158,7 @@ def test_leftovers_of_one_node_do_not_count() -> None:
         ({}, {"hosts": ("a", "-x")}, "not a valid host name"),
         ({}, {"hosts": ("b", "c"), "nodes": "2"}, "contradict"),
         ({}, {"hosts": ("b", "c"), "node_rank": 1}, "omit --node-rank"),
-        ({}, {"devices": ("0", "1"), "nproc": 3}, "--devices names 2"),
+        ({}, {"devices": ("0", "1"), "nproc": 3}, "--devices selects 2"),
     ],
 )  # fmt: skip
 def test_what_is_missing_or_contradicts_is_refused_with_what_to_type(

@@ -390,7 +390,7 @@ class _Reader:
             self.used.add("NPROC_PER_NODE")
             return positive(text, "NPROC_PER_NODE"), True, "NPROC_PER_NODE"
         if self.request.devices:
-            return len(self.request.devices), False, f"--devices names {len(self.request.devices)}"
+            return len(self.request.devices), False, f"--devices selects {len(self.request.devices)}"
         if accelerators.count:
             many = "" if accelerators.count == 1 else "s"
             return accelerators.count, False, f"{accelerators.count} visible accelerator{many}"
