@@ -66,7 +66,7 @@ def end_with_front(front_pid: int | None) -> None:
 def loading_modules() -> Iterator[None]:
     """Python's garbage collector rests while modules are imported, and never looks at what they left.
 
-    Nearly all that an import makes stays; looking through it anew at each threshold took a fifth of the seconds that torch,
+    Nearly all that an import makes stays; scanning it again at each threshold took a fifth of the seconds that torch,
     transformers and peft cost, and later made each full collection within training longer.
     """
     gc.disable()
@@ -92,14 +92,14 @@ def run_child(body: Callable[[Reporter], dict[str, Any]], arguments: argparse.Na
 
 
 def leave(code: int, *, orderly: bool = True) -> NoReturn:
-    """Ends this process with its exit code, once all has been told, and does not take the interpreter apart.
+    """Ends this process with its exit code, once everything has been reported, without finalizing the interpreter.
 
     While that is done, a thread or a static object of torch's may abort the process ("terminate called without an active exception", torch
-    2.13, one end in some fifty on a busy machine); a rank that had told its result then counted as one that crashed.
+    2.13, one end in some fifty on a busy machine); a rank that had reported its result then counted as crashed.
 
     Args:
         code: of the exit.
-        orderly: whether what was registered with atexit is called: not where something that it waits for may stand still.
+        orderly: whether what was registered with atexit is called: not where something that it waits for may hang.
     """
     if orderly:
         atexit._run_exitfuncs()  # noqa: SLF001 - there is no public way to call them without the rest
@@ -115,7 +115,7 @@ def _ended(body: Callable[[Reporter], dict[str, Any]], reporter: Reporter, *, is
     except UnisonoError as error:
         reporter.send("refused", **error.to_json())
         return error.exit_code
-    except Exception as error:  # noqa: BLE001 - the edge of a process: recorded, and told to the front
+    except Exception as error:  # noqa: BLE001 - the edge of a process: recorded, and reported to the front
         crash = describe_crash(error)
         # A task has its paths from a person; those of a rank were usable when its run began.
         failure = unusable_path(error, has_started=not is_task) or (

@@ -62,7 +62,7 @@ def _wrapped_line(line: str, width: int, hanging: int) -> str:
 
 
 def _indent(line: str, width: int, hanging: int) -> int:
-    """Where the second line starts: below the text after a label, else a little to the right of a short indent."""
+    """The indent of the second line: below the text after a label, else a little to the right of a short indent."""
     label = _LABEL.match(line)
     if label is not None and label.end() <= width - _LEAST_TEXT:
         return label.end()

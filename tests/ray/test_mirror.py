@@ -20,11 +20,11 @@ class Disks:
         self.here = folder / "typed/runs/my demo"
         for place in (self.there, self.here):
             place.mkdir(parents=True)
-        self.keeper = NodeActor()
+        self.node_actor = NodeActor()
         self.mirror = self.anew()
 
     def anew(self, *only: str) -> Mirror:
-        return Mirror(self.keeper, str(self.there), RunDir(self.here), only)
+        return Mirror(self.node_actor, str(self.there), RunDir(self.here), only)
 
     def write(self, name: str, text: str) -> None:
         path = self.there / name

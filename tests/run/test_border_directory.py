@@ -47,7 +47,7 @@ def assert_goes(folder: Path) -> None:
         time.sleep(0.01)
 
 
-def test_a_folder_whose_front_was_killed_without_its_keeper_goes_with_the_next_one(
+def test_a_folder_whose_front_was_killed_without_its_subreaper_goes_with_the_next_one(
     holder: tuple["subprocess.Popen[str]", Path],
 ) -> None:
     front, left = holder
@@ -60,19 +60,19 @@ def test_a_folder_whose_front_was_killed_without_its_keeper_goes_with_the_next_o
         assert_goes(left)
 
 
-def test_a_keeper_alone_holds_it(holder: tuple["subprocess.Popen[str]", Path]) -> None:
+def test_a_subreaper_alone_holds_it(holder: tuple["subprocess.Popen[str]", Path]) -> None:
     front, folder = holder
     script = f"from unisono.guard.subreaper import _hold; kept = _hold({str(folder)!r}); print(kept, flush=True); input()"
     with subprocess.Popen(
         [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as keeper:
-        assert keeper.stdout is not None
-        assert keeper.stdout.readline().strip() != "None"
+    ) as subreaper:
+        assert subreaper.stdout is not None
+        assert subreaper.stdout.readline().strip() != "None"
         front.kill()
         front.wait()
         with border():
             assert folder.exists()
-        keeper.kill()
+        subreaper.kill()
     with border():
         assert_goes(folder)
 
@@ -95,7 +95,7 @@ def test_it_is_gone_with_its_front() -> None:
     assert not folder.exists()
 
 
-def test_the_keeper_leaves_the_folder_until_its_front_has_read_the_last_message(tmp_path: Path) -> None:
+def test_the_subreaper_leaves_the_folder_until_its_front_has_read_the_last_message(tmp_path: Path) -> None:
     with (
         border() as folder,
         Program(

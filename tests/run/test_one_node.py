@@ -249,24 +249,24 @@ def test_a_front_that_is_killed_leaves_nothing_behind(tmp_path: Path) -> None:
         until(lambda: not border.exists(), "the border is gone")
 
 
-def test_a_front_and_its_keeper_that_are_killed_together_leave_no_rank(tmp_path: Path) -> None:
+def test_a_front_and_its_subreaper_that_are_killed_together_leave_no_rank(tmp_path: Path) -> None:
     """One that has loaded torch; nothing guards other processes then."""
     with run(tmp_path, [sys.executable, "-c", LAUNCHER, f"import torch; {RANK}"]) as front:
         pids = [until(partial(number_in, tmp_path / f"pid-{r}"), "ranks") for r in (0, 1)]
         until(lambda: pidfds_of(front.pid) >= 2, "the front has found both ranks")
-        os.kill(front.pid, signal.SIGSTOP)  # it must not see that its keeper ends
-        os.kill(_keeper_of(front.pid), signal.SIGKILL)
+        os.kill(front.pid, signal.SIGSTOP)  # it must not see that its subreaper ends
+        os.kill(_subreaper_of(front.pid), signal.SIGKILL)
         front.kill()
         until(lambda: all(map(is_gone, pids)), "the ranks are gone")
 
 
-def _keeper_of(front: int) -> int:
-    (keeper,) = [
+def _subreaper_of(front: int) -> int:
+    (subreaper,) = [
         pid
         for pid, parent in processes_below(front)
         if parent == front and b"subreaper.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
     ]
-    return keeper
+    return subreaper
 
 
 def test_a_keeper_that_is_killed_leaves_nothing_behind_and_no_rank_is_blamed(tmp_path: Path) -> None:
@@ -274,13 +274,13 @@ def test_a_keeper_that_is_killed_leaves_nothing_behind_and_no_rank_is_blamed(tmp
         pids = [until(partial(number_in, tmp_path / f"pid-{r}"), "ranks") for r in (0, 1)]
         until(lambda: pidfds_of(front.pid) >= 2, "the front has found both ranks")
         living = diagnose_run(tmp_path / "out").verdict
-        os.kill(_keeper_of(front.pid), signal.SIGKILL)
+        os.kill(_subreaper_of(front.pid), signal.SIGKILL)
         front.communicate(timeout=LIMIT_S)
     assert (living.cause, living.when) == ("healthy", "during")
     assert all(map(is_gone, pids))
     verdict = json.loads((tmp_path / "out" / "verdict.json").read_text())
     assert (verdict["cause"], verdict["ranks"]) == ("rank_killed", [])
-    assert "keeper" in verdict["evidence"][0]["text"]
+    assert "subreaper" in verdict["evidence"][0]["text"]
     assert not any("unisono train" in line for line in diagnose_run(tmp_path / "out").verdict.fix)
 
 

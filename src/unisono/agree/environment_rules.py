@@ -401,7 +401,7 @@ def _unknown(members: Members) -> Agreement:
 
 
 def _same_machine_names(members: Members) -> Agreement:
-    """NCCL_HOSTID tells NCCL which ranks share a machine: two machines with the same value would try to share memory."""
+    """NCCL_HOSTID defines which ranks share a machine: two machines with the same value would try to share memory."""
     named = [(who, report) for who, report in members if settings_of(report).get("NCCL_HOSTID")]
     for group in partition((who, settings_of(report)["NCCL_HOSTID"]) for who, report in named):
         hosts = {who.host for who in group.members}

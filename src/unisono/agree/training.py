@@ -144,7 +144,7 @@ RankMembers = Sequence[tuple[Member, RankReport]]
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """What one rule compares: labels, each with its value. An empty digest was not computed."""
+    """The values that one rule compares, by label. An empty digest was not computed."""
 
     rule: str
     read: Callable[[RankReport], Mapping[str, Hashable]]

@@ -225,7 +225,7 @@ KNOWN_TO_LIBRARIES = frozenset((
     "PYTORCH_NO_MPS_MEMORY_CACHING", "CUDA_DEVICE_MAX_COPY_CONNECTIONS", "CUDA_ENABLE_CPU_COREDUMP_ON_EXCEPTION", "CUDA_COREDUMP_PIPE",
     "CUDA_MODULE_DATA_LOADING",
 ))
-"""Names that are right, and of which nothing is said here. Nodes on which they differ are compared as with any that nobody knows."""
+"""Valid names without a description here. Nodes on which they differ are compared as for unknown names."""
 
 
 _ENV = "env_mismatch"

@@ -99,7 +99,7 @@ class Verdict(BaseModel):
         """Reads what `to_json` wrote.
 
         Raises:
-            pydantic.ValidationError: if it is no verdict.
+            pydantic.ValidationError: if it is not a verdict.
         """
         return cls.model_validate({k: v for k, v in value.items() if k != "schema"})
 

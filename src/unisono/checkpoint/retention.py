@@ -66,7 +66,7 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What to delete, or what to find out first.
+    """The checkpoints to delete, or to read first.
 
     Attributes:
         go: the steps to delete, oldest first.
@@ -324,7 +324,7 @@ class KnownStates:
         self._seen.pop(path.name, None)
 
     def of(self, path: Path, *, step: int, key: bytes) -> Candidate:
-        """What is known of a checkpoint; `intact` is None if it must be read first.
+        """Facts of a checkpoint; `intact` is None if it must be read first.
 
         Args:
             path: the checkpoint.

@@ -307,7 +307,7 @@ class CheckpointStore:
         self._known.note_written(target, manifest)
 
     def _recall(self, path: Path) -> Candidate:
-        """What is known of a checkpoint without reading it."""
+        """Facts of a checkpoint without reading it."""
         return self._known.of(path, step=step_of(path.name), key=self._key)
 
     def _look_at(self, path: Path) -> Candidate:

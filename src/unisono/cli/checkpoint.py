@@ -181,7 +181,7 @@ def _refuse_damaged_plan(files: "RunDir") -> None:
 
 
 def _plan_problem(plan: Any) -> str:
-    """What is wrong with the retention settings of a plan."""
+    """The problem with the retention settings of a plan."""
     config = plan.get("config") if isinstance(plan, dict) else None
     section = config.get("checkpoint") if isinstance(config, dict) else None
     if not isinstance(section, dict):

@@ -291,7 +291,7 @@ class AnswerWriter:
         self._column, self._gap = 0, ""
 
     def _next(self, sign: str) -> str:
-        """What can be written once `sign` is known."""
+        """The text that can be written once `sign` is known."""
         from unisono.text import columns
 
         if sign == "\n":

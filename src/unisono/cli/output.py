@@ -169,7 +169,7 @@ def until_unread(show: Callable[[Any], None]) -> Callable[[Any], None]:
         try:
             show(message)
         except OSError:
-            # a closed terminal or a full disk is no reason to stop a run, whose directory has everything
+            # a closed terminal or a full disk must not stop a run: its directory has everything
             silence(sys.stdout)
             silence(sys.stderr)
 

@@ -1,4 +1,4 @@
-"""What a terminal shows of a run: the screen and the JSON lines of `unisono train`, and the lines of `unisono run`."""
+"""Terminal output of a run: the screen and the JSON lines of `unisono train`, and the lines of `unisono run`."""
 
 import shlex
 import sys

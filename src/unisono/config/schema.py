@@ -1,6 +1,6 @@
 """The schema of a config. Validators accept or reject; they change no value and read nothing from the machine.
 
-Quantities keep their text (`3 epochs`, `3%`); `Duration`, `Warmup` and the like parse it where it is used.
+Quantities keep their text (`3 epochs`, `3%`); `Duration`, `Warmup` and similar types parse it where it is used.
 """
 
 import hashlib
@@ -287,7 +287,7 @@ class ParallelSection(Section):
 
 
 class MemorySection(Section):
-    """What is traded for memory."""
+    """Settings that trade speed for memory."""
 
     gradient_checkpointing: bool | Literal["auto"] = Field(
         default="auto",
@@ -296,7 +296,7 @@ class MemorySection(Section):
 
 
 class WatchSection(Section):
-    """What is monitored while the run trains."""
+    """Settings of the monitor during training."""
 
     stall_after: PatienceText = Field(
         default="auto",

@@ -189,7 +189,7 @@ COMMAND_LINE = "command line"
 
 
 class KeyPlaces:
-    """Where each key was set: `train.yaml:7` or `command line`."""
+    """The place where each key was set: `train.yaml:7` or `command line`."""
 
     def __init__(self, lines: dict[KeyPath, int], name: str) -> None:
         self._name = name
@@ -226,12 +226,12 @@ class Takes:
 
 
 def describe_field(field: FieldInfo) -> str:
-    """What a field takes, e.g. `a whole number of at least 1 or null`."""
+    """The values that a field accepts, e.g. `a whole number of at least 1 or null`."""
     return describe(field.annotation, field.metadata)
 
 
 def describe(annotation: Any, metadata: list[Any] | None = None) -> str:
-    """What a type takes; `metadata` has the bounds and `Takes`, that pydantic stores beside it."""
+    """The values that a type accepts; `metadata` has the bounds and `Takes`, that pydantic stores beside it."""
     if get_origin(annotation) is Annotated:
         inner, *more = get_args(annotation)
         return describe(inner, [*(metadata or []), *more])

@@ -35,7 +35,7 @@ SYNC_BYTES = 32 << 20
 _CLOSING_S = 2.0
 
 PlacementRule = Callable[[Offer], Path]
-"""Where an offered file goes: a path in a directory that exists and that is not a link. Called in a thread of the transfer.
+"""The target of an offered file: a path in a directory that exists and that is not a link. Called in a thread of the transfer.
 Raises Refused where it may not go anywhere."""
 
 

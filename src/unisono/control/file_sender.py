@@ -10,7 +10,7 @@ A node:                                                     The head:
 
 `label["kind"]` says which rule at the head decides where it goes; the rest of the label is for that rule. A file is at the
 head under its name only when it is there whole, synced, with the size and the XXH3-128 digest that the sender gave; until
-then it is `.NAME.part` beside it, which goes away with whatever goes wrong. Both sides are told of every end: the sender by
+then it is `.NAME.part` beside it, which goes away with whatever goes wrong. Every end is reported to both sides: to the sender by
 a TransferOutcome, the head's front by a FileReceived among its events, which comes before any message that the sender sends after its Outcome.
 
     node → head   offer: id, size, digest, label

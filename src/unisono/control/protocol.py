@@ -97,7 +97,7 @@ def decode(data: bytes) -> Body:
     """
     try:
         body = parse_json(data)
-    except ValueError as error:  # nesting without end is no frame either
+    except ValueError as error:  # endless nesting is not a valid frame either
         raise Malformed("sent a frame that is not JSON") from error
     if not isinstance(body, dict) or not isinstance(body.get("t"), str):
         raise Malformed("sent a frame without a type")

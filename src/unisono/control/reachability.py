@@ -285,7 +285,7 @@ async def _connect(address: str, port: int) -> socket.socket:
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         await asyncio.get_running_loop().sock_connect(sock, found[4])
-    except BaseException:  # also a time-out leaves no socket; raised again
+    except BaseException:  # a timeout must not leave a socket either; raised again
         sock.close()
         raise
     return sock

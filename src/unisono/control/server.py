@@ -185,7 +185,7 @@ def bind_port(host: str, port: int, *, backlog: int) -> socket.socket:
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is nobody's
-        # Accepted connections have it from here, and callers are told: where large packets are lost, reports still come
+        # Accepted connections have it from here, and callers are notified: where large packets are lost, reports still arrive
         # so that the dial matrix can detect it.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, _SEGMENT_BYTES)
         sock.bind(address)

@@ -222,7 +222,7 @@ def _seal(temporary: Path) -> None:
 
 
 def _damage(directory: Path) -> str | None:
-    """What is wrong with a table, or None if it is complete."""
+    """The problem with a table, or None if it is complete."""
     try:
         sizes = read_json(directory / "meta.json")["sizes"]
         wrong = [name for name, size in sizes.items() if (directory / name).stat().st_size != size]

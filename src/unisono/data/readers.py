@@ -1,4 +1,4 @@
-"""Reads files row by row: json, jsonl, csv, tsv, parquet, arrow, txt. What is wrong with a row is said with its place."""
+"""Reads files row by row: json, jsonl, csv, tsv, parquet, arrow, txt. Problems of a row are reported with its place."""
 
 import codecs
 import csv

@@ -53,7 +53,7 @@ def with_ranks(logs: Sequence[Scanned]) -> list[Scanned]:
 
 
 class Attribution:
-    """Whose an event is, where the line itself does not say."""
+    """The rank and host of an event whose line does not name them."""
 
     def __init__(self, logs: Sequence[Scanned]) -> None:
         """From what all logs tell of processes, nodes and hosts."""

@@ -14,7 +14,7 @@ from unisono.text import one_line
 from unisono.watch.rank_dumps import Group
 
 MOST_BYTES = 256 << 20
-"""A longer file is no recording of one rank."""
+"""A longer file is not the recording of one rank."""
 MOST_RANKS = 100_000
 _PICKLE = re.compile(rb"\x80[\x02-\x05](?:\x95.{8})?\}")
 _FIELDS = re.compile(rb"collective_seq_id|pg_status|pg_config|comm_lib_version|nccl_version|profiling_name")
@@ -37,7 +37,7 @@ class Entry:
         inputs: elements that go in; outputs: that come out.
         sizes: of the tensors that go in, as "[[4, 512]]".
         dtypes: of those, as "BFloat16".
-        state: scheduled, started or completed; gloo leaves it at "scheduled" for ever.
+        state: scheduled, started or completed; gloo leaves it at "scheduled" forever.
         place: the user's line that called it, as "train.py:88 in step"; empty: not recorded.
         time: seconds since 1970 at which it was called; None: not recorded.
     """
@@ -60,7 +60,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """What one rank's recorder holds.
+    """The recording of one rank.
 
     Attributes:
         name: the file's, as it is shown.
@@ -125,7 +125,7 @@ def read_recording(name: str, data: bytes) -> Recording:
 
 
 def rank_of_name(name: str) -> int | None:
-    """Whose recording a file is, by its name: nccl_trace_rank_3, flight-rank-00003.json, dump.3."""
+    """The rank of a recording, by the file's name: nccl_trace_rank_3, flight-rank-00003.json, dump.3."""
     rank = who_is_file(name).rank
     if rank is None and (found := _LAST_NUMBER.search(name)):
         rank = int(found[1])

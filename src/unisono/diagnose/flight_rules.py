@@ -1,4 +1,4 @@
-"""Matches the flight recordings of several ranks: who did not come to a collective, who came with another one. Pure."""
+"""Matches the flight recordings of several ranks: which ranks did not reach a collective, and which called a different one. Pure."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence

@@ -180,7 +180,7 @@ def _evidence(events: tuple[Event, ...]) -> tuple[Evidence, ...]:
 
 
 def _chain(finding: Hypothesis, facts: RunFacts) -> tuple[Evidence, ...]:
-    """What followed the first cause: one line of each kind, in time."""
+    """Consequences of the first cause: one line of each kind, in order of time."""
     if finding.cause in ("healthy", "undetermined") or not finding.evidence:
         return ()
     first = finding.evidence[0]

@@ -1,4 +1,4 @@
-"""What is around the words of a line: prefixes of launchers and log collectors, JSON objects, times; and which rank and host they name."""
+"""Parses what surrounds the text of a log line: prefixes of launchers and log collectors, JSON objects, times; and which rank and host they name."""
 
 import calendar
 import json
@@ -62,7 +62,7 @@ _MOST_SRUN_SHARE = 0.6
 _FEWEST_STYLED = 2
 _FEWEST_COUNTED = 5
 _BEFORE = re.compile(rf"(?:> )?(?:{_STAMP}){{0,2}}(?:> )?(?:(?P<compose>[a-z][\w.-]{{0,62}}) {{1,12}}\| )?")
-"""What may precede a launcher's prefix: a quotation mark, the time of a log collector."""
+"""Characters that may precede a launcher's prefix: a quotation mark, the time of a log collector."""
 
 
 def split_prefix(piece: str, *, style: str = "") -> tuple[Origin, str]:
@@ -120,7 +120,7 @@ def _is_usual(has: list[bool]) -> bool:
 
 
 def who_is_file(name: str) -> Origin:
-    """Whose log a file is, by its name."""
+    """The rank and host of a log file, by its name."""
     base = name.rsplit("/", 1)[-1]
     rank = _FILE_RANK.search(base)
     node = _FILE_NODE.search(base)

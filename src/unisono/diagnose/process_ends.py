@@ -11,7 +11,7 @@ MOST_LINES = 1500
 """Of an open traceback: what is longer has lost its end."""
 MESSAGE_LINES = 14
 _STRANGERS = 80
-"""Unindented lines that are no exception, after which an open traceback is given up."""
+"""Unindented lines that are not an exception; they end an open traceback."""
 
 _HEADER = re.compile(r"Traceback \(most recent call last\)")
 _FRAME = re.compile(
@@ -83,7 +83,7 @@ class Tracebacks:
         return bool(_HEADER.search(text))
 
     def feed(self, key: str, text: str, event: Event) -> bool:
-        """Takes a line without its prefixes; `key` tells the processes of a log apart. True: it was part of a traceback."""
+        """Takes a line without its prefixes; `key` distinguishes the processes of a log. True: it was part of a traceback."""
         text = text.rstrip()
         stripped = text.strip(" │|")
         if _HEADER.search(text):
@@ -210,7 +210,7 @@ def _is_exception(found: re.Match[str]) -> bool:
 
 
 def _remote(message: str) -> Origin | None:
-    """Whose exception Ray hands on."""
+    """The process whose exception Ray forwards."""
     found = _REMOTE.search(message)
     return Origin(pid=int(found["pid"]), host=found["ip"]) if found else None
 
@@ -334,7 +334,7 @@ def _spawned_exits(event: Event) -> list[Exit]:
 
 
 def _container_exits(event: Event) -> list[Exit]:
-    """What a shell, a container or make says of a process that a signal ended: 128 and the signal's number."""
+    """Exit codes that shells, containers and make give to a process that a signal ended: 128 plus the signal's number."""
     code = event.number("code") or event.number("make") or 0
     return [Exit(event, 128 - code, host=event.fields.get("host") or event.who.host, time=event.time)]
 
@@ -346,7 +346,7 @@ def _deepspeed_exits(event: Event) -> list[Exit]:
 
 
 def _of_shell(code: int) -> int:
-    """Minus the signal, where a shell's code tells of one: 128 and its number. 255 is what programs leave with that give -1."""
+    """Minus the signal if a shell's code contains one: 128 plus its number. 255 is the code of programs that exit with -1."""
     return 128 - code if 128 < code <= 128 + signal.NSIG else code
 
 

@@ -1,4 +1,4 @@
-"""What the ranks of one of our runs reported: events/, metrics.jsonl and the sizes of logs, in the form of facts."""
+"""Reports of the ranks of one of our runs: events/, metrics.jsonl and the sizes of logs, in the form of facts."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

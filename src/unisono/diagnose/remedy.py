@@ -1,4 +1,4 @@
-"""What to do, for this run: the catalogue's remedy, and before it what is particular to the framework and to the facts."""
+"""The fix for this run: first what is specific to its framework and facts, then the catalogue's fix."""
 
 from collections.abc import Callable
 

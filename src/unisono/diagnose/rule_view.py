@@ -1,4 +1,4 @@
-"""What rules ask of a run again and again: was this error survived, is it a victim's, whose is it."""
+"""Questions about a run that several rules share: whether an error was survived, whether it is a victim's, which rank has it."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -20,7 +20,7 @@ WRAPPERS = frozenset({
     "SIGTERMException", "CheckpointException",
 })
 # fmt: on
-"""Exceptions that only hand on what happened elsewhere."""
+"""Exceptions that only forward an error from elsewhere."""
 
 _VICTIM = re.compile(
     r"Connection (?:closed|reset) by peer|Broken pipe|Socket (?:Timeout|closed)|recvValue failed|sendBytes failed|failed to recv, got 0 bytes|"
@@ -69,7 +69,7 @@ class View:
 
     @cached_property
     def tracebacks(self) -> list[Traceback]:
-        """Those that ended something: neither reported and ignored, nor a launcher's."""
+        """Tracebacks that ended something: neither reported and ignored, nor a launcher's."""
         return [trace for trace in self.facts.tracebacks if not trace.ignored and trace.type not in WRAPPERS]
 
     @cached_property
@@ -91,7 +91,7 @@ class View:
         return bool(_LEVEL.search(event.text[:200]))
 
     def survived(self, event: Event) -> bool:
-        """Whether the rank went on training, or the launcher began anew, after the line."""
+        """Whether the rank continued to train, or the launcher started again, after the line."""
         if event.order < self.attempt_began.get(event.source, -1):
             return True
         if "slurmstepd" in event.text:  # the scheduler has the last word; lines still come for a while

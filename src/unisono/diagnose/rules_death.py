@@ -1,4 +1,4 @@
-"""Ranks that ended without a word of their own: signals, exit codes, silence; and the kernel's and Ray's word on them."""
+"""Ranks that ended without an error message: signals, exit codes, silence; and what the kernel and Ray report about them."""
 
 import re
 
@@ -295,7 +295,7 @@ def _killed(view: View) -> list[Hypothesis]:
 
 
 def _is_strangers(view: View, event: Event) -> bool:
-    """Whether the kernel killed a process that is no part of a training run, by its name."""
+    """Whether the kernel killed a process that is not part of a training run, by its name."""
     named = _KILLED.search(event.text)
     if named is None or _RUN_PROGRAMS.search(named[1]) or event.who.rank is not None:
         return False

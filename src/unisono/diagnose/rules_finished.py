@@ -1,4 +1,4 @@
-"""Runs that came to their end: healthy, or hurt only while leaving; and losses that are no numbers."""
+"""Runs that finished: healthy, or with an error only during teardown; and NaN losses."""
 
 import re
 
@@ -16,7 +16,7 @@ _TWICE = re.compile(
 
 
 def find_finished(view: View) -> list[Hypothesis]:
-    """What is to be said of a run whose work was done."""
+    """The finding for a run whose work was done."""
     end = _end_of_work(view)
     if end is None:
         return find_destroyed_twice(view) or _crash_of_all_done(view) or _all_done(view)

@@ -10,7 +10,7 @@ NEAR_END_SHARE = 0.97
 NEAR_END_STEPS = 6
 """So close to an epoch's end a rank that does something else has most likely run out of batches."""
 CLOSE_SEQ = 2
-"""Who is in another collective may have counted one or two more or less."""
+"""A rank in a different collective may have counted one or two more or less."""
 FIRST_SEQ = 12
 """Sequence numbers of the collectives with which programs begin: barriers, broadcasts of shapes."""
 
@@ -234,7 +234,7 @@ def _absent(view: View, waiting: list[Collective]) -> list[Hypothesis]:
 
 
 def _one_continues(view: View, waiting: list[Collective]) -> list[Hypothesis]:
-    """Ranks above 0 waited, and the bar of the main process, which alone shows one, went on meanwhile: it did not come."""
+    """Ranks above 0 waited while the progress bar of the main process, the only one with a bar, advanced: it did not reach the collective."""
     ranks = {one.rank for one in waiting if one.rank is not None}
     if not ranks or 0 in ranks or ranks | {0} != set(range(max(ranks) + 1)):
         return []

@@ -199,7 +199,7 @@ def find_user_errors(view: View) -> list[Hypothesis]:
 
 
 def _refused_start(view: View) -> list[Hypothesis]:
-    """A program that did not take its arguments: it says so without a traceback."""
+    """A program that rejected its arguments: it reports that without a traceback."""
     stated = [event for event in view.facts.of("usage_error") if not view.survived(event)]
     if not stated:
         return []

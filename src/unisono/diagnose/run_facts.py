@@ -1,4 +1,4 @@
-"""What is known of a run after its logs were read, the input of the rules; and a Hypothesis, what a rule makes of it."""
+"""Facts of a run after its logs were read, the input of the rules; and Hypothesis, the result of a rule."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

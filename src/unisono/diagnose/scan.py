@@ -33,7 +33,7 @@ class Mark:
         id: the event's signature.
         hints: strings of which the line must hold one.
         pattern: searched in the line without its prefixes; its groups are the fields.
-        kind: "fact", or "progress" and the like where that is what it is.
+        kind: "fact", or a more specific kind, e.g. "progress".
     """
 
     id: str
@@ -185,7 +185,7 @@ WEAK = {
 
 @dataclass(slots=True)
 class Scanned:
-    """What one log holds.
+    """The contents of one log.
 
     Attributes:
         name: the log's.

@@ -47,7 +47,7 @@ def draw(
 
     Args:
         facts: of the run.
-        first: where the first cause stands, as `file:line`; empty: unknown.
+        first: the place of the first cause, as `file:line`; empty: unknown.
         ranks: the culprits; their rows are always shown, and marked with `>`.
         width: columns of the terminal.
         colour: whether escape sequences may be used.

@@ -229,7 +229,7 @@ _CONFIG = "/dev/stdin"  # srun copies its stdin to every task, also without a sh
 
 @dataclass(frozen=True)
 class SlurmNodesRequest:
-    """What doctor needs from the cluster.
+    """The nodes that doctor needs from the cluster.
 
     Attributes:
         least_nodes: minimum number of nodes.

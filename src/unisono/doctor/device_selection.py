@@ -96,7 +96,7 @@ def expected_transport(
     if distance > level:
         why = f"{word} is beyond {why_level}" if word != "?" else "the driver does not report their link"
         return _without_peers(why, no_shared_memory)
-    if pair.peer_access and pair.peer_access != "not told":
+    if pair.peer_access and pair.peer_access != "not reported":
         if distance == 1:
             return Transport(
                 "broken",

@@ -98,7 +98,7 @@ LARGE_BYTES = {"nccl": 64 << 20, "gloo": 4 << 20}
 ROUNDS = 3
 _OTHER_RANKS_S = 2.0
 _POLL_S = 0.02
-# With DETAIL torch checks each collective by another one, and the ladder would measure that, too.
+# With DETAIL torch checks each collective with a second one, which the ladder would measure, too.
 _VERBOSE = DEBUG_COMM | {"TORCH_DISTRIBUTED_DEBUG": "INFO"}
 _NCCL_LOG_SETTINGS = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,ENV,GRAPH,NET,TUNING"}
 

@@ -1,4 +1,4 @@
-"""What a run leaves behind on its machine: processes, ports, shared memory, temporary files."""
+"""Finds leftovers of a run on its machine: processes, ports, shared memory, temporary files."""
 
 import os
 import time

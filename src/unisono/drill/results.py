@@ -224,7 +224,7 @@ def _is_right(drill: Drill, detected: NamedCause, hosts: Sequence[str | None]) -
     if drill.killed:  # there is no line of which either half may be cut; and the nodes may have one host name
         return (detected.of_node,) == drill.nodes
     culprits = tuple(str(hosts[node]) for node in drill.nodes)
-    # Which of two halves is the one that was cut off can be told by neither: each may name the other, or itself.
+    # Neither of two halves can know which one was cut off: each may name the other, or itself.
     return (
         detected.hosts == culprits
         if detected.node == 0

@@ -16,7 +16,7 @@ Peer = Literal["gpu", "switch", "other"]
 
 @dataclass(frozen=True, slots=True)
 class NvLink:
-    """One NVLink that is up: to which kind of thing it leads, and its address on the bus (empty: not told)."""
+    """One NVLink that is up: what kind of device it leads to, and its address on the bus (empty: not reported)."""
 
     peer: Peer
     bus_id: str = ""
@@ -27,7 +27,7 @@ class Holder:
     """A process that holds memory of a device.
 
     Attributes:
-        pid: as this process sees it; in a container other people's may be hidden or be the host's.
+        pid: as this process sees it; in a container those of other users may be hidden or be the host's.
         memory_bytes: None: the driver does not tell.
         user: who runs it; empty: not seen here.
         command: how it was started; empty: not seen here.
@@ -111,7 +111,7 @@ class Pair:
     """
 
     level: Level = "unknown"
-    peer_access: str = "not told"
+    peer_access: str = "not reported"
 
 
 @dataclass(frozen=True, slots=True)

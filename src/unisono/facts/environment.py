@@ -44,7 +44,7 @@ class Environment:
     leftovers: dict[str, str] = field(default_factory=dict)
     """Variables of a distributed job. On one device they are ignored and reported."""
     variables: dict[str, str] = field(default_factory=dict)
-    """Known variables and those of the families NCCL_…, GLOO_… and the like; never a secret."""
+    """Known variables and those of families such as NCCL_… and GLOO_…; never a secret."""
     strangers: tuple[str, ...] = ()
     """Unknown names that resemble known variables; without their values."""
     torchelastic_run: str | None = None
@@ -142,7 +142,7 @@ def _is_known(name: str) -> bool:
     variable = find_variable(name)
     return (
         variable is not None and variable.name == name
-    )  # it also finds lower case, which the environment tells apart
+    )  # it also finds lower case, which is different in the environment
 
 
 def _hub_cache(env: Mapping[str, str]) -> Path:
@@ -235,7 +235,7 @@ def versions_digest(versions: dict[str, str]) -> str:
 
 
 def decisive_versions(packages: Mapping[str, str]) -> dict[str, str]:
-    """What numbers and wire formats depend on: python, torch, cuda, nccl, driver and some packages. What is not here is left out.
+    """The versions that numbers and wire formats depend on: python, torch, cuda, nccl, driver and some packages. What is not here is left out.
 
     Args:
         packages: all installed distributions, as `package_versions` gives them.

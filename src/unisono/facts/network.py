@@ -162,7 +162,7 @@ class SystemNetwork:
             return []  # nobody to ask: the report then has none, and what needs them is UNKNOWN
 
     def resolve(self, name: str) -> list[str]:
-        """What the system's resolver says within three seconds."""
+        """The answer of the system's resolver within three seconds."""
         return resolve(name)
 
 

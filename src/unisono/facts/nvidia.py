@@ -80,7 +80,7 @@ def redirecting_bridges(
 
 
 def _bridges_above(device: Path) -> list[str]:
-    """Those between a device and its host bridge, the nearest first: /sys has them as the folders around it."""
+    """The bridges between a device and its host bridge, the nearest first: their folders in /sys enclose the device's."""
     try:
         parents = device.resolve(strict=True).parents
     except OSError:
@@ -170,7 +170,9 @@ def _lines(records: list[str]) -> list[KernelLine]:
 
 
 INSTALL = "pip install nvidia-ml-py"
-_LIMIT_S = 30.0  # without its persistence daemon the driver sets up each device anew, some seconds for each
+_LIMIT_S = (
+    30.0  # without its persistence daemon the driver initializes each device again, some seconds for each
+)
 NO_ANSWER = "the driver did not answer for"
 _LEVELS: dict[int, Level] = {
     0: "internal",
@@ -206,10 +208,10 @@ _XID = re.compile(r"NVRM: Xid \(PCI:(?P<bus>[0-9A-Fa-f:.]+)\): (?P<number>\d+)(?
 
 
 class DetailsProbe(Protocol):
-    """Tells what this machine's accelerators are, and how they are joined."""
+    """Reads this machine's accelerators and their connections."""
 
     def __call__(self) -> DevicesDetails:
-        """All of it, read anew."""
+        """All of it, read again."""
         ...
 
 
@@ -423,7 +425,7 @@ class _Reader:
         for source, target in ((one, other), (other, one)):
             for ability in (_READ, _WRITE):
                 status = self._ask("nvmlDeviceGetP2PStatus", source, target, ability)
-                words = "not told" if status is None else _PEER_ACCESS.get(int(status), "not told")
+                words = "not reported" if status is None else _PEER_ACCESS.get(int(status), "not reported")
                 if words:
                     return words
         return ""

@@ -22,7 +22,7 @@ Identity = tuple[int, int]
 
 
 class PathState(NamedTuple):
-    """What is at a path.
+    """State of a path.
 
     Attributes:
         identity: None for nothing.

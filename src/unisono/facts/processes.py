@@ -295,7 +295,7 @@ def holder_of(pid: int, memory_bytes: int | None = None, *, proc: Path = Path("/
 def holder_of_driver(pid: int, memory_bytes: int | None = None) -> Holder:
     """The same for a pid from the NVIDIA driver, which is the host's and means a different process inside a container."""
     try:
-        is_the_hosts = os.readlink("/proc/self/ns/pid") == _HOST_PID_NAMESPACE  # noqa: PTH115 - what it says is no path
+        is_the_hosts = os.readlink("/proc/self/ns/pid") == _HOST_PID_NAMESPACE  # noqa: PTH115 - its text is not a path
     except OSError:
         is_the_hosts = False
     return holder_of(pid, memory_bytes) if is_the_hosts else Holder(pid, memory_bytes)

@@ -111,7 +111,7 @@ def _natural_number(text: str) -> int | None:
 
 _LIMIT_S = 20.0
 _STAMP = re.compile(r" \[[^\[\]]*@[^\[\]]*\]$")
-"""Who gave a reason, and when."""
+"""The author and time of a reason."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from unisono.text import one_line
 
 _PREFIX = ".unisono-head-"
 _CACHE_PATIENCE_S = 5.0
-"""How long a network file system may keep what it knew of a folder (acdirmax of NFS is longer, but listing asks anew)."""
+"""How long a network file system may keep what it knew of a folder (acdirmax of NFS is longer, but listing queries it again)."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def _run_child(command: list[str], limit_s: float | None) -> tuple[dict[str, Any
         try:
             answer |= json.loads(line)
         except (ValueError, TypeError):
-            answer["error"] = line  # of a traceback the last line tells most
+            answer["error"] = line  # the last line of a traceback has the error
     return answer, in_time
 
 

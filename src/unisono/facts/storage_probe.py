@@ -128,7 +128,7 @@ def _listed(folder: Path, name: str) -> bool:
 
 
 def file_system_of(path: Path, *, table: Path = Path("/proc/self/mountinfo")) -> str:
-    """The type of the file system that holds a path, as `ext4` or `nfs4`; empty where it cannot be told. Touches no storage."""
+    """The type of the file system that holds a path, as `ext4` or `nfs4`; empty if unknown. Touches no storage."""
     wanted = os.path.abspath(path)  # noqa: PTH100 - resolving links would touch what may hang
     best, kind = "", ""
     try:

@@ -153,7 +153,7 @@ class Program:
             self._report = -1
 
     def _end_marked(self) -> None:
-        """In place of a keeper that is lost: ends what the program has started. Nobody adopts these; the variable of the border is in their environments."""
+        """In place of a lost subreaper: ends all processes that the program has started. Nobody adopts these; the variable of the border is in their environments."""
         limit = time.monotonic() + _CLOSING_S
         while self._mark and time.monotonic() < limit:
             below = [

@@ -1,4 +1,4 @@
-"""Where this front stands in a job that ssh or Slurm has laid out, and what it reports to the meeting before the program starts."""
+"""The place of this front in a job that ssh or Slurm has laid out, and its report to the meeting before the program starts."""
 
 import hashlib
 import os

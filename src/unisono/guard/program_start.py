@@ -1,4 +1,4 @@
-"""What one start of `unisono run` has on this node: its place in the job, its directory with its records, and the program."""
+"""State of one start of `unisono run` on this node: its place in the job, its directory with its records, and the program."""
 
 import contextlib
 import os

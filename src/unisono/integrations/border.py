@@ -1,7 +1,7 @@
 """The border between a front and the processes of a program that it guards: a private folder in memory, and who writes what in it.
 
 The front makes the folder `/dev/shm/unisono-<uid>-<nonce>` (0700) and in it `guard.json` (0600), and names that file to the program's
-processes by one variable, UNISONO_GUARD. Nothing else is handed on, and nothing is secret but the folder: whoever can read it is the user.
+processes by one variable, UNISONO_GUARD. Nothing else is passed, and nothing is secret but the folder: whoever can read it is the user.
 
     held                   locked by the front and its subreaper: a folder that no process holds is removed by the next front
     guard.json             the front: what every process may know (Guard)
@@ -340,7 +340,7 @@ def start_of(pid: int) -> int | None:
 
 
 def registrations(folder: Path) -> Iterator[Registration]:
-    """Who has registered; a file that is no registration is left out."""
+    """All registered ranks; a file that is not a registration is left out."""
     for path in _files(folder, "rank-"):
         found = _made(Registration, read_whole(path) or {})
         if found is not None:

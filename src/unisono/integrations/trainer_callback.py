@@ -57,7 +57,7 @@ def find_world() -> World | None:
 
 
 def meet(world: World, facts: TrainerFacts, *, notify: Notify) -> None:
-    """Compares the facts of all ranks. All ranks must call it, and equally often; it is no collective.
+    """Compares the facts of all ranks. All ranks must call it, and equally often; it is not a collective.
 
     Args:
         world: see find_world.

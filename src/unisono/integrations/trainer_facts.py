@@ -1,4 +1,4 @@
-"""What a trainer of another library is about to train on, read without touching it, and whether all ranks mean the same.
+"""Reads what a trainer of a different library is about to train on, without changing it, and compares it across ranks.
 
 A rank reads its own facts (`read_loader`); `compare` is pure and gives the verdict. Nothing of the program is called that could
 draw a random number, open a file or decode an image: rows are looked at only where they lie ready, in a table of `datasets`,
@@ -58,7 +58,7 @@ _LABELS = {"content of the rows": "first and last rows"}
 
 @dataclass(frozen=True, slots=True)
 class DataFacts:
-    """What a dataset is, as far as it can be seen.
+    """Observable properties of a dataset.
 
     Attributes:
         rows: how many; None where it does not say.
@@ -75,7 +75,7 @@ class DataFacts:
 
 @dataclass(frozen=True, slots=True)
 class TrainerFacts:
-    """What one rank is about to do. Only numbers and digests: no row leaves the rank.
+    """The training that one rank is about to start. Only numbers and digests: no row leaves the rank.
 
     Attributes:
         rank: over all nodes.
@@ -116,7 +116,7 @@ class TrainerFacts:
         )
 
     def comparable(self) -> dict[str, Hashable]:
-        """What must be equal on all ranks, by the words of a verdict. What is not known is left out.
+        """The values that must be equal on all ranks, by the words of a verdict. Unknown values are left out.
 
         Ranks that read data of their own may have epochs of other lengths, as long as they make the same number of steps.
         """
@@ -182,7 +182,7 @@ def _blamed(members: Sequence[tuple[Member, TrainerFacts]]) -> Rule:
 
 
 def read_loader(loader: Any) -> TrainerFacts:
-    """What a DataLoader of this rank holds: torch's own, or what Accelerate or Lightning made of it."""
+    """Facts of a DataLoader of this rank: torch's own, or the wrapper of Accelerate or Lightning."""
     samplers = list(_samplers(loader))
     kinds = {base.__name__ for one in (loader, *samplers) for base in type(one).__mro__}
     if "DataLoaderDispatcher" in kinds:  # rank 0 reads for all
@@ -203,7 +203,7 @@ def _is_a(thing: Any, name: str) -> bool:
 
 
 def _samplers(loader: Any) -> Iterable[Any]:
-    """Those of a loader, from the outermost in: batch samplers wrap batch samplers, and these a sampler."""
+    """The samplers of a loader, from the outermost in: batch samplers wrap batch samplers, and these a sampler."""
     seen: list[Any] = []
     queue = [getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)]
     while queue:
@@ -229,7 +229,7 @@ def _number(value: Any) -> int | None:
 
 
 def read_dataset(dataset: Any) -> DataFacts:
-    """What a dataset is, without calling it: see the head of this file."""
+    """Facts of a dataset, without calling it: see the module docstring."""
     kind = type(dataset).__name__
     rows = length_of(dataset)
     if rows is None:

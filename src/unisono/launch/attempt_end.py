@@ -39,7 +39,7 @@ from unisono.supervise.rank_supervisor import Attempt
 
 @dataclass
 class AttemptEnd:
-    """What the head makes of an attempt that has ended: judged, shown on all nodes, kept in the run's directory."""
+    """The head's processing of an attempt that has ended: it is judged, shown on all nodes, and recorded in the run's directory."""
 
     request: TrainRequest
     local_node: LocalNode

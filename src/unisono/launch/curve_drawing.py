@@ -41,7 +41,7 @@ _STYLE = (
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """Where a step and a loss lie on the picture, in pixels."""
+    """The position of a step and a loss on the picture, in pixels."""
 
     steps: tuple[float, float]
     losses: tuple[float, float]

@@ -85,7 +85,7 @@ class HeadNodes:
         return self.meeting.run_in_background(work, everywhere=True)
 
     def hand_over(self, plan: RunPlan) -> "HeadServer":
-        """Tells all nodes the plan, on which they start their ranks; gives the connections to conduct them by."""
+        """Sends the plan to all nodes, which then start their ranks; returns the connections that control them."""
         self.meeting.broadcast({"kind": "plan", "plan": plan.to_json()})
         return self.meeting.server
 

@@ -1,4 +1,4 @@
-"""What the head settles before ranks start: where data comes from, what is in it and in the model, which rank runs where, and the plan."""
+"""The head's preparation before ranks start: the contents of data and model, the placement of ranks, and the plan."""
 
 import time
 from typing import Any

@@ -61,7 +61,7 @@ def party_of(request: TrainRequest, topology: Topology, *, host: str, token: str
 def report_early_refusal(
     request: TrainRequest, environment: Environment, error: UnisonoError, *, token: str | None, show: Show
 ) -> None:
-    """Tells the other nodes that this one does not start, though not even its config could be read."""
+    """Reports to the other nodes that this one does not start, even if its config could not be read."""
     without_ranks = replace(
         request.topology, nproc=1, devices=()
     )  # the number of its ranks does not matter now
@@ -129,7 +129,7 @@ def is_about_nodes(error: UnisonoError) -> bool:
 
 
 def prepared_facts(prepared: dict[str, Any]) -> PreparedFacts:
-    """What nodes compare of what the task `prepare` gave."""
+    """The part of the result of the task `prepare` that nodes compare."""
     return PreparedFacts.of(
         DataSummary.model_validate(prepared["data"]), ModelFacts.model_validate(prepared["model"])
     )

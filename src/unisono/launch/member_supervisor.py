@@ -1,4 +1,4 @@
-"""The ranks of a node that is not the head: started by the head's plan, reported to the head, ended when the head says so or is lost."""
+"""The ranks of a node that is not the head: started by the head's plan, reported to the head, ended at the head's request, or when the head is lost."""
 
 import contextlib
 import signal
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 _POLL_S = 0.2
 _HEAD_ANSWERS_S = 3.0
 _PASSED_ON = ("warning", "ready", "shard_written", "shard_moves", "asked", "digest")
-"""What the head hears of a rank's messages, beside its report and its end."""
+"""The messages of a rank that are forwarded to the head, besides its report and its end."""
 
 
 @dataclass(frozen=True)

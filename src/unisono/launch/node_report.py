@@ -39,13 +39,13 @@ _CHECKPOINT_BYTES = 12  # of each trained parameter: itself and two moments, in 
 _PATHS = ("model.path", "model.tokenizer", "data.template", "output_dir")
 
 Contents = Mapping[str, Any]
-"""What the task `contents` gives."""
+"""The result of the task `contents`."""
 
 
 def look_at_files(
     loaded: LoadedConfig, local_node: LocalNode, *, programs: Programs | None = None, show: Show | None = None
 ) -> Contents:
-    """What the run's files hold, by a task of its own; where that fails, why: then they are UNKNOWN and nothing is refused here.
+    """The contents of the run's files, read by a separate task; if that fails, the reason: then they are UNKNOWN and nothing is refused here.
 
     Call it from a thread that lives as long as the task: the kernel ends the task with it.
     """
@@ -151,7 +151,7 @@ def flat_config(config: RunConfig) -> dict[str, Any]:
 
 
 def reserve(limits: SystemLimits, *, nproc: int, disk_bytes: int | None) -> dict[str, int]:
-    """What the plan leaves to the system on this node, with a rule for each.
+    """The settings that the plan leaves to the system on this node, with a rule for each.
 
     memory_bytes: a tenth of what is free, at least 1 GiB: the page cache, other programs, and the kernel's own.
     shm_bytes: a tenth of what is free in /dev/shm, at least 64 MiB: NCCL and data loaders of others.
@@ -175,7 +175,7 @@ def reserve(limits: SystemLimits, *, nproc: int, disk_bytes: int | None) -> dict
 
 
 def checkpoints_bytes(config: RunConfig, files: Contents) -> int | None:
-    """What the checkpoints take that are there at the same time at the most, see `max_without_permanent`; None where the model's size is not known yet.
+    """The maximum disk space of the checkpoints that exist at the same time, see `max_without_permanent`; None where the model's size is not known yet.
 
     A checkpoint holds the trained parameters and AdamW's two moments in float32: 12 bytes each.
     """
@@ -238,7 +238,7 @@ _POLL_S = 0.1
 
 
 def question_of(checkpoint: Path | None) -> dict[str, Any]:
-    """What all nodes must see: the checkpoint to resume from, if there is one."""
+    """The checkpoint to resume from, as a question to all nodes; empty if there is none."""
     if checkpoint is None:
         return {}
     return {"checkpoint": checkpoint.name, "manifest": manifest_digest(checkpoint)}

@@ -54,7 +54,7 @@ class Ending:
 
 
 def ending_of(attempt: Attempt, plan: RunPlan) -> Ending:
-    """What became of an attempt: rank 0's own word where it gave one, else what ended the ranks."""
+    """The outcome of an attempt: rank 0's own result if there is one, else what ended the ranks."""
     known = {
         "step": attempt.step,
         "tokens": attempt.tokens,

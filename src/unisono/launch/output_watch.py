@@ -236,7 +236,7 @@ class OutputWatch:
             self._compare_checkpoints(checkpoints)
 
     def _is_still_ours(self) -> bool:
-        """Whether what is at the path is the same directory under another number, as after a remount: our lock is in it."""
+        """Whether what is at the path is the same directory under a different inode number, e.g. after a remount: our lock is in it."""
         return self._disk.write("run.lock", self._lock.names_us) is True
 
     # What is done.
@@ -387,7 +387,7 @@ def warning_of(verdict: Verdict, root: Path) -> Message:
 
 
 def growing(held: HeldFiles) -> str:
-    """What becomes of files that ranks write all the time, for messages."""
+    """The effect on files that ranks write continuously, for messages."""
     if held:
         return "logs, events and TensorBoard's files are complete again when these ranks end"
     return "logs and events of these ranks are not kept from here on"

@@ -37,7 +37,7 @@ _BY_HAND = re.compile(r"^(NCCL|GLOO|TP|TORCH|PYTORCH|CUDA|CUBLAS|CUDNN)_")
 
 @dataclass(frozen=True)
 class LocalNode:
-    """What this machine and its environment are, and what part of the job runs on it."""
+    """This machine, its environment, and the part of the job that runs on it."""
 
     machine: Machine
     environment: Environment
@@ -55,11 +55,11 @@ class LocalNode:
 
     @property
     def offer(self) -> NodeOffer:
-        """What this node brings to a plan of this node alone."""
+        """This node's contribution to a plan of this node alone."""
         return self.offer_as(self.topology.node_rank)
 
     def offer_as(self, node_rank: int) -> NodeOffer:
-        """What a node like this one would bring."""
+        """The contribution of a node like this one."""
         threads, origin = self.threads
         return NodeOffer(
             node_rank,
@@ -198,7 +198,7 @@ def _set_by_hand(environment: Environment, reasons: Mapping[str, str]) -> dict[s
 
 
 def offer_of(report: NodeReport) -> NodeOffer:
-    """What a node's report offers."""
+    """The contribution of a node, from its report."""
     return NodeOffer(
         node_rank=report.node_rank,
         host=report.host,
@@ -267,7 +267,7 @@ def accept_plan(
 def _problems(
     plan: RunPlan, *, own: RunConfig, node_rank: int, devices: list[DeviceChoice], prepared: dict[str, Any]
 ) -> list[tuple[str, str]]:
-    """What is wrong with it, each with what shows it."""
+    """The problems of a plan, each with its evidence."""
     found = []
     theirs, ours = _without_paths(plan.config), _without_paths(own)
     if theirs != ours:

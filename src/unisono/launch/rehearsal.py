@@ -24,7 +24,7 @@ _STEPS, _MORE = 3, 1
 
 @dataclass
 class Rehearsal:
-    """What came of it.
+    """Result of a rehearsal.
 
     Attributes:
         exit_code: 0, or that of the stage that failed.
@@ -136,7 +136,7 @@ def _export(request: TrainRequest, run: RunDir, out: Path, *, on_message: Callab
 
 
 def _measure(done: Rehearsal, long_run: RunPlan, run: RunDir) -> None:
-    """What the long run will take: its tokens at the rate of the later steps, which have nothing more to warm up."""
+    """The expected duration of the full run: its tokens at the rate of the later steps, after warm-up."""
     lines = [line for line in read_metrics(run.metrics) if "tokens" in line and line.get("step_time_s")]
     later = lines[1:] or lines
     seconds = sum(line["step_time_s"] + (line.get("data_time_s") or 0.0) for line in later)

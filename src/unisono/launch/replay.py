@@ -37,12 +37,12 @@ from unisono.supervise.task_process import refusal, run_task
 from unisono.text import one_line, why_unreadable
 
 COMPARED = ("loss", "grad_norm")
-_ROUNDING = 1e-2  # relative; what other sums in another order make of a loss in a few steps stays far below
+_ROUNDING = 1e-2  # relative; the effect of a different order of summation on a loss within a few steps stays far below
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A figure that came out otherwise; None: it was not a number."""
+    """A figure that differs; None: it was NaN."""
 
     step: int
     name: str
@@ -422,7 +422,7 @@ def _run_explanations(plan: RunPlan, found: IntactCheckpoint, *, last: int) -> l
 
 
 def _machine_explanations(plan: RunPlan, again: RunPlan) -> list[str]:
-    """What is not as it was: kinds of device, and several machines that are one now."""
+    """Differences from the original run: kinds of device, and several machines that are one now."""
     before = {place.device.name for place in plan.ranks} or {plan.device.name}
     lines = []
     if before != {again.device.name}:

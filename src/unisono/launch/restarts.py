@@ -236,7 +236,7 @@ class Restarts:
     def _with_fewer(self, plan: RunPlan, resume: ResumePoint | None) -> RunPlan:
         """A new plan for the remaining nodes; everything that affects what is trained stays as in the first start.
 
-        Nodes keep their numbers, so that a node is called the same all along; ranks are numbered anew, without a gap.
+        Nodes keep their numbers, so that a node has the same name throughout; ranks are renumbered without gaps.
         """
         assert self.others is not None
         meeting = self.others.meeting

@@ -44,7 +44,7 @@ def find_resume_point(
     store = CheckpointStore(run.checkpoints, key=user_key(environment.settings_dir))
 
     def on_damage(path: Path, damage: Damage) -> None:
-        if damage.kind == "foreign" and trust:  # the run resumes from it, and the resume reason says so
+        if damage.kind == "foreign" and trust:  # the run resumes from it, and the resume reason states it
             return
         fix = "pass --trust to resume from it anyway" if damage.kind == "foreign" else ""
         text = f"{path.name}: {damage}"
@@ -84,7 +84,7 @@ def with_changes(plan: RunPlan, run: RunDir, decision: StartDecision, request: T
 
 @dataclass(frozen=True)
 class Earlier:
-    """What a start writes over before its ranks train, as the start before has left it.
+    """The files of the previous start that a start overwrites before its ranks train.
 
     The next start compares with what really ran. So a start that came to nothing puts these files back.
     """
@@ -131,7 +131,7 @@ class Claim:
     trained: bool = False
 
     def decide_again(self, config: RunConfig, *, allow: frozenset[str]) -> None:
-        """What this start is, now that a run was brought into the directory.
+        """The start decision after a run was downloaded into the directory.
 
         Raises:
             UsageError: if it is another run than the config means.

@@ -96,7 +96,7 @@ def note_in_plan(run: RunDir, **fields: Any) -> None:
 
 @dataclass
 class Table:
-    """What every node and rank brought, and what came of comparing it.
+    """The reports of all nodes and ranks, and the results of their comparison.
 
     Attributes:
         nodes: by node rank.

@@ -24,7 +24,7 @@ from unisono.supervise.child_process import Programs
 
 
 class LostNodeSource(Protocol):
-    """Whoever started the fronts."""
+    """The launcher that started the fronts, as a source of the causes of lost nodes."""
 
     def of_lost(self, node_rank: int) -> tuple[Verdict, float] | None:
         """Why a node is gone, and how many seconds that word was waited for; None where there is none in bounded time."""
@@ -156,7 +156,7 @@ class TrainRequest:
 
     @property
     def allowed(self) -> frozenset[str]:
-        """What `--allow` names.
+        """The names given to `--allow`.
 
         Raises:
             UsageError: with each word that names nothing.

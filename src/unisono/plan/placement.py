@@ -123,13 +123,13 @@ def _refuse_repeated(words: tuple[str, ...], chosen: list[Gpu]) -> None:
 
 
 def visible_gpus(gpus: list[Gpu], visible: str | None) -> list[Gpu]:
-    """Those of the machine's GPUs that CUDA_VISIBLE_DEVICES lets through, in its order."""
+    """The machine's GPUs that CUDA_VISIBLE_DEVICES selects, in its order."""
     if visible is None:
         return gpus
     found = []
     for word in (part.strip() for part in visible.split(",")):
         gpu = _match(gpus, word)
-        if gpu is None:  # as CUDA does: an entry that is no device ends the list
+        if gpu is None:  # as in CUDA: an entry that is not a device ends the list
             break
         found.append(gpu)
     return found
@@ -189,7 +189,7 @@ def _cuda(gpu: Gpu) -> DeviceChoice:
 
 @dataclass(frozen=True)
 class NodeOffer:
-    """What one node brings to the plan.
+    """The contribution of one node to the plan.
 
     Attributes:
         node_rank: of the node.

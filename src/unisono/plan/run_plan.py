@@ -31,7 +31,7 @@ class ModelFacts(Part):
     intermediate_size: int
     vocab_size: int
     linear_parameters: int
-    """Those in the matrices of the layers, which `all-linear` adapts."""
+    """Parameters in the matrices of the layers, which `all-linear` adapts."""
     linear_in_out: int
     """Sum over these matrices of in_features + out_features; times rank it is the size of an adapter."""
     weight_bytes: int
@@ -108,7 +108,7 @@ class NodePlace(Part):
 
 
 class RankPlace(Part):
-    """Where one rank runs."""
+    """The place of one rank."""
 
     rank: int
     node_rank: int
@@ -148,7 +148,7 @@ class ResumePoint(Part):
     step: int
     path: str
     trust: bool = False
-    """It is not signed by this user, but accepted with `--trust`."""
+    """Whether it is accepted with `--trust` although this user has not signed it."""
 
 
 Strategy = Literal["single", "ddp", "fsdp"]

@@ -9,7 +9,7 @@ from unisono.text import one_line
 
 DEFAULT_PORT = 29577
 HOST_PATTERN = re.compile(r"[A-Za-z0-9_.@:][A-Za-z0-9_.@:-]*")
-"""What a host name from a person or a peer may look like; it never begins with `-`."""
+"""Pattern of host names from a person or a peer; they never begin with `-`."""
 
 
 def parse_head(text: str, source: str) -> tuple[str, int]:
@@ -132,7 +132,7 @@ class TopologyRequest:
 
 @dataclass(frozen=True)
 class Placed:
-    """Where a scheduler has put this front: it counts where neither an option nor a variable of a launcher says otherwise.
+    """The place that a scheduler gave this front; options and variables of a launcher take precedence.
 
     Attributes:
         nodes: how many.
@@ -151,7 +151,7 @@ class Placed:
 
 @dataclass(frozen=True)
 class Accelerators:
-    """What this machine could run ranks on.
+    """The accelerators of this machine that ranks could use.
 
     Attributes:
         count: accelerators that may be used here: visible, and torch can use them; 0: ranks run on the CPU.
@@ -175,9 +175,9 @@ class Topology:
         nproc_declared: by `--nproc` or NPROC_PER_NODE; otherwise inferred.
         nproc_origin: where the number came from, for people.
         hosts: the other nodes that this one starts over ssh, by node rank from 1.
-        least_nodes: so many are enough to start, and to go on with; 0: all of them are needed.
+        least_nodes: the number of nodes required to start and to continue; 0: all of them.
         origins: where each value came from, for the plan.
-        used_variables: of the environment; they are no leftovers.
+        used_variables: of the environment; they are not leftovers.
     """
 
     nodes: int

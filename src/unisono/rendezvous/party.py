@@ -1,4 +1,4 @@
-"""What both sides of a meeting share: the node, the job's token, the facts of its channel, and background work while the front listens."""
+"""Types that both sides of a meeting share: the node, the job's token, the facts of its channel, and background work while the front listens."""
 
 import os
 import queue
@@ -23,7 +23,7 @@ from unisono.supervise.child_process import Programs
 from unisono.text import one_line
 
 NONCE_FILE = "nonce_file"
-"""Where the head's welcome names the file that it left in its output_dir (`facts.storage.leave_nonce`)."""
+"""The key of the head's welcome with the name of the file that it left in its output_dir (`facts.storage.leave_nonce`)."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Party:
 
 @dataclass(frozen=True)
 class ChannelFacts:
-    """What a node's report takes from the channel.
+    """Facts of the channel for a node's report.
 
     Attributes:
         address: this node's own address in its connection to the head.
@@ -85,7 +85,7 @@ shows are displayed. A UnisonoError that it raises is sent to all nodes."""
 
 
 RestartQuestion = dict[str, Any]
-"""What the head asks each node to check before a restart."""
+"""The checks that the head requests from each node before a restart."""
 MakeRestartReport = Callable[[ChannelFacts, RestartQuestion], NodeReport]
 """Makes a node's report before a restart; a UnisonoError says why the node cannot continue."""
 
@@ -99,7 +99,7 @@ Result = TypeVar("Result")
 
 
 class HeadSide(Protocol):
-    """What a network trial uses of the meeting at the head."""
+    """The part of the meeting at the head that a network trial uses."""
 
     party: Party
     server: HeadServer
@@ -124,7 +124,7 @@ class HeadSide(Protocol):
 
 
 class NodeSide(Protocol):
-    """What a network trial uses of a member's connection."""
+    """The part of a member's connection that a network trial uses."""
 
     party: Party
     welcome: dict[str, Any]

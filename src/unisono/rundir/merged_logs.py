@@ -1,4 +1,4 @@
-"""Merges what the ranks of a run printed with what they told and with its verdicts, in the order of time as the head's clock has it."""
+"""Merges the output and the events of a run's ranks with its verdicts, in the order of the head's clock."""
 
 import contextlib
 import heapq
@@ -43,7 +43,7 @@ class LogLine:
 
     @property
     def label(self) -> str:
-        """Who it is from; `*`: told, `!`: printed words that are known to mean something."""
+        """Its source; `*`: an event, `!`: a printed line with a known signature."""
         if self.rank == _NOBODY:
             return "the run *"
         mark = " *" if self.source == "told" else " !" if self.signatures else ""
@@ -51,7 +51,7 @@ class LogLine:
 
     @property
     def signatures(self) -> list[str]:
-        """Ids of the signatures that a printed line has, without those that only say that work goes on."""
+        """Ids of the signatures that a printed line has, without those that only show progress."""
         found = match_line(self.text) if self.source == "printed" else []
         return [signature.id for signature in found if signature.kind not in _NOT_SIGNS]
 
@@ -119,11 +119,11 @@ class _Sources:
                 self.all[path] = _EventFile(path, clocks)
 
     def more(self, *, whole: bool) -> Iterator[LogLine]:
-        """What has come since the last call."""
+        """New lines since the last call."""
         return heapq.merge(*(source.more(whole=whole) for source in self.all.values()), self._verdicts.more())
 
     def report_skipped(self, on_skip: Callable[[str], None]) -> None:
-        """Tells once of each file that cannot be read, and how many lines of the others were left out since the last call."""
+        """Reports each unreadable file once, and how many lines of the others were left out since the last call."""
         for path, source in self.all.items():
             name = path.relative_to(self.run.root)
             if source.refused and str(name) not in self._reported:
@@ -163,7 +163,7 @@ class _OfRank:
 
     Attributes:
         refused: why it cannot be read; empty while it can be.
-        skipped: lines that were left out since somebody was told of them, by the reason.
+        skipped: lines that were left out since the last report, by reason.
     """
 
     def __init__(self, path: Path) -> None:
@@ -238,7 +238,7 @@ class _EventFile(_OfRank):
 
 
 class _Verdicts:
-    """What the run, and its earlier starts, ended with; a file's time says when."""
+    """The verdicts of the run and its earlier starts, with the times of their files."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run

@@ -193,7 +193,7 @@ def _same_row_findings(
 
 
 def _effect_of_rows(before: dict[str, Any], after: dict[str, Any]) -> str:
-    """What different rows mean for the rest of the run."""
+    """The effect of different rows on the rest of the run."""
     done = (_at(after, "resume.step") or 0) * (_at(after, "global_batch") or 0)
     old, new = _at(before, "data.train.sequences"), _at(after, "data.train.sequences")
     text = (

@@ -1,4 +1,4 @@
-"""What a run records: metrics.jsonl, one line a step; and how a start ended, result.json and verdict.json.
+"""The records of a run: metrics.jsonl, one line a step; and how a start ended, result.json and verdict.json.
 
 metrics.jsonl has one writer, which writes whole lines. On resume, the lines after the checkpoint are removed.
 """

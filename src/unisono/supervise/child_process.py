@@ -398,7 +398,7 @@ class ChildProcess:
 
 
 class _Executed(subprocess.Popen[bytes]):
-    """A fresh interpreter, which imports everything anew."""
+    """A fresh interpreter, which imports everything again."""
 
     def has_ended(self) -> bool:
         flags = os.WEXITED | os.WNOWAIT | os.WNOHANG

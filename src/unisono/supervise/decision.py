@@ -73,7 +73,7 @@ def ended_well(end: RankEnd) -> bool:
 
 
 def is_victim(end: RankEnd) -> bool:
-    """Whether a rank ended only because a peer was gone: it says so itself, or its front ended it."""
+    """Whether a rank ended only because a peer was gone: it reports that itself, or its front ended it."""
     if end.end_reason:
         return True
     return end.last is not None and end.last["kind"] == "crashed" and bool(end.last.get("peer_lost"))

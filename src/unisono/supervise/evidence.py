@@ -37,7 +37,7 @@ _ROWS_LIMIT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class RawEvidence:
-    """What was collected from a rank, unparsed: people read it as files.
+    """The raw evidence of a rank, unparsed: people read it as files.
 
     Attributes:
         stacks: of all threads.

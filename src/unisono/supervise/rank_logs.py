@@ -88,7 +88,7 @@ class Appender:
         return self._process.stdin.fileno()
 
     def _last_stderr_line(self) -> str:
-        """The last line of its stderr, which tells why it failed."""
+        """The last line of its stderr, which has the reason of the failure."""
         assert self._process is not None
         assert self._process.stderr is not None
         os.set_blocking(self._process.stderr.fileno(), False)

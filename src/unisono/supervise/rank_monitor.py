@@ -33,7 +33,7 @@ _LARGE_IO_BYTES = 16 << 20  # reads and writes other than of a large file are sm
 
 @dataclass
 class _Seen:
-    """What was last seen of one rank, and for how long it has not changed."""
+    """The last observation of one rank, and for how long it has not changed."""
 
     beat: Beat | None = None
     idle_s: float = 0.0
@@ -45,7 +45,7 @@ class _Seen:
 
 
 class RankMonitor:
-    """What is seen of this node's ranks.
+    """Monitor of this node's ranks.
 
     It reads shared memory and files of the kernel, and neither needs the ranks to do anything nor waits for them.
     """

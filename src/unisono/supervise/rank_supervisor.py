@@ -71,7 +71,7 @@ class ShardPort(Protocol):
 
 @dataclass
 class Attempt:
-    """What is known of one start of the ranks.
+    """State of one start of the ranks.
 
     Attributes:
         from_step: the step it resumed from.

@@ -253,7 +253,7 @@ class ShardSync:
         return scalars
 
     def wait_for_own_part(self) -> None:
-        """Does nothing: forward and backward also wait for the other ranks, and the two cannot be told apart."""
+        """Does nothing: forward and backward also wait for the other ranks, and the two cannot be distinguished."""
 
     def wait_and_time(self) -> float:
         """Seconds spent on the sum of the scalars."""

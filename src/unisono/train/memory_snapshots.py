@@ -316,7 +316,7 @@ def _views(memory: Any, layout: Layout) -> list[torch.Tensor]:
 
 
 def _state_tensors(run: Run) -> list[torch.Tensor]:
-    """The optimizers' present tensors; they change if one is created anew, as after the first update."""
+    """The optimizers' present tensors; they change if one is created again, e.g. after the first update."""
     return [
         value
         for part in run.optimizers.parts.values()

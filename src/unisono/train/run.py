@@ -207,7 +207,7 @@ def _torch_state() -> int:
 
 @dataclass
 class TrainState:
-    """What changes during training, apart from the trained weights and the optimizer.
+    """The state that changes during training, apart from the trained weights and the optimizer.
 
     Attributes:
         step: optimizer steps done.
@@ -345,7 +345,7 @@ class Contents:
 
 
 def contents_of(run: Run) -> Contents:
-    """What this rank would save now: rank 0 the replicated tensors, and every rank its parts of sharded tensors."""
+    """The tensors that this rank would save now: rank 0 the replicated tensors, and every rank its parts of sharded tensors."""
     groups = {"trainable": _parts(run, dict(run.forward.loaded.trainable))}
     numbers: dict[str, Any] = {}
     for name, part in run.optimizers.parts.items():

@@ -337,7 +337,7 @@ def _checksums(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def arithmetic(device: torch.device) -> str:
-    """What determines how sums are rounded: the device's name, or the instruction set that torch uses on this CPU."""
+    """The hardware property that determines how sums are rounded: the device's name, or the instruction set that torch uses on this CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.machine()} CPU with {torch.backends.cpu.get_cpu_capability()}"

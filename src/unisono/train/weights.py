@@ -370,6 +370,6 @@ def _set_template(tokenizer: Any, plan: RunPlan) -> None:
 
 
 def _base_name(plan: RunPlan) -> str:
-    """Where peft will load the base model from: the hub id as configured, or the directory."""
+    """The source from which peft will load the base model: the hub id as configured, or the directory."""
     path = plan.config.model.path
     return plan.model.directory if path.startswith("builtin:") or Path(path).exists() else path

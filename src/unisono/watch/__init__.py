@@ -1,6 +1,6 @@
 """Detects stalls while a run is active, and finds the rank that causes them.
 
-The names are loaded when they are asked for: a rank of a foreign program needs only `unisono.watch.beat`, which is of the standard
+The names are loaded on first access: a rank of a foreign program needs only `unisono.watch.beat`, which is of the standard
 library alone, and starts without what the judge needs.
 """
 

@@ -315,7 +315,7 @@ def _limits(view: RankView, patience: Patience) -> Limits:
 def _limits_of_all(waiting: Sequence[RankView], patience: Patience) -> Limits:
     """Limits for ranks that all wait: those of the rank with the shortest waits so far.
 
-    A rank also waits while another one evaluates or saves alone, however long that takes; the rank that arrives last never does. So the
+    A rank also waits while a different rank evaluates or saves alone, however long that takes; the rank that arrives last never does. So the
     duration of a collective itself, with all ranks in it, is at most the shortest of their longest times.
     """
     return min((_limits(view, patience) for view in waiting), key=lambda limits: limits.name_s)

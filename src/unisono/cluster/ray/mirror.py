@@ -99,7 +99,7 @@ class Mirror:
                 self._grown[name] = _CopiedPrefix(stamp, size, self._local_tail(name))
 
     def sync(self, *, final: bool = False) -> None:
-        """Copies the changed files, and deletes files that are gone on the node.
+        """Copies the changed files, and deletes files that were deleted on the node.
 
         Args:
             final: whether nothing will change any more.

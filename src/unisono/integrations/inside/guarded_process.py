@@ -2,7 +2,7 @@
 
 torch's own count of collectives shows what nobody calls from Python: the reducer of DDP, the all-gathers of FSDP. A look at the counts
 takes 4 µs. torch's count of completed ones is not used: gloo lets it fall behind, and even back. Which of the recorded collectives are
-done, their `retired` tells.
+done, their `retired` shows it.
 """
 
 import atexit

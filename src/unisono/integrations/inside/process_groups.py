@@ -57,7 +57,7 @@ def wrap_collectives(module: ModuleType, here: GuardedProcess) -> list[str]:
 
 
 def beating(function: Callable[..., Any], kind: int, here: GuardedProcess) -> Callable[..., Any]:
-    """The function with a heartbeat before and after it, if the main thread calls it, and not inside another one.
+    """The function with a heartbeat before and after it, if the main thread calls it, and not inside another collective.
 
     A failing one leaves the record unchanged: a rank usually exits there, and its last heartbeat shows which one it was.
     """
@@ -148,7 +148,7 @@ def device_uuid() -> str:
 
 
 _KEPT = ("_bootstrap_store_info", "_shared_tcp_store_server")
-"""What DynamicRendezvousHandler keeps of the first start; a test notices if it goes."""
+"""Attributes that DynamicRendezvousHandler keeps from the first start; a test fails if they are removed."""
 
 
 def hook_rendezvous(module: ModuleType) -> None:

@@ -1,7 +1,7 @@
 """Where a step of a foreign training loop begins, and whether a rank can still reach the place where it makes its steps. Pure.
 
 The second is read from the bytecode of the functions that the rank is in, if none raises anything: a rank that evaluates, saves or
-waits between two steps can make another one; a rank whose loop is over cannot. So a rank that has left its loop is told from one in it
+waits between two steps can make another one; a rank whose loop is over cannot. So a rank that has left its loop is distinguished from one in it
 without the program's help, and where nothing shows that a step begins.
 """
 
