@@ -61,7 +61,7 @@ def test_a_log_that_cannot_be_read_is_named_and_the_others_are_shown(tmp_path: P
     assert [line.text for line in merged_logs(tmp_path, on_skip=skipped.append)] == ["first"]
     assert skipped == [
         "logs/box-rank-00001.log cannot be read: it is a named pipe, not a regular file",
-        "logs/box-rank-00002.log: 5 lines were left out: they hold nothing but NUL bytes",
+        "logs/box-rank-00002.log: 5 lines were skipped: they hold nothing but NUL bytes",
         "events/rank-00000.jsonl cannot be read: Is a directory",
     ]
 
