@@ -1,6 +1,7 @@
 # make demo   fine-tune the built-in model and show the results before and after (about two minutes after installation)
 # make test   all checks that a change must pass; WORKERS=1 runs one test at a time
 # make system installs, as root, the programs that some tests need (apt-get: iptables, iproute2, openssh-server, Slurm …); without them these are skipped
+# make test-fast  the tests that start no process, in under two minutes
 # make test-long   tests that take minutes or hours; LONG_WORKERS=1 runs one at a time
 VENV ?= .venv
 PYTHON ?= python3
@@ -15,7 +16,7 @@ TEST_OPTIONS ?=
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(PY) -m pytest
 STAMP := $(VENV)/.installed
 
-.PHONY: demo system test check lint types tests test-long format clean
+.PHONY: demo system test check lint types tests test-fast test-long format clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "unisono needs Python 3.11 or newer; set PYTHON=python3.11")'
@@ -42,6 +43,9 @@ types: $(STAMP)
 
 tests: $(STAMP)
 	$(PYTEST) -m "not long and not gpu" -n $(WORKERS) --durations=15 $(TEST_OPTIONS)
+
+test-fast: $(STAMP)
+	$(PYTEST) -m "not processes" -n 2 -q $(TEST_OPTIONS)
 
 # mypy takes one core for a minute: beside the first tests.
 test: lint

@@ -18,6 +18,7 @@ from xdist.remote import Producer
 
 from tests.needs import pytest_addoption, pytest_sessionfinish
 from tests.nodes.network_namespaces import Ground, Loopback, Namespaces, why_no_namespaces
+from tests.processes import mark, pytest_runtest_protocol, refuse_processes
 from tests.session_server import pytest_collection_finish, pytest_configure, pytest_unconfigure
 from tests.sharing import Sharing
 from unisono.config import RunConfig
@@ -27,10 +28,11 @@ from unisono.task import data_tasks
 from unisono.train.front_io import StopRequest
 from unisono.train.rank_run import run_plan
 
-__all__ = [  # hooks of tests/needs.py and tests/session_server.py
+__all__ = [  # hooks of files beside this one
     "pytest_addoption",
     "pytest_collection_finish",
     "pytest_configure",
+    "pytest_runtest_protocol",
     "pytest_sessionfinish",
     "pytest_unconfigure",
 ]
@@ -233,8 +235,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Sharing
     return Sharing(config, log)
 
 
+@pytest.hookimpl(tryfirst=True)  # before a selection by markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Side by side (`-n`), files with what takes long begin first, so that no process is left alone with one at the end."""
+    mark(items)
+    if "not processes" in str(config.getoption("-m")):
+        refuse_processes()
     if not hasattr(config, "workerinput"):
         return
     torch.set_num_threads(1)  # more would only wait for each other

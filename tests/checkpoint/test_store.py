@@ -311,6 +311,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         yield place
 
 
+@pytest.mark.processes
 def test_a_full_disk_costs_the_new_checkpoint_and_nothing_else(small_disk: Path) -> None:
     store = CheckpointStore(small_disk / "checkpoints", key=b"k" * 32)
 
@@ -329,6 +330,7 @@ def test_a_full_disk_costs_the_new_checkpoint_and_nothing_else(small_disk: Path)
     assert found.step == 3
 
 
+@pytest.mark.processes
 def test_no_room_for_the_manifest_is_a_full_disk_too(small_disk: Path) -> None:
     store = CheckpointStore(small_disk / "checkpoints", key=b"k" * 32)
     store.save(1, fill(1), **WRITING)  # type: ignore[arg-type]

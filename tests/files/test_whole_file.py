@@ -84,6 +84,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         yield disk
 
 
+@pytest.mark.processes
 def test_a_full_disk_leaves_the_old_file_and_no_rubbish(small_disk: Path) -> None:
     path = small_disk / "f"
     path.write_text("old")
