@@ -23,8 +23,8 @@ def test_the_key_is_made_once_and_is_the_owners_alone(tmp_path: Path) -> None:
 
 def test_processes_that_ask_at_once_get_one_key(tmp_path: Path) -> None:
     command = [sys.executable, "-c", ASK, str(tmp_path / "settings")]
-    asked = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(6)]
-    assert len({process.communicate(timeout=60)[0] for process in asked}) == 1
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(6)]
+    assert len({process.communicate(timeout=60)[0] for process in processes}) == 1
 
 
 def test_a_key_that_others_can_read_is_refused(tmp_path: Path) -> None:

@@ -37,33 +37,33 @@ def _after(found: list[Candidate], decision: Decision) -> list[Candidate]:
 
 @given(known, rules)
 def test_as_many_of_the_newest_intact_ones_stay_as_are_requested(
-    found: list[Candidate], asked: Rules
+    found: list[Candidate], retention: Rules
 ) -> None:
     good = sorted((one.step for one in found if one.intact and not one.foreign), reverse=True)
-    stay = {one.step for one in _after(found, decide(found, asked))}
-    assert set(good[: asked.keep]) <= stay
+    stay = {one.step for one in _after(found, decide(found, retention))}
+    assert set(good[: retention.keep]) <= stay
 
 
 @given(known, rules)
-def test_the_last_intact_one_is_never_deleted(found: list[Candidate], asked: Rules) -> None:
+def test_the_last_intact_one_is_never_deleted(found: list[Candidate], retention: Rules) -> None:
     def has_good(those: list[Candidate]) -> bool:
         return any(one.intact and not one.foreign for one in those)
 
-    assert has_good(_after(found, decide(found, asked))) == has_good(found)
+    assert has_good(_after(found, decide(found, retention))) == has_good(found)
 
 
 @given(known, rules)
-def test_foreign_ones_the_best_and_those_for_ever_stay(found: list[Candidate], asked: Rules) -> None:
-    gone = set(decide(found, asked).go)
+def test_foreign_ones_the_best_and_those_for_ever_stay(found: list[Candidate], retention: Rules) -> None:
+    gone = set(decide(found, retention).go)
     assert not gone & {one.step for one in found if one.foreign}
-    assert not gone & set(asked.protect)
-    if asked.every is not None:
-        assert not [step for step in gone if step and step % asked.every == 0]
+    assert not gone & set(retention.protect)
+    if retention.every is not None:
+        assert not [step for step in gone if step and step % retention.every == 0]
 
 
 @given(known, rules)
-def test_only_what_is_older_than_all_that_are_kept_goes(found: list[Candidate], asked: Rules) -> None:
-    decision = decide(found, asked)
+def test_only_what_is_older_than_all_that_are_kept_goes(found: list[Candidate], retention: Rules) -> None:
+    decision = decide(found, retention)
     if decision.go:
         assert decision.oldest_kept is not None
         assert max(decision.go) < decision.oldest_kept
@@ -71,56 +71,56 @@ def test_only_what_is_older_than_all_that_are_kept_goes(found: list[Candidate], 
 
 
 @given(known, rules)
-def test_deciding_again_deletes_nothing_more(found: list[Candidate], asked: Rules) -> None:
-    assert decide(_after(found, decide(found, asked)), asked).go == ()
+def test_deciding_again_deletes_nothing_more(found: list[Candidate], retention: Rules) -> None:
+    assert decide(_after(found, decide(found, retention)), retention).go == ()
 
 
 @given(known, rules)
-def test_with_no_rule_but_a_number_that_many_stay(found: list[Candidate], asked: Rules) -> None:
+def test_with_no_rule_but_a_number_that_many_stay(found: list[Candidate], retention: Rules) -> None:
     plain = [replace(one, read_back=False) for one in found if one.intact and not one.foreign]
-    stay = _after(plain, decide(plain, Rules(asked.keep)))
-    assert len(stay) == min(asked.keep, len(plain))
+    stay = _after(plain, decide(plain, Rules(retention.keep)))
+    assert len(stay) == min(retention.keep, len(plain))
 
 
 @given(known, rules)
 def test_the_newest_that_was_read_back_stays_and_no_other_stays_for_that(
-    found: list[Candidate], asked: Rules
+    found: list[Candidate], retention: Rules
 ) -> None:
-    unread = set(decide([replace(one, read_back=False) for one in found], asked).go)
+    unread = set(decide([replace(one, read_back=False) for one in found], retention).go)
     last = max((one.step for one in found if one.read_back and not one.foreign), default=None)
-    assert set(decide(found, asked).go) == unread - {last}
+    assert set(decide(found, retention).go) == unread - {last}
 
 
 @given(candidates, rules)
 def test_nothing_goes_before_those_that_are_kept_are_known_to_be_intact(
-    found: list[Candidate], asked: Rules
+    found: list[Candidate], retention: Rules
 ) -> None:
-    decision = decide(found, asked)
+    decision = decide(found, retention)
     stay = [one for one in _after(found, decision) if one.intact and not one.foreign]
     if decision.go:
-        assert len(stay) >= asked.keep
+        assert len(stay) >= retention.keep
     if decision.is_open:
         assert decision.go == ()
 
 
 @given(candidates, rules, st.data())
 def test_asking_ends_and_asks_for_no_more_than_is_needed(
-    found: list[Candidate], asked: Rules, data: st.DataObject
+    found: list[Candidate], retention: Rules, data: st.DataObject
 ) -> None:
     by_step = {one.step: one for one in found}
     questions = []
-    while (step := decide(by_step.values(), asked).ask) is not None:
+    while (step := decide(by_step.values(), retention).ask) is not None:
         questions.append(step)
         intact = data.draw(st.booleans())
         by_step[step] = Candidate(step, intact, read_back=intact and data.draw(st.none() | st.booleans()))
     assert questions == sorted(set(questions), reverse=True)
     recalled = []
-    while (step := decide(by_step.values(), asked).recall) is not None:
+    while (step := decide(by_step.values(), retention).recall) is not None:
         recalled.append(step)
         by_step[step] = replace(by_step[step], read_back=data.draw(st.booleans()))
     assert recalled == sorted(set(recalled), reverse=True)
-    assert not decide(by_step.values(), asked).is_open
-    oldest = decide(by_step.values(), asked).oldest_kept
+    assert not decide(by_step.values(), retention).is_open
+    oldest = decide(by_step.values(), retention).oldest_kept
     if oldest is not None:
         assert all(step >= oldest for step in questions)
 

@@ -31,7 +31,7 @@ class Room:
         self._heads: list[HeadServer] = []
         self._links: list[NodeLink] = []
         self._processes: list[subprocess.Popen[str]] = []
-        self._heard: dict[HeadServer | NodeLink, list[Event]] = {}
+        self._events: dict[HeadServer | NodeLink, list[Event]] = {}
 
     def head(self, nodes: int = 3, **options: Any) -> HeadServer:
         """A head on a free port of 127.0.0.1."""
@@ -65,21 +65,21 @@ class Room:
     ) -> list[Kind]:
         """The first `count` events of a kind with these fields, waited for. Others are kept for the next question."""
         until = time.monotonic() + LIMIT_S
-        heard = self._heard.setdefault(end, [])
+        events = self._events.setdefault(end, [])
         while True:
-            heard += end.receive(0.0)
-            known = (e for e in heard if isinstance(e, what) and _fits(e, fields))
+            events += end.receive(0.0)
+            known = (e for e in events if isinstance(e, what) and _fits(e, fields))
             found = cast("list[Kind]", list(itertools.islice(known, count)))
             if len(found) == count:
-                heard[:] = [e for e in heard if not any(e is one for one in found)]
+                events[:] = [e for e in events if not any(e is one for one in found)]
                 return found
-            assert time.monotonic() < until, f"no {count} {what.__name__} {fields} in {LIMIT_S} s: {heard}"
-            heard += end.receive(0.5)
+            assert time.monotonic() < until, f"no {count} {what.__name__} {fields} in {LIMIT_S} s: {events}"
+            events += end.receive(0.5)
 
     def unasked(self, end: HeadServer | NodeLink, what: type[Kind]) -> list[Kind]:
         """Events of a kind that came and were not asked for."""
-        self._heard.setdefault(end, []).extend(end.receive(0.0))
-        return [event for event in self._heard[end] if isinstance(event, what)]
+        self._events.setdefault(end, []).extend(end.receive(0.0))
+        return [event for event in self._events[end] if isinstance(event, what)]
 
     def clear(self) -> None:
         """Closes everything."""

@@ -102,12 +102,12 @@ def test_the_head_hears_of_a_file_before_the_words_that_follow_it(room: "Room", 
             transfers.send(b"x" * 1000, label(str(number)))
             outcome_of(transfers)
             node.send({"n": number})
-        heard: list[Any] = []
-        while len(heard) < 40:
-            heard += [
+        received: list[Any] = []
+        while len(received) < 40:
+            received += [
                 event for event in head.receive(LIMIT_S) if isinstance(event, FileReceived | NodeMessage)
             ]
-    assert [type(event) for event in heard] == [FileReceived, NodeMessage] * 20
+    assert [type(event) for event in received] == [FileReceived, NodeMessage] * 20
 
 
 def test_a_changed_byte_is_found_on_arrival_and_nothing_is_kept(

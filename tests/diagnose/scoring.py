@@ -92,8 +92,8 @@ def mark(case: Mapping[str, Any], printed: Mapping[str, Any]) -> Mark:
 
 def share(found: Iterator[bool | None]) -> float:
     """The part that is True of those that are asked; 1 where none is."""
-    asked = [x for x in found if x is not None]
-    return sum(asked) / len(asked) if asked else 1.0
+    marks_found = [x for x in found if x is not None]
+    return sum(marks_found) / len(marks_found) if marks_found else 1.0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -58,8 +58,8 @@ def test_any_text_survives_the_tokenizer(tokenizer: Any) -> None:
 
 
 def test_it_has_learned_to_copy(model: Any, tokenizer: Any) -> None:
-    asked = 'say: golden river tent. said: "'
-    ids = tokenizer(asked, return_tensors="pt").input_ids
+    prompt = 'say: golden river tent. said: "'
+    ids = tokenizer(prompt, return_tensors="pt").input_ids
     with torch.no_grad():
         written = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
     assert tokenizer.decode(written[0, ids.shape[1] :]) == 'golden river tent"'

@@ -57,17 +57,17 @@ def _together(
     ]  # fmt: skip
     for process in started:
         process.start()
-    heard: dict[int, tuple[str, str, float]] = {}
+    results: dict[int, tuple[str, str, float]] = {}
     try:
-        while len(heard) < len(rows) - (absent is not None):
+        while len(results) < len(rows) - (absent is not None):
             rank, *printed = answers.get(timeout=300)
             if printed[0] != "ready":
-                heard[rank] = (printed[0], printed[1], printed[2])
+                results[rank] = (printed[0], printed[1], printed[2])
     finally:
         for process in started:
             process.kill()
             process.join()
-    return heard
+    return results
 
 
 def test_ranks_that_agree_continue_as_often_as_they_are_asked() -> None:
@@ -75,17 +75,17 @@ def test_ranks_that_agree_continue_as_often_as_they_are_asked() -> None:
 
 
 def test_the_same_words_reach_every_rank_though_the_first_holds_the_store_and_leaves() -> None:
-    heard = _together([8, 9, 8])
-    assert len({printed[:2] for printed in heard.values()}) == 1
-    assert heard[0][1] == "split_mismatch"
-    assert "9 on rank 1" in heard[0][0]
+    results = _together([8, 9, 8])
+    assert len({printed[:2] for printed in results.values()}) == 1
+    assert results[0][1] == "split_mismatch"
+    assert "9 on rank 1" in results[0][0]
 
 
 @pytest.mark.parametrize("absent", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_rank_that_does_not_come_is_named_when_the_groups_patience_ends(absent: int) -> None:
-    heard = _together([8, 8, 8], patience_s=8.0, absent=absent)
-    assert len(heard) == 2
-    for words, cause, waited_s in heard.values():
+    results = _together([8, 8, 8], patience_s=8.0, absent=absent)
+    assert len(results) == 2
+    for words, cause, waited_s in results.values():
         assert f"rank {absent} did not come to the first step within 8 s" in words
         assert cause == "rank_stalled"
         assert waited_s >= 7.9

@@ -36,8 +36,8 @@ def test_what_makes_a_different_run_is_refused_at_once_and_typing_what_it_report
     died: Any,
 ) -> None:
     before = contents(died.out)
-    asked = ("optim.lr=1e-3", "seed=4", "checkpoint.keep=5")
-    done = died.run(*asked)
+    overrides = ("optim.lr=1e-3", "seed=4", "checkpoint.keep=5")
+    done = died.run(*overrides)
     assert done.returncode == 2
     first, *rest = errors(done.stderr)
     assert "would become a different one: 2 changes" in first
@@ -49,8 +49,8 @@ def test_what_makes_a_different_run_is_refused_at_once_and_typing_what_it_report
     assert contents(died.out) == before, "nothing is touched"
     typed = done.stderr.partition("pass ")[2].partition(" to resume")[0].split()
     assert typed == ["--allow", "optim.lr", "--allow", "seed"]
-    assert died.run(*asked, "--dry-run").returncode == 2
-    again = died.run(*asked, *typed)
+    assert died.run(*overrides, "--dry-run").returncode == 2
+    again = died.run(*overrides, *typed)
     assert again.returncode == 0, again.stderr
     assert warnings(again.stderr)[:2] == [
         f"allowed: {rest[0].removeprefix('error: ')}",

@@ -68,7 +68,7 @@ def environment(**variables: str) -> dict[str, str]:
     return here | variables
 
 
-def hear(child: ChildProcess) -> dict[str, Any]:
+def receive(child: ChildProcess) -> dict[str, Any]:
     """Its first message."""
     found: list[dict[str, Any]] = []
 
@@ -82,7 +82,7 @@ def hear(child: ChildProcess) -> dict[str, Any]:
 
 
 def end_of(child: ChildProcess, how: dict[str, Any]) -> int | None:
-    hear(child)
+    receive(child)
     child.send(how)
     wait_until(lambda: bool(child.read(0.05)) or child.ended)
     return child.returncode
@@ -103,7 +103,7 @@ def test_a_forked_process_is_what_exec_would_have_begun(
     begin(
         RANK="0", TOKENIZERS_PARALLELISM="true", **one
     )  # the server has begun with another rank's variables
-    forked, executed = (hear(begin(forks=forks, **variables)) for forks in (True, False))
+    forked, executed = (receive(begin(forks=forks, **variables)) for forks in (True, False))
     assert (forked["parent"], executed["parent"]) == (server.pid, os.getpid())
     for printed in (forked, executed):  # the pipe's number is in the command line, and is not the same
         fd = printed["facts"]["argv"][2]
@@ -119,7 +119,7 @@ def test_a_forked_process_is_what_exec_would_have_begun(
 
 def test_what_is_shown_of_it_is_what_was_started(begin: Callable[..., ChildProcess]) -> None:
     child = begin(RANK="7")
-    hear(child)
+    receive(child)
     process = psutil.Process(child.pid)
     assert process.cmdline()[1:3] == ["-m", REPORTED]
     assert process.environ() == environment(RANK="7")
@@ -127,7 +127,7 @@ def test_what_is_shown_of_it_is_what_was_started(begin: Callable[..., ChildProce
 
 
 def test_two_forked_processes_draw_differently(begin: Callable[..., ChildProcess]) -> None:
-    one, two = (hear(begin())["drawn"] for _ in range(2))
+    one, two = (receive(begin())["drawn"] for _ in range(2))
     assert all(a != b for a, b in zip(one, two, strict=True))
 
 
@@ -146,7 +146,7 @@ def test_an_error_is_in_its_log(begin: Callable[..., ChildProcess], tmp_path: Pa
 
 def test_its_number_is_not_given_again_before_its_end_is_known(begin: Callable[..., ChildProcess]) -> None:
     child = begin()
-    hear(child)
+    receive(child)
     os.kill(child.pid, signal.SIGKILL)
     wait_until(lambda: is_gone(child.pid))
     assert psutil.Process(child.pid).status() == psutil.STATUS_ZOMBIE
@@ -158,14 +158,14 @@ def test_what_the_imports_have_printed_is_in_each_log(
     begin: Callable[..., ChildProcess], tmp_path: Path
 ) -> None:
     for log in ("one", "two"):
-        hear(begin(log=log, LIGHT_SERVER_IMPORTS="tests.launch.standins.prints_at_import"))
+        receive(begin(log=log, LIGHT_SERVER_IMPORTS="tests.launch.standins.prints_at_import"))
         assert (tmp_path / log).read_text() == "an old name is used\n"
 
 
 def test_signals_to_all_processes_of_a_job_leave_the_server_alone(
     begin: Callable[..., ChildProcess], server: ForkServer
 ) -> None:
-    hear(begin())
+    receive(begin())
     assert server.pid is not None
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT):
         os.kill(server.pid, number)
@@ -178,8 +178,8 @@ def test_an_environment_that_an_import_may_have_read_gets_a_fresh_interpreter(
 ) -> None:
     begin()
     other = begin(HF_HOME="/elsewhere")
-    assert hear(other)["parent"] == os.getpid()
-    assert hear(begin())["parent"] == server.pid
+    assert receive(other)["parent"] == os.getpid()
+    assert receive(begin())["parent"] == server.pid
     assert printed == []
 
 
@@ -195,7 +195,7 @@ def test_a_server_that_could_not_fork_soundly_reports_it_once_and_does_not(
     begin: Callable[..., ChildProcess], printed: list[str], module: str, why: str
 ) -> None:
     for _ in range(2):
-        assert hear(begin(LIGHT_SERVER_IMPORTS=module))["parent"] == os.getpid()
+        assert receive(begin(LIGHT_SERVER_IMPORTS=module))["parent"] == os.getpid()
     (text,) = printed
     assert text.startswith(f"ranks are started without the fork server, each with its own imports: {why}")
 
@@ -205,7 +205,7 @@ def test_a_server_that_does_not_start_is_reported_once(
 ) -> None:
     monkeypatch.setattr(fork_server, "_SERVER", "no.such.server")
     for _ in range(2):
-        assert hear(begin())["parent"] == os.getpid()
+        assert receive(begin())["parent"] == os.getpid()
     (text,) = printed
     assert "it ended with 1: " in text
     assert "No module named 'no'" in text
@@ -215,12 +215,12 @@ def test_with_a_killed_server_end_its_processes_and_the_next_is_a_fresh_one(
     begin: Callable[..., ChildProcess], server: ForkServer, printed: list[str]
 ) -> None:
     child = begin()
-    hear(child)
+    receive(child)
     assert server.pid is not None
     os.kill(server.pid, signal.SIGKILL)
     wait_until(lambda: bool(child.read(0.05)) or child.ended)
     assert child.returncode == -signal.SIGKILL
-    assert hear(begin())["parent"] == os.getpid()
+    assert receive(begin())["parent"] == os.getpid()
     assert ["it ended with -9" in text for text in printed] == [True]
 
 
@@ -231,7 +231,7 @@ def test_a_thread_that_may_end_before_the_front_does_not_start_the_server(
     thread = threading.Thread(target=lambda: found.append(begin(forks=True)))
     thread.start()
     thread.join()
-    assert hear(found[0])["parent"] == os.getpid()
+    assert receive(found[0])["parent"] == os.getpid()
 
 
 def test_a_task_does_not_wait_for_the_imports(tmp_path: Path, server: ForkServer) -> None:
@@ -252,7 +252,7 @@ def _way(server: ForkServer, log: Any) -> str:
         environment=environment(), output=log, has_input=True, fork_server=server,
     )  # fmt: skip
     with child:
-        return "exec" if hear(child)["parent"] == os.getpid() else "fork"
+        return "exec" if receive(child)["parent"] == os.getpid() else "fork"
 
 
 _FRONT = f"""
@@ -289,7 +289,7 @@ def test_closing_leaves_no_process_and_no_descriptor(tmp_path: Path) -> None:
             environment=environment(), output=log, has_input=True, fork_server=server, waits=True,
         )  # fmt: skip
         with child:
-            hear(child)
+            receive(child)
             pids = [child.pid, server.pid or 0]
     assert all(map(is_gone, pids))
     assert len(list(Path("/proc/self/fd").iterdir())) <= before

@@ -87,9 +87,9 @@ def loaded(tmp_path: Path) -> LoadedConfig:
     return load_config(file)
 
 
-def here_of(loaded: LoadedConfig, tmp_path: Path, **asked: Any) -> LocalNode:
+def here_of(loaded: LoadedConfig, tmp_path: Path, **options: Any) -> LocalNode:
     request = TrainRequest(
-        config_path=tmp_path / "run.yaml", probes=PROBES, nodes="2", node_rank=1, head="ada:29577", **asked
+        config_path=tmp_path / "run.yaml", probes=PROBES, nodes="2", node_rank=1, head="ada:29577", **options
     )
     return look_around(request, loaded, read_machine(PROBES.devices), read_environment())
 

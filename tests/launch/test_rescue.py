@@ -93,7 +93,7 @@ class Ground:
             for rank in self.memory.ranks
             if (fd := self.memory.fd(rank)) is not None
         ]
-        self.said: list[dict[str, Any]] = []
+        self.shown: list[dict[str, Any]] = []
         self.attempt = Attempt(0, 0, None)
         killed = RankEnd(rank=plan.world_size - 1, returncode=-9, last=None, phase="train", step=0)
         self.attempt.decision = Decision(culprit=killed)
@@ -115,11 +115,11 @@ class Ground:
             self.attempt,
             RescuedStep.of_node(self.memory),
             store=self.store,
-            show=self.said.append,
+            show=self.shown.append,
         )
 
     def of_kind(self, kind: str) -> list[str]:
-        return [str(message.get("text")) for message in self.said if message["kind"] == kind]
+        return [str(message.get("text")) for message in self.shown if message["kind"] == kind]
 
     def saved(self) -> list[int]:
         return [int(path.name.removeprefix("step-")) for path in self.store.list()]
@@ -153,7 +153,7 @@ def test_a_step_that_was_kept_and_not_yet_written_down_is_written_down_once(grou
     ground.metrics(line(1), line(2), torn='{"step": 3, "lo')
     assert ground.rescue()
     assert read_metrics(ground.run.metrics) == [line(1), line(2), line(3)]
-    assert [message["step"] for message in ground.said if message["kind"] == "step"] == [3]
+    assert [message["step"] for message in ground.shown if message["kind"] == "step"] == [3]
 
 
 def test_a_step_and_its_evaluation_are_there_once(ground: Ground) -> None:
@@ -163,7 +163,7 @@ def test_a_step_and_its_evaluation_are_there_once(ground: Ground) -> None:
     ground.metrics(line(1), line(2), evaluation)
     assert ground.rescue()
     assert read_metrics(ground.run.metrics) == [line(1), line(2), evaluation]
-    assert not [message for message in ground.said if message["kind"] == "step"]
+    assert not [message for message in ground.shown if message["kind"] == "step"]
 
 
 def test_an_evaluation_that_is_to_be_done_again_leaves_no_line(ground: Ground) -> None:
@@ -188,14 +188,14 @@ def test_nothing_is_made_where_the_disk_has_as_much(ground: Ground) -> None:
     ground.ranks[0].keep(2)
     ground.metrics(line(1), line(2))
     assert ground.rescue()
-    ground.said.clear()
+    ground.shown.clear()
     assert not ground.rescue()
-    assert ground.said == []
+    assert ground.shown == []
 
 
 def test_nothing_is_made_where_nothing_was_kept(ground: Ground) -> None:
     assert not ground.rescue()
-    assert ground.said == []
+    assert ground.shown == []
 
 
 def test_nothing_is_made_of_a_run_that_ended_with_a_result(ground: Ground) -> None:

@@ -54,8 +54,8 @@ print("lifeline closed", flush=True)
 
 
 def topology(*hosts: str, head: str | None = None) -> Topology:
-    asked = TopologyRequest(hosts=hosts, head=head)
-    return read_topology(asked, {}, Accelerators(0))
+    requested = TopologyRequest(hosts=hosts, head=head)
+    return read_topology(requested, {}, Accelerators(0))
 
 
 def wait_until(seen: Callable[[], object], what: str) -> None:
@@ -267,10 +267,10 @@ def test_the_remote_command_survives_the_shell_and_has_no_token(
     folder = tmp_path / "a 'b' $(c)"
     folder.mkdir()
     monkeypatch.chdir(folder)
-    asked = remote_train(
+    requested = remote_train(
         request(nproc=2, restarts=0, overrides=("data.train=x y;z", "a=$(touch bad)"), debug_comm=True)
     )
-    command = remote_command(asked, topology("b", "c"), 2, ("10.0.0.1", 5), variables={"A": "1 2"})
+    command = remote_command(requested, topology("b", "c"), 2, ("10.0.0.1", 5), variables={"A": "1 2"})
     words = shlex.split(command)
     assert words[:4] == ["cd", str(folder), "&&", "exec"]
     assert words[4:6] == ["env", "A=1 2"]
@@ -280,12 +280,12 @@ def test_the_remote_command_survives_the_shell_and_has_no_token(
     ]  # fmt: skip
     subprocess.run(["sh", "-c", command.replace("exec", "echo", 1)], check=True, capture_output=True)
     assert not list(folder.iterdir())
-    assert "[fe80::1]:5" in remote_command(asked, topology("b"), 1, ("fe80::1", 5))
+    assert "[fe80::1]:5" in remote_command(requested, topology("b"), 1, ("fe80::1", 5))
 
 
 def test_what_comes_after_all_options_stays_there() -> None:
-    asked = RemoteCommand(("run",), {"--uneven": True, "--devices": None}, ("--", "torchrun", "a b.py"))
-    words = shlex.split(remote_command(asked, topology("b"), 1, ("10.0.0.1", 5)))
+    requested = RemoteCommand(("run",), {"--uneven": True, "--devices": None}, ("--", "torchrun", "a b.py"))
+    words = shlex.split(remote_command(requested, topology("b"), 1, ("10.0.0.1", 5)))
     assert words[words.index("run") :] == [
         "run", "--nodes", "2", "--node-rank", "1", "--head", "10.0.0.1:5", "--token-file", "-", "--uneven", "--", "torchrun", "a b.py",
     ]  # fmt: skip

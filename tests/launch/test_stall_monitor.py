@@ -16,13 +16,13 @@ from unisono.supervise.stall_monitor import StallMonitor
 from unisono.watch import Look, RankView
 
 
-class Told:
+class FakeRanks:
     """Stands for this node's ranks: says what it is told to."""
 
     def __init__(self) -> None:
         self.seen: list[RankView] = []
         self.done: list[Look] = []
-        self.asked: list[int] = []
+        self.requested: list[int] = []
         self.gathered: dict[int, RawEvidence] = {}
         self.looked = 0
 
@@ -31,7 +31,7 @@ class Told:
         return self.seen
 
     def look(self, ranks: Sequence[int]) -> None:
-        self.asked += ranks
+        self.requested += ranks
 
     def looks(self) -> list[Look]:
         done, self.done = self.done, []
@@ -53,7 +53,7 @@ class Scene:
     def __init__(self, world_size: int = 3) -> None:
         self.now = 100.0
         self.shown: list[Message] = []
-        self.signs = Told()
+        self.signs = FakeRanks()
         config: Any = type("Config", (), {"watch": WatchSection()})()
         planned = plan(world_size, per_node=8).model_copy(update={"config": config, "total_steps": 100})
         self.watching = StallMonitor(planned, self.signs, None, self.shown.append, clock=lambda: self.now)
@@ -107,7 +107,7 @@ def test_each_culprit_is_reported_once_however_often_the_finding_changes() -> No
 def test_what_was_gathered_in_an_earlier_problem_is_not_cited_in_a_later_one() -> None:
     scene = Scene(2)
     scene.see(waiting(0, 4.7), view(1, "compute", 4.7))
-    assert set(scene.signs.asked) == {0, 1}
+    assert set(scene.signs.requested) == {0, 1}
     scene.signs.done = [look(1, "mine.py:3 in slow")]
     scene.signs.gathered = {1: RawEvidence(stacks="slow")}
     scene.see(waiting(0, 5.2), view(1, "compute", 5.2))
@@ -154,7 +154,7 @@ def test_a_silent_node_is_called_by_its_own_name_where_others_were_left_out() ->
     server: Any = Silent({1: 5.0, 3: 4.0})
     watching = StallMonitor(
         left.model_copy(update={"config": config, "total_steps": 100}),
-        Told(),
+        FakeRanks(),
         server,
         shown.append,
         clock=lambda: 100.0,

@@ -22,13 +22,13 @@ from unisono.plan.topology import (
 )
 
 
-def shape(variables: dict[str, str] | None = None, gpus: int = 0, **asked: Any) -> Topology:
-    return read_topology(TopologyRequest(**asked), variables or {}, Accelerators(gpus))
+def shape(variables: dict[str, str] | None = None, gpus: int = 0, **options: Any) -> Topology:
+    return read_topology(TopologyRequest(**options), variables or {}, Accelerators(gpus))
 
 
-def refused(variables: dict[str, str] | None = None, gpus: int = 0, **asked: Any) -> str:
+def refused(variables: dict[str, str] | None = None, gpus: int = 0, **options: Any) -> str:
     with pytest.raises(UsageError) as caught:
-        shape(variables, gpus, **asked)
+        shape(variables, gpus, **options)
     assert caught.value.exit_code == 2
     return "\n".join(caught.value.lines())
 
@@ -40,7 +40,7 @@ def test_nothing_reported_is_one_node_with_a_rank_for_each_accelerator_or_one_fo
 
 
 @pytest.mark.parametrize(
-    ("variables", "asked", "nproc", "declared", "origin"),
+    ("variables", "options", "nproc", "declared", "origin"),
     [
         ({}, {"nproc": 2}, 2, True, "--nproc"),
         ({"NPROC_PER_NODE": "2"}, {}, 2, True, "NPROC_PER_NODE"),
@@ -51,9 +51,9 @@ def test_nothing_reported_is_one_node_with_a_rank_for_each_accelerator_or_one_fo
     ],
 )
 def test_ranks_are_declared_by_the_flag_or_the_variable_and_else_inferred(
-    variables: dict[str, str], asked: dict[str, Any], nproc: int, declared: object, origin: str
+    variables: dict[str, str], options: dict[str, Any], nproc: int, declared: object, origin: str
 ) -> None:
-    found = shape(variables, 4, **asked)
+    found = shape(variables, 4, **options)
     assert (found.nproc, found.nproc_declared, found.nproc_origin) == (nproc, declared, origin)
 
 
@@ -83,15 +83,15 @@ def test_explicit_beats_inferred_and_launchers_ranks_never_count(
     nproc: int | None,
     variables: dict[str, str],
 ) -> None:
-    asked = TopologyRequest(nproc=nproc, nodes=nodes, node_rank=node_rank, head=head)
+    options = TopologyRequest(nproc=nproc, nodes=nodes, node_rank=node_rank, head=head)
     try:
-        found = read_topology(asked, variables, Accelerators(0))
+        found = read_topology(options, variables, Accelerators(0))
     except UsageError:
         return
     without = {
         name: value for name, value in variables.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     }
-    assert read_topology(asked, without, Accelerators(0)) == found
+    assert read_topology(options, without, Accelerators(0)) == found
     assert found.nodes == int(nodes or variables.get("NNODES") or 1)
     assert found.nproc == (nproc or int(variables.get("NPROC_PER_NODE", 1)))
     if found.nodes == 1:
@@ -133,7 +133,7 @@ def test_leftovers_of_one_node_do_not_count() -> None:
 
 
 @pytest.mark.parametrize(
-    ("variables", "asked", "says"),
+    ("variables", "options", "says"),
     [
         ({}, {"nodes": "3"}, "unisono train CONFIG --nodes 3 --node-rank R --head HOST:29577"),
         ({}, {"nodes": "3", "node_rank": 1}, "unisono train CONFIG --nodes 3 --node-rank 1 --head HOST:29577"),
@@ -162,9 +162,9 @@ def test_leftovers_of_one_node_do_not_count() -> None:
     ],
 )  # fmt: skip
 def test_what_is_missing_or_contradicts_is_refused_with_what_to_type(
-    variables: dict[str, str], asked: dict[str, Any], says: str
+    variables: dict[str, str], options: dict[str, Any], says: str
 ) -> None:
-    assert says in refused(variables, 8, **asked)
+    assert says in refused(variables, 8, **options)
 
 
 def test_more_ranks_than_accelerators_are_refused_and_on_a_cpu_they_are_not() -> None:

@@ -86,9 +86,11 @@ def judge_storage(members: Members) -> Agreement:
 
 def _judge_writing(members: Members) -> Agreement:
     rule = NODE_RULES["storage.write"]
-    troubles = partition((who, _trouble(report)) for who, report in members)
+    troubles = partition((who, _storage_problem(report)) for who, report in members)
     bad = [group for group in troubles if group.value]
-    unknown = [who for who, report in members if report.output.writable is None and not _trouble(report)]
+    unknown = [
+        who for who, report in members if report.output.writable is None and not _storage_problem(report)
+    ]
     reports = dict(members)
     why = next(
         (one_line(reports[who].output.trouble) for who in unknown if reports[who].output.trouble), "not tried"
@@ -111,7 +113,7 @@ def _with_path(remedy: tuple[str, ...], people: list[Member], report: NodeReport
     return [line.replace("{who}", name_all(people)).replace("OUTPUT_DIR", path) for line in remedy]
 
 
-def _trouble(report: NodeReport) -> str:
+def _storage_problem(report: NodeReport) -> str:
     """Why output_dir is not writable, or an empty string."""
     output = report.output
     path = one_line(output.path)

@@ -278,10 +278,10 @@ def _check_groups(optimizer: torch.optim.Optimizer, names: list[str], state: dic
     if saved != names:
         odd = next(iter(sorted(set(saved) ^ set(names))), "their order")
         raise _misfit(f"it has different parameters; the first difference: {odd}")
-    ours = [len(group["params"]) for group in optimizer.param_groups]
-    theirs = [len(group["names"]) for group in state["groups"]]
-    if ours != theirs:
-        raise _misfit(f"its groups have {theirs} parameters, not {ours}")
+    own_counts = [len(group["params"]) for group in optimizer.param_groups]
+    saved_counts = [len(group["names"]) for group in state["groups"]]
+    if own_counts != saved_counts:
+        raise _misfit(f"its groups have {saved_counts} parameters, not {own_counts}")
 
 
 def _misfit(why: str) -> IntegrityError:

@@ -198,12 +198,12 @@ def _count(
 ) -> None:
     """Adds the rows of a split to the ledger: rows once, tokens as often as they occur in an epoch."""
     for number, counts in enumerate(ledger.sources):
-        mine = source_of[row] == number
+        is_own = source_of[row] == number
         used = int(np.count_nonzero(count[source_of == number]))
         counts.used += used
         counts.eval += used if split == "eval" else 0
-        counts.tokens += int((columns["length"] * count[row])[mine].sum())
-        counts.loss_tokens += int((columns["loss"] * count[row])[mine].sum())
+        counts.tokens += int((columns["length"] * count[row])[is_own].sum())
+        counts.loss_tokens += int((columns["loss"] * count[row])[is_own].sum())
 
 
 def _refuse_nothing(config: RunConfig, ledger: Ledger, figures: dict[str, dict[str, int]]) -> None:

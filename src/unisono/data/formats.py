@@ -42,12 +42,12 @@ def detect(row: dict[str, Any], renamed: dict[str, str]) -> tuple[FormatName, st
     """
     columns = list(row)
     for name, (needed, _) in COLUMNS.items():
-        theirs = [renamed.get(column, column) for column in needed]
-        if not all(column in row for column in theirs):
+        file_column = [renamed.get(column, column) for column in needed]
+        if not all(column in row for column in file_column):
             continue
-        taken, because = _by_its_turns(name, row[theirs[0]])
-        others = [shown(c) for c in columns if c not in _theirs(taken, renamed)]
-        why = f"the first row has {' and '.join(theirs)}{because}"
+        taken, because = _by_its_turns(name, row[file_column[0]])
+        others = [shown(c) for c in columns if c not in _file_columns(taken, renamed)]
+        why = f"the first row has {' and '.join(file_column)}{because}"
         return taken, why + (f"; not read: {', '.join(others[:6])}" if others else "")
     return None
 
@@ -67,10 +67,10 @@ def _by_its_turns(name: FormatName, turns: Any) -> tuple[FormatName, str]:
     return ("sharegpt", " with from and value") if "from" in first else (name, "")
 
 
-def _theirs(name: FormatName, renamed: dict[str, str]) -> list[str]:
+def _file_columns(name: FormatName, renamed: dict[str, str]) -> list[str]:
     needed, optional = COLUMNS[name]
-    ours = (*needed, *optional, "messages", "conversations")
-    return [renamed.get(column, column) for column in ours]
+    standard = (*needed, *optional, "messages", "conversations")
+    return [renamed.get(column, column) for column in standard]
 
 
 def to_example(name: FormatName, row: dict[str, Any], renamed: dict[str, str]) -> Example:
@@ -99,30 +99,30 @@ class _Columns:
         self._row = row
         self._renamed = renamed
 
-    def has(self, ours: str) -> bool:
-        return self._row.get(self._renamed.get(ours, ours)) is not None
+    def has(self, standard: str) -> bool:
+        return self._row.get(self._renamed.get(standard, standard)) is not None
 
-    def get(self, ours: str) -> Any:
-        theirs = self._renamed.get(ours, ours)
-        if theirs not in self._row:
-            near = nearest(theirs, [str(name) for name in self._row])
+    def get(self, standard: str) -> Any:
+        file_column = self._renamed.get(standard, standard)
+        if file_column not in self._row:
+            near = nearest(file_column, [str(name) for name in self._row])
             known = ", ".join(shown(name) for name in list(self._row)[:8]) or "none"
             fix = (
-                f"set columns: {{{ours}: {near}}}, or a different data.format"
+                f"set columns: {{{standard}: {near}}}, or a different data.format"
                 if near
                 else "all rows of a source must have the same columns: set data.format or columns, or move other rows to a separate source"
             )
-            raise RowError(f"there is no column {theirs!r}; there are {known}", fix)
-        return self._row[theirs]
+            raise RowError(f"there is no column {file_column!r}; there are {known}", fix)
+        return self._row[file_column]
 
-    def text(self, ours: str) -> str:
-        value = self.get(ours)
+    def text(self, standard: str) -> str:
+        value = self.get(standard)
         if not isinstance(value, str):
-            raise RowError(f"{ours} is {_kind(value)}, not text", f"make {ours} a string")
+            raise RowError(f"{standard} is {_kind(value)}, not text", f"make {standard} a string")
         return value
 
-    def optional_text(self, ours: str) -> str:
-        return self.text(ours) if self.has(ours) else ""
+    def optional_text(self, standard: str) -> str:
+        return self.text(standard) if self.has(standard) else ""
 
 
 def _read_text(row: _Columns) -> Example:

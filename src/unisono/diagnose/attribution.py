@@ -24,7 +24,7 @@ _LAUNCHED = frozenset(
 """Lines of launchers: such a log is not written by one rank alone."""
 _KERNELS = frozenset({"killed_pid", "xid_pid", "segfault_pid"})
 """Lines of the kernel that name a process."""
-_TOLD_WORLD = frozenset(
+_STATED_WORLD = frozenset(
     {
         "process_rank",
         "processes",
@@ -172,7 +172,7 @@ def _numbered(logs: Sequence[Scanned]) -> dict[str, int]:
     names = {log.name: _NUMBER.findall(log.name) for log in logs}
     stems = {_NUMBER.sub("#", log.name) for log in logs}
     worlds = {
-        event.number("world") for log in logs for event in log.events if event.signature in _TOLD_WORLD
+        event.number("world") for log in logs for event in log.events if event.signature in _STATED_WORLD
     } - {None, 0}
     if (
         len(logs) < 2

@@ -10,7 +10,7 @@ from unisono.diagnose.run_facts import Collective, Ending, Event, Exit, RankFact
 from unisono.diagnose.scan import Scanned
 
 # fmt: off
-_TOLD_WORLD = ("process_rank", "processes", "rank_of_world", "lightning_member", "nccl_rank", "ray_distributed", "ray_rank", "world_size", "lightning_started")
+_STATED_WORLD = ("process_rank", "processes", "rank_of_world", "lightning_member", "nccl_rank", "ray_distributed", "ray_rank", "world_size", "lightning_started")
 # fmt: on
 _MOST_RANKS = 1 << 16
 _FINISHED = ("finished",)
@@ -48,7 +48,7 @@ def _world_size(events: Iterable[Event], exits: Sequence[Exit], logs: Sequence[S
     reported = Counter(
         world
         for event in events
-        if event.signature in _TOLD_WORLD and (world := event.number("world")) and world <= _MOST_RANKS
+        if event.signature in _STATED_WORLD and (world := event.number("world")) and world <= _MOST_RANKS
     )
     if reported:
         return reported.most_common(1)[0][0]
@@ -129,7 +129,7 @@ def _ranks(
         if (
             named is not None
             and named < _MOST_RANKS
-            and event.signature in (*_TOLD_WORLD, "ray_member", "length", "rank_has", "rank_done")
+            and event.signature in (*_STATED_WORLD, "ray_member", "length", "rank_has", "rank_done")
         ):
             by_rank[named].append(event)
     seen = [event.rank for log in logs for event in (*log.head, *log.tail)]
@@ -149,8 +149,8 @@ def _ranks(
 
 
 def _rank(rank: int, events: list[Event], own: str, exits: list[Exit], failed: bool) -> RankFacts:  # noqa: FBT001
-    mine = [event for event in events if event.rank == rank]
-    progress = [event for event in mine if event.kind == "progress"]
+    rank_events = [event for event in events if event.rank == rank]
+    progress = [event for event in rank_events if event.kind == "progress"]
     done = [event for event in events if event.kind in _FINISHED or event.signature == "rank_done"]
     reported = next((one for one in exits if one.code not in (0, -15)), exits[0] if exits else None)
     steps = [
@@ -167,12 +167,12 @@ def _rank(rank: int, events: list[Event], own: str, exits: list[Exit], failed: b
             ),
             None,
         )
-        or next((event.who.host for event in mine if event.who.host), None),
+        or next((event.who.host for event in rank_events if event.who.host), None),
         local_rank=next((one.local_rank for one in exits if one.local_rank is not None), None),
         pids=tuple(dict.fromkeys(one.pid for one in exits if one.pid is not None)),
         own_source=own,
-        first=mine[0] if mine else None,
-        last=mine[-1] if mine else None,
+        first=rank_events[0] if rank_events else None,
+        last=rank_events[-1] if rank_events else None,
         progress=progress[-1] if progress else None,
         step=steps[-1][0] if steps else None,
         steps=steps[-1][1] if steps else None,

@@ -158,16 +158,16 @@ def check_devices(around: Surroundings) -> list[Finding]:
 
 def check_processors(around: Surroundings) -> list[Finding]:
     """Findings on processors; with accelerators only their description."""
-    found_here = read_processors()
-    text = processor_text(found_here)
+    processors = read_processors()
+    text = processor_text(processors)
     if any(place.kind == "cuda" for place in around.local_node.devices):
         return [found(PROCESSOR, "pass", text)]
     threads, origin = around.local_node.threads
     status, words, fix = judge_threads(
-        found_here, ranks=len(around.local_node.devices), threads=threads, origin=origin
+        processors, ranks=len(around.local_node.devices), threads=threads, origin=origin
     )
     dtype = around.loaded.config.model.dtype if around.loaded is not None else "auto"
-    bfloat16_status, bfloat16, bfloat16_fix = judge_bfloat16(found_here, dtype=dtype)
+    bfloat16_status, bfloat16, bfloat16_fix = judge_bfloat16(processors, dtype=dtype)
     return [
         found(PROCESSOR, status, words, text, fix=fix),
         found(BFLOAT16, bfloat16_status, bfloat16, fix=bfloat16_fix),

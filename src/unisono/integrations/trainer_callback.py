@@ -18,7 +18,7 @@ from unisono.integrations.trainer_facts import TrainerFacts, compare
 
 _TURNS = count()  # of this process: all ranks agree equally often
 _FIRST_LOOK_S, _LONGEST_LOOK_S = 0.01, 0.25
-_HEARD_S = 5.0
+_ANSWER_S = 5.0
 _NOTIFY_AFTER_S = 30.0
 _MOST_BYTES = 1 << 16
 
@@ -109,7 +109,7 @@ def _compare_on_rank0(world: World, prefix: str, facts: TrainerFacts, notify: No
         _await(
             world,
             [f"{prefix}/heard/{rank}" for rank in others if f"{prefix}/{rank}" not in late],
-            _HEARD_S,
+            _ANSWER_S,
             None,
         )
     return verdict
@@ -118,7 +118,7 @@ def _compare_on_rank0(world: World, prefix: str, facts: TrainerFacts, notify: No
 def _await_verdict(world: World, prefix: str, facts: TrainerFacts, notify: Notify) -> Verdict | None:
     world.store.set(f"{prefix}/{world.rank}", json.dumps(facts.to_json()))
     word = f"{prefix}/word"
-    if _await(world, [word], world.patience_s + _HEARD_S, None):
+    if _await(world, [word], world.patience_s + _ANSWER_S, None):
         return _missing_ranks([0], world)
     value = json.loads(_read(world.store, word))
     verdict = Verdict.from_json(value) if value else None

@@ -123,7 +123,7 @@ class MemberWatch:
         if not is_good:
             self._lose(f"{what}, and it cannot be created again")
             return
-        self._tell(f"{what}: {done}", severity="warning")
+        self._report(f"{what}: {done}", severity="warning")
 
     def _make_again(self) -> bool:
         self._run.root.mkdir(mode=0o700, parents=True)  # fails if there is one by now, of someone else
@@ -140,9 +140,9 @@ class MemberWatch:
     def _lose(self, what: str) -> None:
         """Nothing is written at the path from here on; the head ends the ranks of all nodes."""
         self._disk.is_lost = True
-        self._tell(what, severity="fatal")
+        self._report(what, severity="fatal")
 
-    def _tell(self, what: str, *, severity: Literal["fatal", "warning"]) -> None:
+    def _report(self, what: str, *, severity: Literal["fatal", "warning"]) -> None:
         verdict = Verdict(
             cause=CAUSE,
             when="during",

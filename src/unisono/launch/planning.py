@@ -269,9 +269,9 @@ def _problems(
 ) -> list[tuple[str, str]]:
     """The problems of a plan, each with its evidence."""
     found = []
-    theirs, ours = _without_paths(plan.config), _without_paths(own)
-    if theirs != ours:
-        odd = [key for key in sorted({*theirs, *ours}) if theirs.get(key) != ours.get(key)]
+    planned, own_config = _without_paths(plan.config), _without_paths(own)
+    if planned != own_config:
+        odd = [key for key in sorted({*planned, *own_config}) if planned.get(key) != own_config.get(key)]
         found.append(
             ("the head's plan has a different config than this node", f"they differ in {', '.join(odd)}")
         )
@@ -290,9 +290,14 @@ def _problems(
     if [place.rank for place in plan.ranks] != list(range(plan.world_size)):
         found.append(("the head's plan does not number its ranks from 0", f"world_size {plan.world_size}"))
     for part in ("data", "model"):
-        theirs_, ours_ = getattr(plan, part).digest, prepared[part]["digest"]
-        if theirs_ != ours_:
-            found.append((f"the head's plan has a different {part}", f"digest {theirs_} there, {ours_} here"))
+        planned_digest, own_digest = getattr(plan, part).digest, prepared[part]["digest"]
+        if planned_digest != own_digest:
+            found.append(
+                (
+                    f"the head's plan has a different {part}",
+                    f"digest {planned_digest} there, {own_digest} here",
+                )
+            )
     return found
 
 

@@ -183,8 +183,8 @@ class _Download:
         line += f" step {step} of run {run_id} from {self.url}"
         _note(self._show, f"{line} ({show_bytes(manifest.total_bytes)})")
         result = self._ask(request, _FetchProgress(self._show, line))
-        took = f"{show_bytes(result['bytes'])} in {show_seconds(result['seconds'])}"
-        _note(self._show, f"step {step} of run {run_id} is downloaded from {self.url}: {took}")
+        duration = f"{show_bytes(result['bytes'])} in {show_seconds(result['seconds'])}"
+        _note(self._show, f"step {step} of run {run_id} is downloaded from {self.url}: {duration}")
 
     def _ask(
         self, request: dict[str, Any], on_message: Callable[[Message], None] | None = None

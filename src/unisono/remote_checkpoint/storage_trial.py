@@ -199,9 +199,9 @@ def summary(plan: RunPlan, copied: CopyResult, found: dict[str, Any], *, place: 
         found: the result of reading it back: seconds, bytes, existing steps, free_bytes or None.
         place: its location.
     """
-    size, took = show_bytes(found["bytes"]), show_seconds(copied.seconds)
+    size, duration = show_bytes(found["bytes"]), show_seconds(copied.seconds)
     rate = f"{show_bytes(copied.bytes / max(copied.seconds, 1e-3))}/s"
-    made = f"{size} in {took} ({rate})" if copied.bytes else f"{size}, already there"
+    made = f"{size} in {duration} ({rate})" if copied.bytes else f"{size}, already there"
     line = f"rehearsal: copy of {made}, read back completely from {place} in {show_seconds(found['seconds'])}"
     due = steps_due(plan, copied.step)
     if not due:

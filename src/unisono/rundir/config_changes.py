@@ -189,13 +189,13 @@ def not_allowed(found: Iterable[ChangeFinding], allow: frozenset[str]) -> list[C
     return [f for f in found if f.verdict == "fixed" or (f.verdict == "refused" and f.name not in allow)]
 
 
-def refusal(found: Sequence[ChangeFinding], *, root: str, aside: str) -> UsageError:
+def refusal(found: Sequence[ChangeFinding], *, root: str, new_name: str) -> UsageError:
     """Why a run cannot resume: a headline with the alternatives, and a line for each change.
 
     Args:
         found: the findings that prevent it; at least one.
         root: the run's directory.
-        aside: the new name after `--fresh`.
+        new_name: the new name after `--fresh`.
     """
     fixed = [finding.name for finding in found if finding.verdict == "fixed"]
     flags = " ".join(f"--allow {finding.name}" for finding in found if finding.verdict != "fixed")
@@ -209,7 +209,7 @@ def refusal(found: Sequence[ChangeFinding], *, root: str, aside: str) -> UsageEr
         f"the run in {root} would become a different one: {len(found)} change{'s' if len(found) > 1 else ''}",
         "output_dir",
         "a resumed run must mean the same from its first step to its last",
-        f"{way}, or set a different output_dir, or pass --fresh: it renames the run there to {aside}",
+        f"{way}, or set a different output_dir, or pass --fresh: it renames the run there to {new_name}",
     )
     return UsageError(headline, *(Problem(finding.text) for finding in found))
 

@@ -93,7 +93,7 @@ def check_same_run(
     found = find_changes(before, plan, packages if isinstance(packages, dict) else {}, now)
     refused = not_allowed(found, allow)
     if refused:
-        raise refusal(refused, root=str(run.root), aside=next_old(run.root).name)
+        raise refusal(refused, root=str(run.root), new_name=next_old(run.root).name)
     step = _at(plan, "resume.step") or 0
     taken = [finding for finding in found if finding.verdict == "refused"]
     earlier = before.get("allowed")

@@ -188,7 +188,7 @@ def truncate_after(path: Path, step: int, *, evaluated: bool = True) -> Truncati
         if not cut.later and not cut.damaged:
             return cut
         if cut.damaged:
-            cut = replace(cut, aside=_keep_aside(path))
+            cut = replace(cut, aside=_keep_copy(path))
         file.seek(0)
         with whole_file(path) as temporary, temporary.open("wb") as shorter:
             shorter.writelines(line for _, line in _numbered(file) if _stays(line, step, evaluated=evaluated))
@@ -224,7 +224,7 @@ def _numbered(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
         yield number, line
 
 
-def _keep_aside(path: Path) -> Path:
+def _keep_copy(path: Path) -> Path:
     """Backs the file up as a hard link, or as a copy if the file system has no links."""
     for number in itertools.count(1):
         aside = path.with_name(f"{path.name}.damaged-{number}")

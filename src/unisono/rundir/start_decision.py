@@ -314,7 +314,7 @@ def _refuse_another_run(run: RunDir, before: RunConfig, config: RunConfig, allow
     found = [judge_key(change) for change in changes_between(before, config)]
     refused = not_allowed([finding for finding in found if finding is not None], allow)
     if refused:
-        raise refusal(refused, root=str(run.root), aside=next_old(run.root).name)
+        raise refusal(refused, root=str(run.root), new_name=next_old(run.root).name)
 
 
 def _plan_of(run: RunDir) -> dict[str, Any] | None:

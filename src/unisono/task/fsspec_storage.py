@@ -39,7 +39,7 @@ _RUN_ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{8}")
 _STEP = re.compile(r"step-(\d{8,})")
 _IN_BUCKETS = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss"})
 """Storages without directories: creating a directory would create the bucket, even if its name is mistyped."""
-_TELL_BUCKETS = frozenset({"s3", "s3a", "gs", "gcs"})
+_DISTINGUISHES_BUCKETS = frozenset({"s3", "s3a", "gs", "gcs"})
 """Storages whose packages distinguish an empty bucket from a missing one."""
 _CHUNK_BYTES = 8 << 20
 _PROGRESS_S = 1.0
@@ -68,7 +68,7 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     except Exception as error:  # each storage package has its own errors; the message is passed on
         text = one_line(redact(str(error)), limit=300)
         raise UnfitError.of(
-            f"{request['url']} cannot be {storage.doing if storage else 'read'}",
+            f"{request['url']} cannot be {storage.operation if storage else 'read'}",
             where="checkpoint.storage",
             why=f"{type(error).__name__}: {text}",
             fix="check the URL, the free space there, the network and the credentials in the environment",
@@ -94,7 +94,7 @@ class Storage:
     """The copies below one URL.
 
     Attributes:
-        doing: the present operation, for error messages: read, written, deleted.
+        operation: the present operation, for error messages: read, written, deleted.
     """
 
     def __init__(self, url: str, report: Reporter) -> None:
@@ -103,7 +103,7 @@ class Storage:
         protocol = self._fs.protocol
         self._protocols = {protocol} if isinstance(protocol, str) else set(protocol)
         self._report = report
-        self.doing = "read"
+        self.operation = "read"
         self._of = self._done = 0
         self._reported_at = 0.0
 
@@ -129,13 +129,13 @@ class Storage:
         folder = f"{self._root}/{run_id}"
         place, words = f"{folder}/{TRIED}", secrets.token_hex(16).encode()
         self._names(folder)
-        self.doing = "written"
+        self.operation = "written"
         made = self._make_directories(folder)
         self._write(place, words)
-        self.doing = "read"
+        self.operation = "read"
         self._fs.invalidate_cache()
         found = self._fs.cat_file(place)
-        self.doing = "deleted"
+        self.operation = "deleted"
         self._fs.rm_file(place)
         for directory in made:
             with contextlib.suppress(OSError):  # another program has written to it meanwhile
@@ -152,7 +152,7 @@ class Storage:
     def upload(self, run_id: str, path: Path, *, rules: Rules, best: bool, beside: Path) -> dict[str, Any]:
         """Copies a checkpoint, its manifest last; then deletes old copies. Gives bytes, seconds, checksum, deleted (steps), pruned (it was gone here)."""
         began = time.monotonic()
-        self.doing = "written"
+        self.operation = "written"
         with contextlib.ExitStack() as stack:
             # All files are opened first: the checkpoint may be pruned here during the copy, and open files stay readable.
             try:
@@ -342,7 +342,7 @@ class Storage:
     def _need_bucket(self) -> None:
         """Refuses a missing bucket, which is not an empty storage: the run would start from scratch, or write to the wrong place."""
         bucket = self._root.partition("/")[0]
-        if not self._protocols & _TELL_BUCKETS:
+        if not self._protocols & _DISTINGUISHES_BUCKETS:
             return
         try:
             self._fs.ls(bucket, detail=False)

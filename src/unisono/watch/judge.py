@@ -78,7 +78,9 @@ def _left_early(run_view: RunView, alive: Sequence[RankView]) -> Verdict | None:
     """A rank has reported its result while others are in a step."""
     stuck = [view for view in alive if _waits(view, run_view) and view.idle_s > _LAST_WORD_S]
     early = [
-        view.rank for view in run_view.views.values() if view.reported_result and not _took_part(view, stuck)
+        view.rank
+        for view in run_view.views.values()
+        if view.reported_result and not _participated(view, stuck)
     ]
     if not early or len(stuck) < len(alive):
         return None
@@ -87,7 +89,7 @@ def _left_early(run_view: RunView, alive: Sequence[RankView]) -> Verdict | None:
     return verdict("unequal_steps", summary, run_view, ranks=early, since_s=since_s)
 
 
-def _took_part(left: RankView, stuck: Sequence[RankView]) -> bool:
+def _participated(left: RankView, stuck: Sequence[RankView]) -> bool:
     """Whether a rank that has left took part in the collectives of those that wait: its data is still being sent over a slow network.
 
     Known only for our own ranks, whose collectives are all counted.

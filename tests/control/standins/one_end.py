@@ -61,15 +61,15 @@ def nodes(port: str, first: str, last: str) -> None:
     notify("here")
     for link in links:
         link.send({"kind": "report", "report": "x" * 10_000})
-    heard = 0
+    received = 0
     for link in links:
         gone = False
         while not gone:
             events = link.receive(60)
-            heard += sum(not isinstance(event, Left) for event in events)
+            received += sum(not isinstance(event, Left) for event in events)
             gone = any(isinstance(event, Left) for event in events)
         link.close()
-    notify(heard)
+    notify(received)
 
 
 if __name__ == "__main__":

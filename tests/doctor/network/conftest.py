@@ -52,13 +52,13 @@ class Inside:
         own: Own | None = None,
     ) -> dict[str, list[dict[str, Any]]]:
         """The findings about the network by check, as a node of a job of so many nodes makes them."""
-        asked = (
+        request = (
             {"nodes": str(nodes), "node_rank": node, "head": head or f"{self.networks.address(0)}:29411"}
             if nodes > 1
             else {}
         )
         child = self.start(
-            node, Path(__file__).parent / "network_findings.py", json.dumps(asked), env=env, own=own
+            node, Path(__file__).parent / "network_findings.py", json.dumps(request), env=env, own=own
         )
         out, err = child.communicate(timeout=120)
         assert child.returncode == 0, err

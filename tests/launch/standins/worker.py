@@ -36,7 +36,7 @@ class Rank:
         self.store = CheckpointStore(self.run.checkpoints, key=user_key(read_environment().settings_dir))
         self.begin = plan.resume.step if plan.resume else 0
         self.step = self.begin
-        self.asked: tuple[str, int] | None = None
+        self.requested: tuple[str, int] | None = None
         self.training = False
 
     def train(self) -> dict[str, Any]:
@@ -74,13 +74,13 @@ class Rank:
                 if self.step == 2 and self.plan.eval_every:
                     self.report.send("eval", step=2, eval_loss=0.5)
                 if (
-                    self.asked
+                    self.requested
                     or self.step % self.plan.checkpoint_every == 0
                     or self.step == self.plan.total_steps
                 ):
                     self.save()
-                if self.asked:
-                    outcome, code = self.asked
+                if self.requested:
+                    outcome, code = self.requested
                     break
         return {
             "outcome": outcome, "exit_code": code, "step": self.step, "tokens": 160 * self.step, "loss": 1.0 / self.step,
@@ -104,13 +104,13 @@ class Rank:
             return
         if not self.training:
             os._exit(STOPS[signal.Signals(number)][1])
-        self.asked = STOPS[signal.Signals(number)]
+        self.requested = STOPS[signal.Signals(number)]
 
     def wait_before(self, step: int) -> None:
         if self.plan.faults.get("wait") != step:
             return
         self.report.phase("waiting", f"waiting before step {step}")
-        while self.asked is None:
+        while self.requested is None:
             signal.sigtimedwait([], 0.01)
 
     def fault(self, step: int) -> None:

@@ -252,7 +252,7 @@ def this_process(environment: Mapping[str, str] = os.environ) -> GuardedProcess 
 
 _EVERY_S = 0.25
 _SILENT_S = 1.0
-_ASKED_EVERY_S = 1.0  # whether front and subreaper live; takes 10 µs
+_CHECKED_EVERY_S = 1.0  # whether front and subreaper live; takes 10 µs
 _LITTLE_S = (
     0.004  # of a processor, in a second: less is nothing, and a loop that polls four times a second is still
 )
@@ -293,12 +293,12 @@ class Sampling(threading.Thread):
         """Samples four times per second; once per second in detail while the main thread is silent and no collective begins."""
         self._beats.note_groups(begun=0, pending=0, still_ns=0)
         seen, since, looked = (-1, -1), time.monotonic(), 0.0
-        asked = since
+        checked = since
         while True:
             time.sleep(_EVERY_S)
             now = time.monotonic()
-            if now - asked > _ASKED_EVERY_S:
-                asked = now
+            if now - checked > _CHECKED_EVERY_S:
+                checked = now
                 if self._is_left():
                     os.kill(os.getpid(), signal.SIGKILL)
             with suppress(

@@ -39,24 +39,24 @@ _NAMES = {
 _PLAIN = ("Tensor", "Parameter")  # the size of others, e.g. traced tensors, may not be a number
 
 
-def wrap_collectives(module: ModuleType, here: GuardedProcess) -> list[str]:
+def wrap_collectives(module: ModuleType, process: GuardedProcess) -> list[str]:
     """Wraps the collectives in torch.distributed.distributed_c10d; returns the names of those that exist.
 
     Args:
         module: torch's.
-        here: this process.
+        process: this process.
     """
     found = []
     for kind, names in _NAMES.items():
         for name in names:
             function = getattr(module, name, None)
             if function is not None:
-                setattr(module, name, beating(function, KINDS.index(kind), here))
+                setattr(module, name, beating(function, KINDS.index(kind), process))
                 found.append(name)
     return found
 
 
-def beating(function: Callable[..., Any], kind: int, here: GuardedProcess) -> Callable[..., Any]:
+def beating(function: Callable[..., Any], kind: int, process: GuardedProcess) -> Callable[..., Any]:
     """The function with a heartbeat before and after it, if the main thread calls it, and not inside another collective.
 
     A failing one leaves the record unchanged: a rank usually exits there, and its last heartbeat shows which one it was.
@@ -64,21 +64,21 @@ def beating(function: Callable[..., Any], kind: int, here: GuardedProcess) -> Ca
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if here.inside or not here.is_main_thread():
+        if process.inside or not process.is_main_thread():
             return function(*args, **kwargs)
-        here.inside = True
-        beats = here.beats
+        process.inside = True
+        beats = process.beats
         try:
             first = args[0] if args else None
             elements = first.numel() if type(first).__name__ in _PLAIN else 0  # type: ignore[union-attr]
-            if here.step_starts.collective(kind, elements):
+            if process.step_starts.collective(kind, elements):
                 beats.take_batch()
             before = beats.wait_in(kind, elements)
             found = function(*args, **kwargs)
             beats.come_back(before)
             return found
         finally:
-            here.inside = False
+            process.inside = False
 
     return call
 
