@@ -138,6 +138,22 @@ def test_nothing_is_written_into_a_directory_that_somebody_put_in_its_place(
     assert {path.name for path in front.out.iterdir()} == {"mine"}
 
 
+def test_a_removed_plan_is_written_again_so_that_the_next_command_finds_a_run(
+    front: Any, training: "subprocess.Popen[str]"
+) -> None:
+    for name in ("plan.json", "config.yaml", "data.json"):
+        (front.out / name).unlink(missing_ok=True)
+    training.send_signal(signal.SIGTERM)
+    _, stderr = training.communicate(timeout=240)
+    assert training.returncode == 75, stderr
+    assert "plan.json in" in stderr
+    assert "was removed while the run was active: it is written again" in stderr
+    assert front.read("plan.json")["run_id"] == front.read("result.json")["run_id"]
+    again = front.run()
+    assert again.returncode == 0, again.stderr
+    assert front.read("result.json")["step"] == 10
+
+
 def test_removed_checkpoints_are_reported_and_not_promised(
     front: Any, training: "subprocess.Popen[str]", until: Until
 ) -> None:

@@ -38,9 +38,11 @@ def test_a_removed_directory_of_shards_is_made_again_with_all_that_grows_in_it(s
         before[Path("events") / "rank-00001.jsonl"]
     )
     (points,) = (solo.out / "tensorboard").iterdir()
-    assert points.stat().st_size > len(before[points.relative_to(solo.out)])
+    assert points.stat().st_size >= len(before[points.relative_to(solo.out)]), (
+        "more, unless a point came in the gap"
+    )
     (warning,) = [one for one in front.messages("warning") if one["code"] == "output_removed"]
-    assert "logs, events and TensorBoard's files are complete again when these ranks end" in warning["text"]
+    assert "logs and events of these ranks are complete again when they end" in warning["text"]
 
 
 def grown(folder: Path) -> list[Path]:

@@ -123,6 +123,7 @@ class OutputWatch:
         self.verdict: Verdict | None = None
         self.now_at: Path | None = None
         self._ledger = b""
+        self._expected: list[Path] = []
         self._held = HeldFiles(run, plan.on_node(0))
         self._watch: PathMonitor | None = None
         disk.need("what is in the run's directory", self._remember)
@@ -167,6 +168,12 @@ class OutputWatch:
             self._judge(*seen)
         if attempt.checkpoint is not None and not self._disk.is_lost:
             self._disk.write("which checkpoint is the newest", lambda: self._name_newest(attempt))
+        missing = self._disk.write("the plan and the config", self._missing)
+        if missing and self._disk.write("the plan and the config", self._write_missing_again):
+            self._warn(
+                f"{', '.join(missing)} in {self._run.root} was removed while the run was active: it is written again",
+                "leave these files to the run: without plan.json, its directory is not a run",
+            )
         self._disk.write("metrics, logs and events", self._held.restore)
         self._held.close()
 
@@ -209,6 +216,9 @@ class OutputWatch:
         self._saved = sorted(self._steps())
         if self._run.data.exists() and self._run.data.stat().st_size <= _MOST_LEDGER_BYTES:
             self._ledger = self._run.data.read_bytes()
+        ledger = (self._run.data,) if self._ledger else ()
+        decided = (*ledger, self._run.config, self._run.environment, self._run.agreement, self._run.plan)
+        self._expected = [path for path in decided if path.exists()]
         self._watch_anew()
 
     def _watch_anew(self) -> None:
@@ -300,14 +310,21 @@ class OutputWatch:
         self._watch_anew()
         return True
 
+    def _missing(self) -> list[str]:
+        """Names of the files that were there before ranks started, and are not now."""
+        return [path.name for path in self._expected if not path.exists()]
+
     def _write_missing(self) -> None:
-        """The files that were there before ranks started, where one of them is missing."""
-        run = self._run
-        if not run.data.exists() and self._ledger:
-            with whole_file(run.data) as temporary:
+        missing = self._missing()
+        if self._run.data.name in missing:
+            with whole_file(self._run.data) as temporary:
                 temporary.write_bytes(self._ledger)
-        if not all(path.exists() for path in (run.config, run.environment, run.agreement, run.plan)):
+        if set(missing) - {self._run.data.name}:
             self._write_decision()
+
+    def _write_missing_again(self) -> bool:
+        self._write_missing()
+        return True
 
     def _compare_checkpoints(self, seen: PathState) -> None:
         if seen.identity == self._checkpoints:
@@ -389,7 +406,7 @@ def warning_of(verdict: Verdict, root: Path) -> Message:
 def growing(held: HeldFiles) -> str:
     """The effect on files that ranks write continuously, for messages."""
     if held:
-        return "logs, events and TensorBoard's files are complete again when these ranks end"
+        return "logs and events of these ranks are complete again when they end, TensorBoard's curves may have a gap or end here"
     return "logs and events of these ranks are not kept from here on"
 
 
