@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -65,10 +66,10 @@ class Forked:
 
     def _status(self) -> int:
         """As its parent says, or the kernel where that is dead, with which its processes are killed."""
-        told = _receive(self._channel, limit_s=1.0).get("returncode")
-        if not isinstance(told, int):
-            told = exit_status(self._pidfd, self.pid)
-        return told if told is not None else -signal.SIGKILL
+        status = _receive(self._channel, limit_s=1.0).get("returncode")
+        if not isinstance(status, int):
+            status = exit_status(self._pidfd, self.pid)
+        return status if status is not None else -signal.SIGKILL
 
 
 class _SharedServer:
@@ -103,21 +104,23 @@ class ForkServer:
     Where nothing can be forked, that is said once, and `start` gives None: the caller starts a fresh interpreter.
     """
 
-    def __init__(self, say: Callable[[str], None], *, only_shared: bool = False, waits: bool = True) -> None:
+    def __init__(
+        self, notify: Callable[[str], None], *, only_shared: bool = False, waits: bool = True
+    ) -> None:
         """Starts nothing yet.
 
         Args:
-            say: for people.
+            notify: prints a line for people.
             only_shared: whether processes are forked by a shared server, or not at all.
             waits: whether ranks wait for the server's imports. A front that has to answer other nodes must not.
         """
         self._only_shared = only_shared
         self.waits = waits
-        self._say = say
+        self._notify = notify
         self._server: subprocess.Popen[bytes] | _SharedServer | None = None
         self._control: socket.socket | None = None
         self._printed: IO[bytes] | None = None
-        self._is_out_of_order = not sys.platform.startswith("linux") or not hasattr(os, "pidfd_open")
+        self._is_disabled = not sys.platform.startswith("linux") or not hasattr(os, "pidfd_open")
         self._is_ready = False
         self._has_forked = False
         self._starting = threading.Lock()
@@ -153,7 +156,7 @@ class ForkServer:
             inherits: descriptors that it gets under the same numbers.
             waits: whether the server's imports are waited for, as ranks do, which need them all; a task begins sooner without.
         """
-        if self._is_out_of_order or [*command[:2]] != [sys.executable, "-m"] or command[2] not in _SERVED:
+        if self._is_disabled or [*command[:2]] != [sys.executable, "-m"] or command[2] not in _SERVED:
             return None
         with self._starting:
             if self._server is None and not self._begin(environment):
@@ -162,14 +165,15 @@ class ForkServer:
                 return None
             body = {"command": [*command], "environment": {**environment}, "fds": [0, 1, 2, *inherits]}
             with contextlib.ExitStack() as stack:
-                own, stdin = self._request(body, [output, output, *inherits], stack, has_input=has_input)
-                answer = _receive(own, limit_s=_LIMIT_S)
+                began = time.monotonic()
+                channel, stdin = self._request(body, [output, output, *inherits], stack, has_input=has_input)
+                answer = _receive(channel, limit_s=_LIMIT_S)
                 if isinstance(pid := answer.get("pid"), int):
                     stack.pop_all()
                     self._has_forked = True
-                    return Forked(pid, own, stdin)
+                    return Forked(pid, channel, stdin)
             if answer.get("always", True):
-                self._out_of_order(str(answer.get("refused") or self._last_words()))
+                self._disable(str(answer.get("refused") or self._failure(time.monotonic() - began)))
         return None
 
     def _has_imported(self) -> bool:
@@ -184,10 +188,10 @@ class ForkServer:
     ) -> tuple[socket.socket, IO[bytes] | None]:
         """Sends a request; gives the channel on which the answer comes, and the writing end of the process's input. The stack closes both."""
         assert self._control is not None
-        own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        stack.enter_context(own)
+        channel, other_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        stack.enter_context(channel)
         with contextlib.ExitStack() as here:
-            here.enter_context(theirs)
+            here.enter_context(other_end)
             stdin = None
             if has_input:
                 read_end, write_end = os.pipe()
@@ -200,9 +204,9 @@ class ForkServer:
             words = here.enter_context(_written(body))
             with contextlib.suppress(OSError):  # it has ended, as the answer says
                 socket.send_fds(
-                    self._control, [b"start"], [theirs.fileno(), words.fileno(), folder, read_end, *handed]
+                    self._control, [b"start"], [other_end.fileno(), words.fileno(), folder, read_end, *handed]
                 )
-        return own, stdin
+        return channel, stdin
 
     def close(self) -> None:
         """Ends the server, and with it what it has forked."""
@@ -221,21 +225,21 @@ class ForkServer:
         if self._join(environment):
             return True
         if self._only_shared:
-            self._is_out_of_order = True
+            self._is_disabled = True
             return False
         if threading.current_thread() is not threading.main_thread():
             return False
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control, other_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._printed = tempfile.TemporaryFile()  # noqa: SIM115 - `close` does
-        with theirs:
-            command = [sys.executable, "-m", _SERVER, "--control-fd", str(theirs.fileno()), "--front-pid", str(os.getpid())]  # fmt: skip
+        with other_end:
+            command = [sys.executable, "-m", _SERVER, "--control-fd", str(other_end.fileno()), "--front-pid", str(os.getpid())]  # fmt: skip
             try:
                 self._server = subprocess.Popen(
-                    command, env=environment, pass_fds=(theirs.fileno(),), start_new_session=True,
+                    command, env=environment, pass_fds=(other_end.fileno(),), start_new_session=True,
                     stdin=subprocess.DEVNULL, stdout=self._printed, stderr=subprocess.STDOUT,
                 )  # fmt: skip
             except OSError as error:
-                self._out_of_order(str(error))
+                self._disable(str(error))
                 return False
         return True
 
@@ -260,22 +264,22 @@ class ForkServer:
             control.close()
         return self._is_ready
 
-    def _out_of_order(self, why: str) -> None:
-        """Says so once; from here on each process is started anew, with imports of its own."""
-        self._is_out_of_order = True
+    def _disable(self, why: str) -> None:
+        """Reports it once. From here on each process is a fresh interpreter, with its own imports."""
+        self._is_disabled = True
         if self._server is not None and not self._has_forked:  # what it has forked ends with it
             self._server.kill()
-        self._say(
+        self._notify(
             f"ranks are started without the fork server, each with its own imports: {one_line(why, limit=300)}"
         )
 
-    def _last_words(self) -> str:
-        """Why there is no answer."""
+    def _failure(self, waited_s: float) -> str:
+        """Why the server did not answer."""
         assert self._server is not None
         try:
             code = self._server.wait(1.0)
         except subprocess.TimeoutExpired:
-            return f"it has not answered for {_LIMIT_S:g} s"
+            return f"it gave no answer within {waited_s:.0f} s"
         if self._printed is None:
             return "it has ended"
         size = os.fstat(self._printed.fileno()).st_size

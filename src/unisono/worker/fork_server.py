@@ -103,7 +103,7 @@ class _Forked:
     pid: int
     channel: socket.socket
     has_ended: bool = False
-    is_given_up: bool = False
+    is_abandoned: bool = False
 
 
 class Server:
@@ -113,24 +113,24 @@ class Server:
     that closes before is that of a front that is gone, or has given the process up: it is killed.
     """
 
-    def __init__(self, control: socket.socket, begun_with: Mapping[str, str]) -> None:
+    def __init__(self, control: socket.socket, initial_environment: Mapping[str, str]) -> None:
         """Serves one front.
 
         Args:
             control: where requests come from; its end is the server's.
-            begun_with: the environment that the imports have read.
+            initial_environment: the environment that the imports have read.
         """
         self._control = control
-        self._begun_with = begun_with
+        self._initial_environment = initial_environment
         self._forked: dict[int, _Forked] = {}  # by the number of the pidfd
         self._poll = select.poll()
         self._poll.register(control, select.POLLIN)
 
-    def serve(self, *, unfit: str) -> Request | None:
+    def serve(self, *, refusal: str) -> Request | None:
         """Serves until the front is gone; None then. In each forked process it returns, too, with what that is to become.
 
         Args:
-            unfit: why nothing can be forked; each request is answered with it. Empty where it can.
+            refusal: why nothing can be forked; each request is answered with it. Empty where it can.
         """
         while True:
             for fd, _ in self._poll.poll():
@@ -139,9 +139,9 @@ class Server:
                     if not data:
                         return None
                     request = Request.received(fds)
-                    why_not = unfit or different(request.environment, self._begun_with)
-                    if why_not:
-                        tell(request.channel, refused=why_not, always=bool(unfit))
+                    reason = refusal or different(request.environment, self._initial_environment)
+                    if reason:
+                        send(request.channel, refused=reason, always=bool(refusal))
                         request.close()
                         request.channel.close()
                     elif self._fork(request):
@@ -149,7 +149,7 @@ class Server:
                 elif fd in self._forked:
                     self._note_end(fd)
                 else:
-                    self._give_up(fd)
+                    self._abandon(fd)
 
     def _fork(self, request: Request) -> bool:
         """Whether this is the forked process."""
@@ -159,7 +159,7 @@ class Server:
             try:
                 pid = os.fork()
             except OSError as error:
-                tell(request.channel, refused=f"no process could be forked: {error.strerror}", always=False)
+                send(request.channel, refused=f"no process could be forked: {error.strerror}", always=False)
                 request.close()
                 request.channel.close()
                 return False
@@ -184,16 +184,16 @@ class Server:
         end = os.waitid(os.P_PID, forked.pid, os.WEXITED | os.WNOWAIT)
         assert end is not None  # no WNOHANG
         forked.has_ended = True
-        tell(forked.channel, returncode=end.si_status if end.si_code == os.CLD_EXITED else -end.si_status)
-        if forked.is_given_up:
+        send(forked.channel, returncode=end.si_status if end.si_code == os.CLD_EXITED else -end.si_status)
+        if forked.is_abandoned:
             self._forget(pidfd)
 
-    def _give_up(self, channel: int) -> None:
+    def _abandon(self, channel: int) -> None:
         """The front has closed the channel: it knows the end, or is gone."""
         pidfd = next(pidfd for pidfd, one in self._forked.items() if one.channel.fileno() == channel)
         self._poll.unregister(channel)
         forked = self._forked[pidfd]
-        forked.is_given_up = True
+        forked.is_abandoned = True
         if forked.has_ended:
             self._forget(pidfd)
         else:
@@ -218,7 +218,7 @@ def different(wanted: Mapping[str, str], ours: Mapping[str, str]) -> str:
     return ""
 
 
-def why_not_forkable(known_fds: Iterable[int]) -> str:
+def obstacle_to_forking(known_fds: Iterable[int]) -> str:
     """What the imports have left behind that a forked process could not share; empty if nothing."""
     threads = len([*Path("/proc/self/task").iterdir()])
     if threads != 1:
@@ -232,13 +232,13 @@ def why_not_forkable(known_fds: Iterable[int]) -> str:
     return "CUDA is initialized after the imports" if has_cuda else ""
 
 
-def become(request: Request, *, printed: int, begun_with: Mapping[str, str]) -> None:
+def become(request: Request, *, printed: int, initial_environment: Mapping[str, str]) -> None:
     """Makes this forked process what a fresh one is: descriptors, folder, environment, names, random state.
 
     Args:
         request: what it is to be.
         printed: a file with what the imports have printed, which is at the start of the process's log as without a fork.
-        begun_with: the environment of the server.
+        initial_environment: the environment of the server.
     """
     text = os.pread(printed, 1 << 16, 0)
     os.fchdir(request.folder)
@@ -249,7 +249,7 @@ def become(request: Request, *, printed: int, begun_with: Mapping[str, str]) -> 
     set_since = {
         name: value
         for name, value in os.environ.items()
-        if begun_with.get(name) != value and name not in _ONE_THREAD
+        if initial_environment.get(name) != value and name not in _ONE_THREAD
     }
     os.environ.clear()
     os.environ.update({**request.environment, **set_since})
@@ -257,11 +257,11 @@ def become(request: Request, *, printed: int, begun_with: Mapping[str, str]) -> 
     sys.orig_argv[:] = request.command
     show_as(request.command, request.environment)
     tempfile.tempdir = None  # as TMPDIR says now
-    _draw_anew()
+    _reseed()
     wanted = request.environment.get("OMP_NUM_THREADS")
-    if wanted is not None and wanted != begun_with.get("OMP_NUM_THREADS") and "torch" in sys.modules:
+    if wanted is not None and wanted != initial_environment.get("OMP_NUM_THREADS") and "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(int(wanted))
-    tell(channel, pid=os.getpid())
+    send(channel, pid=os.getpid())
     channel.close()
 
 
@@ -306,7 +306,7 @@ def _place(fds: Mapping[int, int], channel: socket.socket) -> socket.socket:
     return kept
 
 
-def _draw_anew() -> None:
+def _reseed() -> None:
     """Python's own generator does so by itself; torch's has a fixed seed at its import."""
     import numpy as np
 
@@ -324,7 +324,7 @@ def _name_of(fd: int) -> str | None:
         return None
 
 
-def tell(channel: socket.socket, **words: Any) -> None:
+def send(channel: socket.socket, **words: Any) -> None:
     """Sends a message to a front, which may be gone."""
     with contextlib.suppress(OSError):  # the front is gone
         channel.send(json.dumps(words).encode(), socket.MSG_DONTWAIT)
@@ -346,7 +346,7 @@ class Imported:
 
     Attributes:
         environment: that the imports have read.
-        unfit: why nothing can be forked; empty where it can.
+        refusal: why nothing can be forked; empty where it can.
     """
 
     def __init__(self, front_pid: int) -> None:
@@ -358,17 +358,17 @@ class Imported:
         # A signal to all processes of a job asks the ranks to stop. The server is there until the front ends it.
         self._mask = signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals())
         unisono.child.end_with_front(front_pid)
-        self.environment = _begun_with()
-        self.unfit = _load()
+        self.environment = _initial_environment()
+        self.refusal = _load()
 
     def serve(self, control: socket.socket) -> Request | None:
         """Serves one front until it is gone; gives the request in each forked process."""
         control.set_inheritable(False)
         with contextlib.suppress(OSError):
             control.send(b"ready")
-        request = Server(control, self.environment).serve(unfit=self.unfit)
+        request = Server(control, self.environment).serve(refusal=self.refusal)
         if request is not None:
-            become(request, printed=2, begun_with=self.environment)
+            become(request, printed=2, initial_environment=self.environment)
             signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
         return request
 
@@ -381,13 +381,13 @@ def _load() -> str:
         with unisono.child.loading_modules():
             for name in _MODULES:
                 importlib.import_module(name)
-        show_as(sys.orig_argv, _begun_with())
+        show_as(sys.orig_argv, _initial_environment())
     except Exception as error:  # noqa: BLE001 - a fresh process meets the same, and says so as it always did
         return f"{type(error).__name__}: {error}"
-    return why_not_forkable(known_fds)
+    return obstacle_to_forking(known_fds)
 
 
-def _begun_with() -> dict[str, str]:
+def _initial_environment() -> dict[str, str]:
     """The environment that exec gave, without what the interpreter and the imports have set since."""
     items = Path("/proc/self/environ").read_bytes().split(b"\0")
     pairs = (os.fsdecode(item).partition("=") for item in items)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import unisono.child
-from unisono.worker.fork_server import Imported, Request, different, tell
+from unisono.worker.fork_server import Imported, Request, different, send
 
 _NAMESPACES = ("net", "uts", "ipc", "mnt")
 _GREETING_S = 5.0
@@ -70,7 +70,7 @@ class SharedServer:
                     self._listener.close()
                     return connection
             except (OSError, ValueError, KeyError) as error:
-                tell(connection, refused=f"{type(error).__name__}: {error}")
+                send(connection, refused=f"{type(error).__name__}: {error}")
             connection.close()
 
     def _forked_for(self, connection: socket.socket) -> bool:
@@ -81,15 +81,15 @@ class SharedServer:
             file.seek(0)
             greeting = json.load(file)
         front, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        why_not = (
-            self._imported.unfit
+        reason = (
+            self._imported.refusal
             or different(greeting["environment"], self._imported.environment)
             or _different_program(greeting, uid)
             or _different_process(front)
         )
-        if why_not:
-            sys.stderr.write(f"front {front} gets no server: {why_not}\n")
-            tell(connection, refused=why_not)
+        if reason:
+            sys.stderr.write(f"front {front} gets no server: {reason}\n")
+            send(connection, refused=reason)
             return False
         template = os.getpid()
         with warnings.catch_warnings():
@@ -100,12 +100,12 @@ class SharedServer:
         unisono.child.forked_by = template
         unisono.child.end_with_front(template)
         try:
-            _go_to(front)
+            _move_to(front)
         except OSError as error:
-            tell(connection, refused=f"{type(error).__name__}: {error}")
+            send(connection, refused=f"{type(error).__name__}: {error}")
             os._exit(0)
         connection.settimeout(None)
-        tell(connection, pid=os.getpid())
+        send(connection, pid=os.getpid())
         return True
 
 
@@ -130,7 +130,7 @@ def _different_process(front: int) -> str:
     return ""
 
 
-def _go_to(front: int) -> None:
+def _move_to(front: int) -> None:
     """Puts this process where a front is, as if that had started it: namespaces, limits, cores, priority, mask of new files.
 
     Raises:
