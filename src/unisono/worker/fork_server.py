@@ -42,7 +42,7 @@ _ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_
 _READ_WHEN_USED = frozenset({
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER",
     "TOKENIZERS_PARALLELISM", "TORCH_FR_BUFFER_SIZE", "OMP_NUM_THREADS", "MKL_NUM_THREADS",
-    "TMPDIR", "XDG_CONFIG_HOME", "PWD", "OLDPWD", "SHLVL", "_", "TERM", "COLUMNS", "LINES", "NO_COLOR",
+    "TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "XDG_CONFIG_HOME", "PWD", "OLDPWD", "SHLVL", "_", "TERM", "COLUMNS", "LINES", "NO_COLOR",
 })  # fmt: skip
 """Variables in which a rank may differ from the server: no library reads them at its import, or torch is given them after the fork."""
 _READ_WHEN_USED_PREFIXES = (
