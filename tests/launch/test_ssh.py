@@ -183,7 +183,7 @@ def whole_front(
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "c.yaml").write_text(json.dumps(body))
     environment = {
-        name: value for name, value in os.environ.items() if not name.startswith(("UNISONO_", "NNODES", "NODE_RANK"))
+        name: value for name, value in os.environ.items() if not name.startswith(("UNISONO_TOKEN", "NNODES", "NODE_RANK"))
     }  # fmt: skip
     command = [sys.executable, str(STANDIN), json.dumps(sshd), "train", "c.yaml", *words]
     return subprocess.Popen(

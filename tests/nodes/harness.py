@@ -18,7 +18,7 @@ from tests.nodes.network_namespaces import Ground, Own
 
 ENTRY = Path(__file__).parent / "front.py"
 STRANGERS = re.compile(
-    r"^(CUDA_|NCCL_|GLOO_|TORCH|MASTER_|RANK$|WORLD_SIZE$|LOCAL_|NNODES$|NODE_RANK$|NPROC_|UNISONO_|SLURM_|OMP_|PET_)"
+    r"^(CUDA_|NCCL_|GLOO_|TORCH|MASTER_|RANK$|WORLD_SIZE$|LOCAL_|NNODES$|NODE_RANK$|NPROC_|UNISONO_(?!FORK_SERVER)|SLURM_|OMP_|PET_)"
 )
 
 

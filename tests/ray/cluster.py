@@ -34,7 +34,7 @@ _STRANGERS = (
     "MASTER_",
     "RANK",
     "WORLD_SIZE",
-    "UNISONO_",
+    "UNISONO_TOKEN",
     "SLURM_",
     "OMP_",
     "PET_",

@@ -52,6 +52,7 @@ class SharedServer:
             imported: what each server is forked with.
         """
         self._imported = imported
+        self._refusals = path.with_name("refusals")  # of people who look why a suite is slow
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(str(path))
         self._listener.listen(_MOST_WAITING)
@@ -88,7 +89,8 @@ class SharedServer:
             or _different_process(front)
         )
         if reason:
-            sys.stderr.write(f"front {front} gets no server: {reason}\n")
+            with self._refusals.open("a", encoding="utf-8") as file:
+                file.write(f"front {front}: {reason}\n")
             send(connection, refused=reason)
             return False
         template = os.getpid()
