@@ -211,7 +211,8 @@ def different(wanted: Mapping[str, str], ours: Mapping[str, str]) -> str:
     """The first variable that a library has read at its import and that is different in the wanted environment; empty if there is none."""
     later = _READ_WHEN_USED | (_BEHIND_HF_HOME if "HF_HOME" in wanted else frozenset())
     for name in sorted({*wanted, *ours}):
-        if wanted.get(name) != ours.get(name) and not (
+        unset = "" if name.startswith("PYTHON") else None  # to the interpreter an empty variable is none
+        if wanted.get(name, unset) != ours.get(name, unset) and not (
             name in later or name.startswith(_READ_WHEN_USED_PREFIXES)
         ):
             return f"{name} is different in its environment"
