@@ -35,6 +35,7 @@ _NEAR = re.compile(
 )
 _CREDENTIALS = re.compile(r"\S:\S+@")  # user:password@proxy, with a scheme or without
 _TOKEN = "UNISONO_TOKEN"  # noqa: S105 - the variable's name
+_OURS = frozenset({_TOKEN, "UNISONO_FORK_SERVER"})  # that of the tests, see supervise.fork_server
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ def read_environment() -> Environment:
         strangers=tuple(
             name
             for name in sorted(env)
-            if _NEAR.match(name) and find_variable(name) is None and name != _TOKEN
+            if _NEAR.match(name) and find_variable(name) is None and name not in _OURS
         ),
         torchelastic_run=env.get("TORCHELASTIC_RUN_ID"),
         slurm_tasks=_natural_number(env.get("SLURM_NTASKS")),
