@@ -30,7 +30,7 @@ def silent() -> Iterator[str]:
 def located(cache: Path, endpoint: str, **env: str) -> str:
     done = subprocess.run(
         [sys.executable, "-c", _LOCATE],
-        env={**os.environ, "HF_HUB_CACHE": str(cache), "HF_ENDPOINT": endpoint, "NO_PROXY": "127.0.0.1", **env},
+        env={**os.environ, "HF_HUB_CACHE": str(cache), "HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1", **env},
         capture_output=True, text=True, timeout=200, check=True,
     )  # fmt: skip
     return done.stdout
