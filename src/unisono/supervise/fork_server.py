@@ -7,6 +7,7 @@ import os
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -252,6 +253,10 @@ class ForkServer:
         greeting = {"python": sys.executable, "package": str(Path(unisono.__file__).parent), "environment": {**environment}}  # fmt: skip
         try:
             control.connect(path)
+            _, uid, _ = struct.unpack("3i", control.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            if uid != os.geteuid():  # the environment has credentials
+                control.close()
+                return False
             with _written(greeting) as words:
                 socket.send_fds(control, [b"front"], [words.fileno()])
             pid = _receive(control, limit_s=_GREETING_S).get("pid")

@@ -52,7 +52,7 @@ class SharedServer:
             imported: what each server is forked with.
         """
         self._imported = imported
-        self._refusals = path.with_name("refusals")  # of people who look why a suite is slow
+        self._refusals = path.with_name("refusals")  # tells people why a suite is slow
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(str(path))
         self._listener.listen(_MOST_WAITING)
