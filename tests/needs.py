@@ -52,6 +52,16 @@ def need_namespaces(name: str) -> None:
     subprocess.run(["ip", "netns", "del", name], check=True, capture_output=True)
 
 
+def need_user_namespaces() -> None:
+    """Skips the test where a process cannot make a user namespace: without root in a changed root directory, or forbidden by the kernel."""
+    need("unshare")
+    made = subprocess.run(
+        ["unshare", "--user", "--map-root-user", "true"], check=False, capture_output=True, text=True
+    )
+    if made.returncode != 0:
+        pytest.skip(f"needs user namespaces: {made.stderr.strip()}")
+
+
 @contextlib.contextmanager
 def small_disk(place: Path, *options: str) -> Iterator[Path]:
     """A file system in memory, made at `place` for as long as this lasts. Skips the test where nothing can be mounted.

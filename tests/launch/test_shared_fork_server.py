@@ -15,7 +15,7 @@ import pytest
 
 from tests.launch.conftest import wait_until
 from tests.launch.test_fork_server import is_gone
-from tests.needs import lacking
+from tests.needs import lacking, need_user_namespaces
 from unisono.supervise.fork_server import SHARED
 
 LIGHT = "tests.launch.standins.light_shared_server"
@@ -120,6 +120,8 @@ def test_a_forked_process_is_where_its_front_is(shared: Shared, place: str, tmp_
 def test_a_front_that_cannot_be_followed_gets_a_server_of_its_own(
     shared: Shared, variables: dict[str, str], before: tuple[str, ...], why: str, tmp_path: Path
 ) -> None:
+    if "--user" in before:
+        need_user_namespaces()
     with staying(shared, before=before, **variables) as (forked, _, front):
         server = psutil.Process(forked["server"])
         assert server.ppid() == forked["front"] == front.pid
