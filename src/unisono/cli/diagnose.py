@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +12,7 @@ import typer
 from unisono.cli.output import output, terminal_width
 
 if TYPE_CHECKING:
+    from unisono.diagnose.hypotheses import Ranking
     from unisono.diagnose.judge import Diagnosis
 
 _WIDTH = 100  # of the timeline without a terminal
@@ -25,8 +27,11 @@ def diagnose(
     ],
     every: Annotated[bool, typer.Option("--all", help="Also show other possible causes.")] = False,
     timeline: Annotated[bool, typer.Option("--timeline", help="Draw the ranks over time.")] = False,
+    ask: Annotated[
+        bool, typer.Option("--ask", help="Ask what would tell possible causes apart, one question at a time.")
+    ] = False,
 ) -> None:
-    """Reads the logs of a failed run, of any tool, and reports the cause, the culprit, the evidence and the fix."""
+    """Reads logs of a failed run, of any tool, or a person's report of it, and shows the cause, the culprit, the evidence and the fix."""
     from unisono.diagnose.own_runs import diagnose_run, is_run, log_files
 
     root = Path(paths[0])
@@ -35,6 +40,8 @@ def diagnose(
     else:
         found = _of_logs(paths)
     _show(found, every=every, timeline=timeline)
+    if ask:
+        _ask(found)
 
 
 def _of_logs(paths: list[str]) -> "Diagnosis":
@@ -63,7 +70,12 @@ def _of_logs(paths: list[str]) -> "Diagnosis":
             where=" ".join(paths),
             fix="give a log, or a directory with logs",
         )
-    return diagnose_logs(read.scanned, read.recordings)
+    for report in read.reports:
+        if report.language == "other":
+            printer.warn(
+                f"{plain(report.name)}: a language that diagnose does not know: only English and Chinese words and log lines were read"
+            )
+    return diagnose_logs(read.scanned, read.recordings, read.reports)
 
 
 def _show(found: "Diagnosis", *, every: bool, timeline: bool) -> None:
@@ -83,6 +95,12 @@ def _show(found: "Diagnosis", *, every: bool, timeline: bool) -> None:
 
 
 def _lines(found: "Diagnosis", *, every: bool) -> Iterator[str]:
+    if found.verdict.cause == "undetermined" and found.ranking.hypotheses:
+        yield f"WHAT      no log line proves the cause; these fit, most likely first  [{found.verdict.cause}]"
+        yield from ranking_lines(found.ranking, language=found.language)
+        if not found.language:
+            yield from found.verdict.lines()[1:]
+        return
     yield from found.verdict.lines()
     for link in found.chain[1:]:
         yield f"THEN      {link.where}: {link.text}"
@@ -94,12 +112,90 @@ def _lines(found: "Diagnosis", *, every: bool) -> Iterator[str]:
         yield from verdict.lines()
 
 
+_SHOWN = 3
+_QUOTED_CHARS = 90
+
+
+def ranking_lines(ranking: "Ranking", *, language: str = "") -> Iterator[str]:
+    """The hypotheses with what speaks for them, and the questions that would tell them apart, for people."""
+    from unisono.text import one_line
+
+    for number, one in enumerate(ranking.hypotheses, 1):
+        seen = dict.fromkeys(
+            f'{item.where} "{one_line(item.text, limit=_QUOTED_CHARS)}"' for item in one.because
+        )
+        yield f"  {number}  {one.cause:<26} {one.likelihood:<9} {'; '.join(list(seen)[:_SHOWN]) or 'it is frequent'}"
+        for item in one.against[:1]:
+            yield f'     against: {item.where} "{one_line(item.text, limit=_QUOTED_CHARS)}"'
+        if one.check:
+            yield f"     check: {'; '.join(one.check[:2])}"
+        if one.fix:
+            yield f"     if this: {one.fix[0]}"
+        if one.fix_here:
+            yield f"     with unisono: {one.fix_here[0]}"
+    if ranking.ruled_out:
+        yield f"  ruled out: {'; '.join(f'{cause} ({why})' for cause, why in ranking.ruled_out)}"
+    for number, question in enumerate(ranking.questions):
+        yield f"{'ASK' if not number else '':<10}{question.zh if language == 'zh' else question.en}"
+
+
+def _ask(found: "Diagnosis") -> None:
+    """Asks one question at a time, and ranks anew after each answer."""
+    from unisono.diagnose.judge import with_answer
+    from unisono.diagnose.report_terms import Feature
+    from unisono.errors import UsageError
+
+    printer = output()
+    if not sys.stdin.isatty() or printer.json:
+        raise UsageError.of(
+            "--ask needs a terminal on stdin",
+            where="--ask",
+            fix="without it, the questions are printed after the hypotheses",
+        )
+    answered = set[str]()
+    while questions := [one for one in found.ranking.questions if one.feature not in answered]:
+        question = questions[0]
+        answered.add(question.feature)
+        answer = _answer(question.zh if found.language == "zh" else question.en)
+        if answer == "stop":
+            return
+        if answer in ("yes", "no"):
+            name = question.feature if answer == "yes" else f"not:{question.feature}"
+            found = with_answer(found, Feature(name, "answer", f"{question.en} {answer}", "statement"))
+            for line in ranking_lines(replace(found.ranking, questions=()), language=found.language):
+                printer.result(line)
+
+
+_ANSWERS = {
+    "y": "yes",
+    "yes": "yes",
+    "是": "yes",
+    "n": "no",
+    "no": "no",
+    "否": "no",
+    "不": "no",
+    "q": "stop",
+    "quit": "stop",
+}
+
+
+def _answer(question: str) -> str:
+    """yes, no, stop, or empty if it is not known."""
+    try:
+        text = input(f"{question} [y/n/?, q: quit] ")
+    except (EOFError, KeyboardInterrupt):
+        return "stop"
+    return _ANSWERS.get(text.strip().lower(), "")
+
+
 def _emit(found: "Diagnosis", *, every: bool, timeline: bool) -> None:
     from unisono.diagnose.lines import redacted_json
 
     body = found.verdict.to_json()
     body["chain"] = [link.model_dump() for link in found.chain]
     body["missing"] = list(found.missing)
+    body["hypotheses"] = [one.to_json() for one in found.ranking.hypotheses]
+    body["questions"] = [one.zh if found.language == "zh" else one.en for one in found.ranking.questions]
     body["earlier_runs"] = list(found.facts.earlier_runs)
     if every:
         body["alternatives"] = [verdict.to_json() for verdict in found.alternatives]

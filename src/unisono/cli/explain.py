@@ -23,12 +23,24 @@ def explain(
             metavar="CAUSE|VARIABLE", help="e.g. nan_loss or NCCL_SOCKET_IFNAME; without it: the list"
         ),
     ] = None,
+    symptom: Annotated[
+        str | None,
+        typer.Option(
+            "--symptom",
+            metavar="TEXT",
+            help="Which causes fit these words, in English or Chinese.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Describes a cause or an environment variable: meaning, signs and fix."""
     from unisono.causes.catalogue import find_cause
     from unisono.causes.variables import find_variable
     from unisono.errors import UsageError
 
+    if symptom is not None:
+        _explain_symptom(symptom, name)
+        return
     if name is None:
         _list_all()
         return
@@ -43,6 +55,35 @@ def explain(
             f"no cause and no variable is called {name}",
             fix=f"did you mean `unisono explain {near}`?" if near else "`unisono explain` lists all of them",
         )
+
+
+def _explain_symptom(text: str, name: str | None) -> None:
+    """The causes that fit some words, as `unisono diagnose` ranks them for a report."""
+    from unisono.cli.diagnose import ranking_lines
+    from unisono.diagnose.hypotheses import rank
+    from unisono.diagnose.report_terms import find_features
+    from unisono.diagnose.report_text import language_of, sentences_of
+    from unisono.errors import UsageError
+
+    if name is not None:
+        raise UsageError.of("a name and --symptom exclude each other", where=name, fix="give one of them")
+    language = language_of(text)
+    features = find_features("symptom", sentences_of(text))
+    if not features:
+        raise UsageError.of(
+            "these words are not known here",
+            where=text,
+            fix='say what happens and when, in English or Chinese, e.g. "hangs after the model is loaded, 2 nodes"',
+        )
+    ranking = rank(features)
+    body = {
+        "kind": "symptom",
+        "language": language,
+        "hypotheses": [one.to_json() for one in ranking.hypotheses],
+        "questions": [one.zh if language == "zh" else one.en for one in ranking.questions],
+    }
+    lines = list(ranking_lines(ranking, language=language)) or ["no failure in these words"]
+    _show(body, ["These causes fit, most likely first:", *lines])
 
 
 def cause_lines(cause: "Cause") -> list[str]:

@@ -1,7 +1,7 @@
 """From what the logs hold to what is known of the run: ranks, hosts, sizes, ends, collectives."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from unisono.diagnose.attribution import Attribution, with_ranks
@@ -16,9 +16,15 @@ _MOST_RANKS = 1 << 16
 _FINISHED = ("finished",)
 
 
-def gather(scanned: Sequence[Scanned]) -> RunFacts:
-    """The facts of the last run in these logs."""
-    kept, earlier = last_run(scanned)
+def gather(scanned: Sequence[Scanned], *, excerpts: Container[str] = ()) -> RunFacts:
+    """The facts of the last run in these logs.
+
+    Args:
+        scanned: the logs.
+        excerpts: names of those that are lines of a report: their order is not that of time.
+    """
+    ordered, earlier = last_run([one for one in scanned if one.name not in excerpts])
+    kept = [*ordered, *(one for one in scanned if one.name in excerpts)]
     logs = with_ranks(kept)
     attribution = Attribution(logs)
     placed = [attribution.events(log) for log in logs]

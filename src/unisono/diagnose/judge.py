@@ -1,10 +1,12 @@
 """Which hypothesis holds: the order of judgement, the verdict and what is reported beside it. Consequences never win while anything else is there."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from unisono.causes.verdict import Evidence, Verdict
+from unisono.diagnose.hypotheses import Ranking, log_features, rank
 from unisono.diagnose.remedy import remedy
+from unisono.diagnose.report_terms import Feature
 from unisono.diagnose.rule_view import View, first_of_each, ranks_of
 from unisono.diagnose.rules_death import (
     find_cancelled,
@@ -130,6 +132,9 @@ class Diagnosis:
         alternatives: other possible causes, the most likely first.
         missing: information that would help.
         facts: of the run, for a timeline.
+        language: of the reports: en, zh, other; empty without one.
+        features: what the texts and their log lines say, on which the ranking rests.
+        ranking: what may be the cause if no line proves one.
     """
 
     verdict: Verdict
@@ -137,18 +142,60 @@ class Diagnosis:
     alternatives: tuple[Verdict, ...]
     missing: tuple[str, ...]
     facts: RunFacts
+    language: str = ""
+    features: tuple[Feature, ...] = ()
+    ranking: Ranking = Ranking()
+
+    @property
+    def is_proved(self) -> bool:
+        """Whether lines of logs show the cause, or that the run is healthy."""
+        return self.verdict.cause != "undetermined" and self.verdict.confidence >= CERTAIN
 
 
-def make_diagnosis(findings: list[Hypothesis], facts: RunFacts) -> Diagnosis:
-    """The diagnosis: the first hypothesis as the verdict, the others as alternatives."""
+def make_diagnosis(
+    findings: list[Hypothesis], facts: RunFacts, reported: Sequence[Feature] = (), language: str = ""
+) -> Diagnosis:
+    """The diagnosis: the first hypothesis as the verdict, the others as alternatives.
+
+    Args:
+        findings: of the rules, the most likely first.
+        facts: of the run.
+        reported: what people say in reports.
+        language: of the reports; empty: there are only logs.
+    """
     first = findings[0]
+    features = (*reported, *log_features(facts, findings))
+    uncertain = first.cause == "undetermined" or (first.cause != "healthy" and first.confidence < 1.0)
+    ranking = rank(features, framework=facts.framework) if uncertain else Ranking()
+    verdict = verdict_of(first, facts)
+    if language and first.cause == "undetermined":
+        verdict = _of_a_report(verdict, ranking)
     return Diagnosis(
-        verdict=verdict_of(first, facts),
+        verdict=verdict,
         chain=_chain(first, facts),
         alternatives=tuple(verdict_of(finding, facts) for finding in findings[1:]),
         missing=first.missing,
         facts=facts,
+        language=language,
+        features=features,
+        ranking=ranking,
     )
+
+
+def _of_a_report(verdict: Verdict, ranking: Ranking) -> Verdict:
+    """An undetermined verdict on a report, in the words that fit: of a log, its last lines would be the evidence."""
+    summary = (
+        "no log line proves the cause; these fit, most likely first"
+        if ranking.hypotheses
+        else "the text reports no failure that is known here"
+    )
+    return verdict.model_copy(update={"summary": summary, "evidence": (), "fix": (), "confidence": 0.3})
+
+
+def with_answer(found: Diagnosis, feature: Feature) -> Diagnosis:
+    """The diagnosis after a question was answered."""
+    features = (*found.features, feature)
+    return replace(found, features=features, ranking=rank(features, framework=found.facts.framework))
 
 
 def verdict_of(finding: Hypothesis, facts: RunFacts) -> Verdict:

@@ -1,6 +1,7 @@
 """From paths to a diagnosis: where logs come from, how far they are read, and what they hold, one log after the other."""
 
 import gzip
+import io
 import os
 import stat
 import sys
@@ -22,6 +23,9 @@ from unisono.diagnose.flight_recording import (
 from unisono.diagnose.flight_rules import judge_recordings, with_recordings
 from unisono.diagnose.gather import gather
 from unisono.diagnose.judge import Diagnosis, judge, make_diagnosis
+from unisono.diagnose.report_terms import find_features
+from unisono.diagnose.report_text import MOST_BYTES as MOST_REPORT_BYTES
+from unisono.diagnose.report_text import Report, read_report
 from unisono.diagnose.scan import Scanned, scan
 from unisono.files import open_given
 
@@ -218,12 +222,14 @@ class LogContents:
     Attributes:
         scanned: the logs.
         recordings: flight recordings among them.
+        reports: texts that people wrote among them; their log lines are in `scanned`.
         refused: a line for each file that could not be read, or not completely.
         bytes: number of bytes read.
     """
 
     scanned: list[Scanned] = field(default_factory=list)
     recordings: list[Recording] = field(default_factory=list)
+    reports: list[Report] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     bytes: int = 0
 
@@ -265,15 +271,48 @@ def _counted_from(before: int, on_read: Callable[[int], None]) -> Callable[[int,
     return lambda packed, _: on_read(before + packed)
 
 
-def diagnose_logs(scanned: Sequence[Scanned], recordings: Sequence[Recording] = ()) -> Diagnosis:
-    """The diagnosis of logs and flight recordings."""
-    facts = gather(scanned)
+def diagnose_logs(
+    scanned: Sequence[Scanned], recordings: Sequence[Recording] = (), reports: Sequence[Report] = ()
+) -> Diagnosis:
+    """The diagnosis of logs, flight recordings and reports."""
+    facts = gather(scanned, excerpts={report.name for report in reports})
     findings = with_recordings(judge(facts), judge_recordings(recordings))
-    return make_diagnosis([with_host(finding, facts) for finding in findings], facts)
+    reported = [feature for report in reports for feature in find_features(report.name, report.passages)]
+    language = reports[0].language if reports else ""
+    return make_diagnosis([with_host(finding, facts) for finding in findings], facts, reported, language)
 
 
 def _read_one(source: Source, stream: Any, watched: LimitedStream, read: LogContents) -> None:
     if is_recording(stream.peek(_HEAD_BYTES)):
         read.recordings.append(read_recording(source.name, watched.read(MOST_BYTES + 1)))
+        return
+    head = _head(watched)
+    report = read_report(source.name, head)
+    if report:
+        read.reports.append(report)
+        read.scanned.append(scan(source.name, io.BytesIO(report.log_text().encode())))
     else:
-        read.scanned.append(scan(source.name, watched))  # type: ignore[arg-type]  # only read(n) is used
+        read.scanned.append(scan(source.name, _Rewound(head, watched)))  # type: ignore[arg-type]  # only read(n) is used
+
+
+_BLOCK = 1 << 16
+
+
+def _head(watched: LimitedStream) -> bytes:
+    """The beginning of a log: all of it, if it is short enough for a report."""
+    parts, size = [], 0
+    while size <= MOST_REPORT_BYTES and (part := watched.read(_BLOCK)):
+        parts.append(part)
+        size += len(part)
+    return b"".join(parts)
+
+
+class _Rewound:
+    """A stream whose beginning was read already."""
+
+    def __init__(self, head: bytes, stream: LimitedStream) -> None:
+        self._head, self._stream = io.BytesIO(head), stream
+
+    def read(self, size: int) -> bytes:
+        """The next bytes."""
+        return self._head.read(size) or self._stream.read(size)

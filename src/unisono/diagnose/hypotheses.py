@@ -1,0 +1,315 @@
+"""Ranks causes for a report or a log that does not prove one. Pure: features in, hypotheses and questions out.
+
+The score of a cause is a softmax over sums of weights: `table.toml` says what speaks for a cause and against it, `weights.json` has the
+numbers and the corrections that `scripts/fit_hypotheses.py` fitted on cases, so that of the causes with score 0.8 about 80 % are right.
+"""
+
+import functools
+import json
+import math
+import re
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
+from typing import Any, Literal
+
+from unisono.causes.catalogue import CATALOGUE, remedy_for_foreign_program
+from unisono.causes.verdict import OwnRunOnly
+from unisono.diagnose.report_terms import Feature
+from unisono.diagnose.run_facts import Hypothesis, RunFacts
+
+NO_FAILURE = "no_failure"
+"""The outcome for a text that reports no failure; no cause of the catalogue."""
+MOST = 5
+"""Maximum number of hypotheses."""
+LIKELY, POSSIBLE = 0.55, 0.15
+"""Scores from which a cause is called likely or possible."""
+_MOST_BECAUSE, _MOST_QUESTIONS = 6, 3
+_LEAST_SCORE = 0.02
+_PROVED = 0.8
+"""Confidence of a finding of the logs from which it counts as stated by a line."""
+_RULED_OUT_SHARE = 0.02
+
+DENIED_SHARE = 0.5
+"""A feature that is denied, in a text or as the answer to a question, speaks against a cause with this share of its weight."""
+
+Likelihood = Literal["likely", "possible", "remote"]
+
+
+@dataclass(frozen=True, slots=True)
+class RankedCause:
+    """A possible cause with its evidence.
+
+    Attributes:
+        cause: its id.
+        score: the calibrated probability, 0 to 1.
+        because: what speaks for it, the strongest first; against: what speaks against it.
+        check: commands that would confirm or exclude it.
+        fix: what to do if it is the cause, for any program; fix_here: the same with unisono.
+    """
+
+    cause: str
+    score: float
+    because: tuple[Feature, ...] = ()
+    against: tuple[Feature, ...] = ()
+    check: tuple[str, ...] = ()
+    fix: tuple[str, ...] = ()
+    fix_here: tuple[str, ...] = ()
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """The score in a word."""
+        return "likely" if self.score >= LIKELY else "possible" if self.score >= POSSIBLE else "remote"
+
+    def to_json(self) -> dict[str, Any]:
+        """An item of `hypotheses`."""
+        return {
+            "cause": self.cause,
+            "likelihood": self.likelihood,
+            "score": round(self.score, 3),
+            "because": [_evidence(one) for one in self.because],
+            "against": [_evidence(one) for one in self.against],
+            "check": list(self.check),
+            "fix": list(self.fix),
+            "fix_here": list(self.fix_here),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A question that would tell causes apart.
+
+    Attributes:
+        feature: what a "yes" adds.
+        en, zh: its words.
+    """
+
+    feature: str
+    en: str
+    zh: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """Possible causes, the most likely first.
+
+    Attributes:
+        hypotheses: at most `MOST`; empty if the text reports no failure.
+        questions: the most telling first.
+        ruled_out: causes that are frequent, and that this text speaks against, each with the reason.
+        no_failure: the probability that nothing failed.
+    """
+
+    hypotheses: tuple[RankedCause, ...] = ()
+    questions: tuple[Question, ...] = ()
+    ruled_out: tuple[tuple[str, str], ...] = ()
+    no_failure: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Entry:
+    weights: Mapping[str, float]
+    prior: float
+    check: tuple[str, ...]
+    here: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """What speaks for each cause, with numbers.
+
+    Attributes:
+        entries: by cause; levels: the numbers of the words of the table, and of lines of logs; temperature: of the softmax.
+        questions: all of them.
+    """
+
+    entries: Mapping[str, _Entry]
+    levels: Mapping[str, float]
+    temperature: float
+    questions: tuple[Question, ...] = field(default=())
+
+    def weight(self, cause: str, feature: str) -> float:
+        """How much a feature speaks for a cause, in log odds; negative: against."""
+        kind, _, name = feature.partition(":")
+        if kind in ("proved", "suggested", "line", "warning"):
+            return self.levels[kind] if name == cause else 0.0
+        if kind == "not":
+            return -DENIED_SHARE * self.entries[cause].weights.get(name, 0.0)
+        return self.entries[cause].weights.get(feature, 0.0)
+
+
+_WORDS = ("strong", "some", "weak", "against")
+
+
+@functools.cache
+def default_table() -> Table:
+    """The table of the package."""
+    folder = files("unisono.diagnose")
+    numbers = json.loads(folder.joinpath("weights.json").read_text(encoding="utf-8"))
+    return make_table(tomllib.loads(folder.joinpath("table.toml").read_text(encoding="utf-8")), numbers)
+
+
+def make_table(table: Mapping[str, Any], numbers: Mapping[str, Any]) -> Table:
+    """The table from its two files: `table.toml` and `weights.json`."""
+    levels, corrections = numbers["levels"] | numbers.get("lines", {}), numbers["corrections"]
+    entries = {}
+    for cause, entry in table["cause"].items():
+        fitted = corrections.get(cause, {})
+        weights = {name: levels[word] for word in reversed(_WORDS) for name in entry.get(word, ())}
+        weights = {
+            name: weights.get(name, 0.0) + fitted.get(name, 0.0)
+            for name in (*weights, *(name for name in fitted if name not in weights and name != "prior"))
+        }
+        prior = entry.get("common", 0) * levels["common"] + entry.get("rare", 0) * levels["rare"]
+        entries[cause] = _Entry(
+            weights, prior + fitted.get("prior", 0.0), tuple(entry.get("check", ())), entry.get("here", "")
+        )
+    questions = tuple(Question(feature, *words) for feature, words in table["question"].items())
+    return Table(entries, levels, numbers["temperature"], questions)
+
+
+def log_features(facts: RunFacts, findings: Sequence[Hypothesis]) -> list[Feature]:
+    """What the lines of logs say: findings of the rules, and lines that indicate a cause."""
+    found: dict[str, Feature] = {}
+    for finding in findings:
+        if finding.cause in ("undetermined", "healthy"):
+            continue
+        kind = "proved" if finding.confidence >= _PROVED else "suggested"
+        where, text = (
+            (finding.evidence[0].where, finding.evidence[0].text) if finding.evidence else ("", finding.why)
+        )
+        found[f"{kind}:{finding.cause}"] = Feature(f"{kind}:{finding.cause}", where, text, "log")
+    for event in facts.events:
+        if event.cause in CATALOGUE and event.kind in ("warning", "error", "death"):
+            name = f"{'warning' if event.kind == 'warning' else 'line'}:{event.cause}"
+            found.setdefault(name, Feature(name, event.where, event.text, "log"))
+    return list(found.values())
+
+
+def scores(features: Iterable[str], table: Table) -> dict[str, float]:
+    """The probability of each cause, if something failed."""
+    seen = set(features)
+    logits = {
+        cause: _logit(cause, seen, table) / table.temperature
+        for cause in table.entries
+        if cause != NO_FAILURE
+    }
+    top = max(logits.values())
+    powers = {cause: math.exp(logit - top) for cause, logit in logits.items()}
+    whole = sum(powers.values())
+    return {cause: power / whole for cause, power in powers.items()}
+
+
+def no_failure(features: Iterable[str], table: Table) -> float:
+    """The probability that a text reports no failure."""
+    return 1 / (1 + math.exp(-_logit(NO_FAILURE, set(features), table)))
+
+
+def _logit(cause: str, features: Iterable[str], table: Table) -> float:
+    return table.entries[cause].prior + sum(table.weight(cause, feature) for feature in features)
+
+
+def rank(features: Sequence[Feature], *, framework: str = "", table: Table | None = None) -> Ranking:
+    """The ranking for what a text says.
+
+    Args:
+        features: of the text and its log lines.
+        framework: of the program, as in `RunFacts.framework`.
+        table: another one than that of the package, for fitting and tests.
+    """
+    used = table or default_table()
+    names = [feature.id for feature in features]
+    found, none = scores(names, used), no_failure(names, used)
+    if not features or none > 0.5:
+        return Ranking(no_failure=none)
+    order = sorted(found, key=lambda cause: -found[cause])
+    chosen = [cause for cause in order[:MOST] if found[cause] >= _LEAST_SCORE] or order[:1]
+    return Ranking(
+        hypotheses=tuple(_ranked(cause, found[cause], features, framework, used) for cause in chosen),
+        questions=_questions(features, found, used),
+        ruled_out=_ruled_out(features, found, used),
+        no_failure=none,
+    )
+
+
+def _ranked(
+    cause: str, score: float, features: Sequence[Feature], framework: str, table: Table
+) -> RankedCause:
+    weighed = sorted(
+        ((table.weight(cause, feature.id), feature) for feature in features), key=lambda pair: -abs(pair[0])
+    )
+    known = CATALOGUE[cause].remedy
+    here = [str(line) for line in known if isinstance(line, OwnRunOnly)]
+    entry = table.entries[cause]
+    return RankedCause(
+        cause,
+        score,
+        because=tuple(feature for weight, feature in weighed if weight > 0)[:_MOST_BECAUSE],
+        against=tuple(feature for weight, feature in weighed if weight < 0)[:_MOST_BECAUSE],
+        check=tuple(line.replace("{devices}", _devices(features)) for line in entry.check),
+        fix=remedy_for_foreign_program(known, framework),
+        fix_here=tuple(([entry.here] if entry.here else []) + here),
+    )
+
+
+_DEVICES = re.compile(r"CUDA_VISIBLE_DEVICES\W{1,3}(\d[\d,]{0,60})")
+
+
+def _devices(features: Sequence[Feature]) -> str:
+    """The devices that the report names, for a command."""
+    return next((match[1].strip(",") for one in features if (match := _DEVICES.search(one.text))), "0,1")
+
+
+def _questions(features: Sequence[Feature], found: Mapping[str, float], table: Table) -> tuple[Question, ...]:
+    """The questions with the largest expected gain of information, for those that the text does not answer."""
+    seen = {name for feature in features for name in (feature.id, feature.id.removeprefix("not:"))}
+    gains = {
+        question: _gain(question.feature, found, table)
+        for question in table.questions
+        if question.feature not in seen
+    }
+    best = sorted(gains, key=lambda question: -gains[question])
+    return tuple(question for question in best if gains[question] > 0.01)[:_MOST_QUESTIONS]
+
+
+def _gain(feature: str, found: Mapping[str, float], table: Table) -> float:
+    """The expected fall of entropy, in nats, if a question is answered with yes or no."""
+    yes = {cause: _chance(table.weight(cause, feature)) for cause in found}
+    share = sum(found[cause] * yes[cause] for cause in found)
+    after_yes = [found[cause] * yes[cause] / share for cause in found]
+    after_no = [found[cause] * (1 - yes[cause]) / (1 - share) for cause in found]
+    return _entropy(found.values()) - share * _entropy(after_yes) - (1 - share) * _entropy(after_no)
+
+
+def _chance(weight: float) -> float:
+    """How probable a feature is with a cause that it has this weight for; a third without any."""
+    return min(0.95, max(0.05, 0.33 * math.exp(0.5 * weight)))
+
+
+def _entropy(shares: Iterable[float]) -> float:
+    return -sum(share * math.log(share) for share in shares if share > 0)
+
+
+def _ruled_out(
+    features: Sequence[Feature], found: Mapping[str, float], table: Table
+) -> tuple[tuple[str, str], ...]:
+    """Frequent causes that the text speaks against."""
+    reasons: list[tuple[str, str]] = []
+    if len(features) < _LEAST_FOR_EXCLUSION:
+        return ()
+    for cause, entry in table.entries.items():
+        if entry.prior <= 0 or found.get(cause, 1.0) > _RULED_OUT_SHARE:
+            continue
+        against = [feature for feature in features if table.weight(cause, feature.id) <= -0.8]
+        if against:
+            reasons.append((cause, f'{against[0].where} "{against[0].text}"'))
+    return tuple(reasons[:3])
+
+
+_LEAST_FOR_EXCLUSION = 8
+"""Features of a text from which its silence about a cause tells something."""
+
+
+def _evidence(feature: Feature) -> dict[str, str]:
+    return {"where": feature.where, "text": feature.text, "kind": feature.kind}

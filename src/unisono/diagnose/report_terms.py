@@ -1,0 +1,253 @@
+"""What a report says, as features: symptoms, stages, topology, tools, settings, and what was tried. By dictionaries, no model.
+
+The dictionaries are `terms/en.toml` and `terms/zh.toml`, a list of phrases for each feature; their syntax is explained in the first.
+"""
+
+import functools
+import re
+import tomllib
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Literal
+
+from unisono.diagnose.report_text import Language, Passage
+
+FeatureKind = Literal["log", "symptom", "setting", "version", "hardware", "statement"]
+LANGUAGES: tuple[Language, ...] = ("en", "zh")
+_KIND_OF_SECTION: dict[str, FeatureKind] = {
+    "symptom": "symptom",
+    "literal": "symptom",
+    "topology": "hardware",
+    "setting": "setting",
+    "statement": "statement",
+    "tried": "statement",
+    "context": "statement",
+}
+_NEGATABLE = ("symptom",)
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """Something that a report says.
+
+    Attributes:
+        id: a name of the dictionaries, `not:NAME` if it is negated, `helped:NAME` or `useless:NAME` for a setting that was tried.
+        where: the place, as `file:line`.
+        text: the sentence or line.
+        kind: as in the JSON of a hypothesis.
+    """
+
+    id: str
+    where: str
+    text: str
+    kind: FeatureKind
+
+
+@dataclass(frozen=True, slots=True)
+class _Phrase:
+    """A phrase of a feature.
+
+    Attributes:
+        feature: its name; section: the table of the dictionary.
+        text: as written there.
+        hints: a text must contain one of these strings: checked first, since that is fast.
+    """
+
+    feature: str
+    section: str
+    text: str
+    hints: tuple[str, ...]
+
+
+@functools.cache
+def _phrases() -> tuple[_Phrase, ...]:
+    """The phrases of all languages together: people mix them."""
+    return tuple(
+        _Phrase(feature, section, phrase, _hints(phrase))
+        for section, features in _sections().items()
+        for feature, phrases in features.items()
+        for phrase in dict.fromkeys(phrases)
+    )
+
+
+_OPTIONAL = re.compile(r"\[[^\[\]]{0,400}\]\?|.\?")
+_GROUP = re.compile(r"\[([^\[\]]{0,800})\]")
+_BETWEEN = re.compile(r"[\s.*?#|/_=:-]+")
+
+
+def _hints(phrase: str) -> tuple[str, ...]:
+    """The longest word outside of groups; else one word of each alternative of the first group."""
+    needed = _OPTIONAL.sub(" ", phrase.lower())
+    word = max(_BETWEEN.split(_GROUP.sub(" ", needed)), key=len)
+    if len(word) > 1 or (word and not word.isascii()):
+        return (word,)
+    if group := _GROUP.search(needed):
+        return tuple(max(_BETWEEN.split(one), key=len) for one in group[1].split("|"))
+    return (word,)
+
+
+@functools.cache
+def _compiled(phrase: str) -> re.Pattern[str]:
+    return re.compile(pattern_of(phrase), re.ASCII)
+
+
+@functools.cache
+def _sections() -> dict[str, dict[str, list[str]]]:
+    """section → feature → phrases of all languages."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for language in LANGUAGES:
+        text = files("unisono.diagnose").joinpath("terms", f"{language}.toml").read_text(encoding="utf-8")
+        for section, features in tomllib.loads(text).items():
+            for feature, phrases in features.items():
+                found.setdefault(section, {}).setdefault(feature, []).extend(phrases)
+    return found
+
+
+def feature_names() -> frozenset[str]:
+    """All features of the dictionaries."""
+    return frozenset(feature for features in _sections().values() for feature in features)
+
+
+_TOKEN = re.compile(r"\.\.|\[|\]|\||\*|\?|#| |.")
+
+
+def pattern_of(phrase: str) -> str:
+    """The regular expression of a phrase. Its repetitions are bounded and not nested.
+
+    Raises:
+        ValueError: if brackets do not match.
+    """
+    found, depth, before = [], 0, ""
+    for token in _TOKEN.findall(
+        phrase.strip().lower().replace(" .. ", "..").replace(".. ", "..").replace(" ..", "..")
+    ):
+        depth += {"[": 1, "]": -1}.get(token, 0)
+        if depth < 0:
+            break
+        found.append(_piece(token, before))
+        before = token
+    if depth:
+        raise ValueError(f"the brackets of {phrase!r} do not match")
+    body = "".join(found)
+    left = r"\b" if _is_word(phrase[:1]) or phrase.startswith("[") and _is_word(phrase[1:2]) else ""
+    right = r"\b" if _is_word(phrase[-1:]) else ""
+    return f"{left}{body}{right}"
+
+
+def _is_word(sign: str) -> bool:
+    return sign.isascii() and sign.isalnum()
+
+
+def _piece(token: str, before: str) -> str:
+    if token == "..":
+        return r"[^.。!?;]{0,40}?"
+    if token == "[":
+        return "(?:"
+    if token == "]":
+        return ")"
+    if token in "|?":
+        return token
+    if token == "*":
+        return r"[\w.]{0,14}"
+    if token == "#":
+        return r"[\d][\d.,:]{0,11}"
+    if token == " ":
+        return r"[\s_-]{0,3}" if before and not before.isascii() else r"[\s_/-]{1,3}"
+    return re.escape(token)
+
+
+_NEGATION = re.compile(
+    r"(?:\b(?:no|not|never|without|isn't|wasn't|aren't|doesn't|don't|didn't|cannot|neither|nor|instead of|rather than)\s(?:[\w-]{1,14}\s){0,2}"
+    r"|(?:没有|并没有|没|不是|并非|不会|不再|未|无)[^,。;,、\s]{0,3})$"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Match:
+    """A feature in a sentence, with the place of its phrase."""
+
+    feature: str
+    section: str
+    start: int
+    end: int
+
+
+def find_features(name: str, passages: Sequence[Passage]) -> list[Feature]:
+    """The features of a text, each with its first place.
+
+    Args:
+        name: of the file.
+        passages: of the text; of log lines only settings and hardware are read.
+    """
+    read = passages[:_MOST_PASSAGES]
+    whole = "\n".join(passage.text for passage in read).lower()
+    phrases = [phrase for phrase in _phrases() if any(hint in whole for hint in phrase.hints)]
+    of_logs = [phrase for phrase in phrases if phrase.section in _OF_LOGS]
+    of_errors = [phrase for phrase in phrases if phrase.section in _OF_ERRORS]
+    found: dict[str, Feature] = {}
+    for passage in read:
+        used = phrases
+        if passage.kind == "log":
+            used = of_errors if _FAILS.search(passage.text) else of_logs
+        for feature in _of_passage(name, passage, used):
+            found.setdefault(feature.id, feature)
+    return list(found.values())
+
+
+_MOST_PASSAGES = 4000
+_OF_LOGS = frozenset({"setting", "topology"})
+_OF_ERRORS = frozenset({"setting", "topology", "literal"})
+_FAILS = re.compile(
+    r"error|fail|exception|warn|fatal|killed|cannot|can't|unable|not found|no such|no space|refused|timeout|timed out|abort|invalid|mismatch|missing|unexpected|not |signal|undefined|denied|incompatib|corrupt|incomplete|larger|exceed|too (?:many|old|large)",
+    re.IGNORECASE,
+)
+"""A line of a log that says that something is wrong: its words count as those of a person."""
+
+
+def _matches(text: str, phrases: Sequence[_Phrase]) -> list[_Match]:
+    """The features in a text in lower case, each once."""
+    found: dict[str, _Match] = {}
+    for phrase in phrases:
+        if phrase.feature not in found and any(hint in text for hint in phrase.hints):
+            if match := _compiled(phrase.text).search(text):
+                found[phrase.feature] = _Match(phrase.feature, phrase.section, *match.span())
+    return list(found.values())
+
+
+def _of_passage(name: str, passage: Passage, phrases: Sequence[_Phrase]) -> Iterator[Feature]:
+    text = passage.text.lower()
+    where = f"{name}:{passage.line}"
+    matches = _matches(text, phrases)
+    names = {match.feature for match in matches}
+    for match in matches:
+        quote = _around(passage.text, match)
+        negated = match.section in _NEGATABLE and _NEGATION.search(text[: match.start][-32:]) is not None
+        name_of_it = f"not:{match.feature}" if negated else match.feature
+        yield Feature(name_of_it, where, quote, _KIND_OF_SECTION[match.section])
+        if passage.kind != "prose":
+            continue
+        if match.section in ("setting", "literal") and (outcome := _outcome(names)):
+            yield Feature(f"{outcome}:{match.feature}", where, quote, "statement")
+        if match.section in ("literal", "symptom") and "believed" in names:
+            yield Feature(f"believed:{match.feature}", where, quote, "statement")
+
+
+_CONTEXT_CHARS = 48
+
+
+def _around(text: str, match: _Match) -> str:
+    """The words of a sentence around a phrase."""
+    if len(text) <= 2 * _CONTEXT_CHARS + 20 or len(text.lower()) != len(text):
+        return text[: 4 * _CONTEXT_CHARS]
+    first, last = max(0, match.start - _CONTEXT_CHARS), min(len(text), match.end + _CONTEXT_CHARS)
+    if first and (space := text.find(" ", first, match.start)) >= 0:
+        first = space + 1
+    if last < len(text) and (space := text.rfind(" ", match.end, last)) >= 0:
+        last = space
+    return f"{'…' if first else ''}{text[first:last]}{'…' if last < len(text) else ''}"
+
+
+def _outcome(names: Container[str]) -> str:
+    """What came of an attempt, in the words of its sentence."""
+    return "useless" if "useless" in names else "helped" if "helped" in names else ""
