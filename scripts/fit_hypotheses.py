@@ -237,6 +237,7 @@ def ranking(cases: Sequence[Case], chances: Any, causes: list[str]) -> dict[str,
 
 
 def main() -> None:
+    """Fits, measures, and writes where that is requested."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("cases", nargs="+", type=Path)
     parser.add_argument("--write", action="store_true", help="write weights.json")

@@ -76,7 +76,7 @@ def _explain_symptom(text: str, name: str | None) -> None:
             fix='say what happens and when, in English or Chinese, e.g. "hangs after the model is loaded, 2 nodes"',
         )
     ranking = rank(features)
-    body = {
+    body: dict[str, object] = {
         "kind": "symptom",
         "language": language,
         "hypotheses": [one.to_json() for one in ranking.hypotheses],

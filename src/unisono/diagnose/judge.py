@@ -1,7 +1,7 @@
 """Which hypothesis holds: the order of judgement, the verdict and what is reported beside it. Consequences never win while anything else is there."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from unisono.causes.verdict import Evidence, Verdict
 from unisono.diagnose.hypotheses import Ranking, log_features, rank
@@ -144,7 +144,7 @@ class Diagnosis:
     facts: RunFacts
     language: str = ""
     features: tuple[Feature, ...] = ()
-    ranking: Ranking = Ranking()
+    ranking: Ranking = field(default_factory=Ranking)
 
     @property
     def is_proved(self) -> bool:

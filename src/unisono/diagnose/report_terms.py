@@ -109,7 +109,7 @@ def feature_names() -> frozenset[str]:
     return frozenset(feature for features in _sections().values() for feature in features)
 
 
-_TOKEN = re.compile(r"\.\.|\[|\]|\||\*|\?|#| |.")
+_PART = re.compile(r"\.\.|\[|\]|\||\*|\?|#| |.")
 
 
 def pattern_of(phrase: str) -> str:
@@ -119,18 +119,18 @@ def pattern_of(phrase: str) -> str:
         ValueError: if brackets do not match.
     """
     found, depth, before = [], 0, ""
-    for token in _TOKEN.findall(
+    for part in _PART.findall(
         phrase.strip().lower().replace(" .. ", "..").replace(".. ", "..").replace(" ..", "..")
     ):
-        depth += {"[": 1, "]": -1}.get(token, 0)
+        depth += {"[": 1, "]": -1}.get(part, 0)
         if depth < 0:
             break
-        found.append(_piece(token, before))
-        before = token
+        found.append(_piece(part, before))
+        before = part
     if depth:
         raise ValueError(f"the brackets of {phrase!r} do not match")
     body = "".join(found)
-    left = r"\b" if _is_word(phrase[:1]) or phrase.startswith("[") and _is_word(phrase[1:2]) else ""
+    left = r"\b" if _is_word(phrase[:1]) or (phrase.startswith("[") and _is_word(phrase[1:2])) else ""
     right = r"\b" if _is_word(phrase[-1:]) else ""
     return f"{left}{body}{right}"
 
@@ -139,22 +139,22 @@ def _is_word(sign: str) -> bool:
     return sign.isascii() and sign.isalnum()
 
 
-def _piece(token: str, before: str) -> str:
-    if token == "..":
+def _piece(part: str, before: str) -> str:
+    if part == "..":
         return r"[^.。!?;]{0,40}?"
-    if token == "[":
+    if part == "[":
         return "(?:"
-    if token == "]":
+    if part == "]":
         return ")"
-    if token in "|?":
-        return token
-    if token == "*":
+    if part in "|?":
+        return part
+    if part == "*":
         return r"[\w.]{0,14}"
-    if token == "#":
+    if part == "#":
         return r"[\d][\d.,:]{0,11}"
-    if token == " ":
+    if part == " ":
         return r"[\s_-]{0,3}" if before and not before.isascii() else r"[\s_/-]{1,3}"
-    return re.escape(token)
+    return re.escape(part)
 
 
 _NEGATION = re.compile(
@@ -209,9 +209,10 @@ def _matches(text: str, phrases: Sequence[_Phrase]) -> list[_Match]:
     """The features in a text in lower case, each once."""
     found: dict[str, _Match] = {}
     for phrase in phrases:
-        if phrase.feature not in found and any(hint in text for hint in phrase.hints):
-            if match := _compiled(phrase.text).search(text):
-                found[phrase.feature] = _Match(phrase.feature, phrase.section, *match.span())
+        if phrase.feature in found or not any(hint in text for hint in phrase.hints):
+            continue
+        if match := _compiled(phrase.text).search(text):
+            found[phrase.feature] = _Match(phrase.feature, phrase.section, *match.span())
     return list(found.values())
 
 

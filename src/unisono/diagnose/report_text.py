@@ -153,12 +153,53 @@ def _decoded(data: bytes) -> str:
 
 _HTML = re.compile(r"<!doctype html|<html[\s>]|<body[\s>]", re.IGNORECASE)
 _LEFT_OUT = frozenset(
-    "script style nav header footer aside form button svg noscript template select iframe head".split()
+    [
+        "script",
+        "style",
+        "nav",
+        "header",
+        "footer",
+        "aside",
+        "form",
+        "button",
+        "svg",
+        "noscript",
+        "template",
+        "select",
+        "iframe",
+        "head",
+    ]
 )
 _BLOCKS = frozenset(
-    "p div li tr br h1 h2 h3 h4 h5 h6 pre td th blockquote article section ul ol table hr dt dd".split()
+    [
+        "p",
+        "div",
+        "li",
+        "tr",
+        "br",
+        "h1",
+        "h2",
+        "h3",
+        "h4",
+        "h5",
+        "h6",
+        "pre",
+        "td",
+        "th",
+        "blockquote",
+        "article",
+        "section",
+        "ul",
+        "ol",
+        "table",
+        "hr",
+        "dt",
+        "dd",
+    ]
 )
-_VOID = frozenset("br hr img input meta link source wbr area base col embed track".split())
+_VOID = frozenset(
+    ["br", "hr", "img", "input", "meta", "link", "source", "wbr", "area", "base", "col", "embed", "track"]
+)
 
 
 def _is_html(text: str) -> bool:
@@ -339,51 +380,47 @@ _SENTENCE_END = re.compile(
 
 def _sentences(text: str) -> Iterator[str]:
     for part in _SENTENCE_END.split(text):
-        part = " ".join(part.split())
-        while part:
-            yield part[:_SENTENCE_CHARS]
-            part = part[_SENTENCE_CHARS:]
+        sentence = " ".join(part.split())
+        yield from (
+            sentence[start : start + _SENTENCE_CHARS] for start in range(0, len(sentence), _SENTENCE_CHARS)
+        )
 
 
 _PROSE_NAMES = (".md", ".html", ".htm", ".eml", ".rst", ".markdown")
-_LEAST_SHARE = 0.3
-
-
-def _is_report(name: str, passages: list[Passage]) -> bool:
-    """Whether a person wrote the text, or a part of it.
-
-    A log has sentences, too: a program's messages. A report has many, by share or by the file's name.
-    """
-    prose = [passage for passage in passages if passage.kind == "prose"]
-    if not prose:
-        return False
-    if name.lower().endswith(_PROSE_NAMES):
-        return True
-    logs = sum(1 for passage in passages if passage.kind == "log")
-    written = sum(1 for passage in prose if _is_written(passage.text))
-    rows = len({passage.line for passage in passages})
-    return written >= 1 and (written / max(1, logs) >= _LEAST_SHARE or _opens_as_report(passages, rows))
-
-
 _PERSON = re.compile(
     r"\b(?:i|i'm|i've|my|we|our|me|hi|hello|thanks|please|anyone|does anybody|help|describe the bug|expected behaviou?r|reproduction|system info|environment|steps to reproduce)\b|我|请问|求助|大佬|怎么|为什么|谢谢|你好|您好|大家|环境|复现|报错|问题",
     re.IGNORECASE,
 )
+"""Words of a person, which some programs print, too."""
+_ADDRESS = re.compile(
+    r"\b(?:I|Im|ive)(?:'m|'ve|'d)?\s[a-z]{2}|^(?:Hi|Hello|Dear|Hey)\b|\b[Tt]hank(?:s| you)\b|\b(?:[Aa]nyone|[Aa]nybody|any (?:idea|help|hint|advice))\b|^#{1,4} \S|\*\*(?:Describe|Expected|To Reproduce|Environment)"
+    r"|\b(?:[Hh]ow (?:can|do|to)|[Ww]hy|[Ww]hat) .{3,200}\?|\b(?:our|my|our) (?:cluster|run|job|training|script|code|setup|server|model|machine|nodes?)\b|\b[Ww]e (?:have|train|run|see|tried|get|use)\b|\b(?:hangs?|stuck|crash(?:es)?|fails?) (?:after|when|at|while|with|on|in)\b"
+)
+"""Words by which a person addresses others."""
+_LEAST_CJK = 8
 
 
-def _is_written(text: str) -> bool:
-    """Whether a sentence is one of a person."""
-    return (
-        bool(_PERSON.search(text))
-        or len(_CJK.findall(text)) >= 8
-        or (len(_WORDS.findall(text)) >= 6 and len(_FREQUENT_ENGLISH.findall(text)) >= 2)
-    )
+def _is_report(name: str, passages: list[Passage]) -> bool:
+    """Whether a person wrote the text, or a part of it. Programs print sentences, too, but do not ask for help.
+
+    A file whose name says that it is a text needs no proof; a log needs two sentences of a person.
+    """
+    prose = [passage for passage in passages if passage.kind == "prose"]
+    if name.lower().endswith(_PROSE_NAMES):
+        return bool(prose)
+    wanted = 2 if name.lower().endswith((".log", ".out", ".err")) or len(passages) > _LONG else 1
+    written = 0
+    for passage in prose:
+        written += bool(_ADDRESS.search(passage.text)) or len(_CJK.findall(passage.text)) >= _LEAST_CJK
+        if written >= wanted:
+            return True
+    english = sum(1 for passage in prose if len(_FREQUENT_ENGLISH.findall(passage.text)) >= _LEAST_ENGLISH)
+    return wanted == 1 and english >= max(1, len(passages) / 4)
 
 
-_OPENING = 12
+_LEAST_ENGLISH = 2
+"""Frequent words of a sentence, rather than of a program's message."""
 
 
-def _opens_as_report(passages: list[Passage], rows: int) -> bool:
-    """Whether it begins or ends with a person's words around a long log."""
-    ends = [*passages[:_OPENING], *passages[-_OPENING:]]
-    return rows > 3 and sum(1 for p in ends if p.kind == "prose" and _PERSON.search(p.text)) >= 2
+_LONG = 12
+"""Passages of a text from which one sentence may be an accident."""
