@@ -8,6 +8,7 @@ softmax regression corrects them only where cases say so, and changes no sign (G
 
 import argparse
 import json
+import sys
 import tempfile
 import tomllib
 from collections.abc import Sequence
@@ -265,7 +266,7 @@ def main() -> None:
         "temperature": round(temperature, 2),
         "calibration, cross-validated": calibration(tempered(held_out, temperature), problem),
     }
-    print(json.dumps(result, indent=1))
+    sys.stdout.write(json.dumps(result, indent=1) + "\n")
     if arguments.results:
         arguments.results.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if arguments.write:

@@ -21,8 +21,8 @@ from unisono.diagnose.run_facts import Hypothesis, RunFacts
 
 NO_FAILURE = "no_failure"
 """The outcome for a text that reports no failure; no cause of the catalogue."""
-MOST = 5
-"""Maximum number of hypotheses."""
+MOST, _LEAST = 5, 3
+"""Maximum number of hypotheses, and how many are given however low their scores are."""
 LIKELY, POSSIBLE = 0.55, 0.15
 """Scores from which a cause is called likely or possible."""
 _MOST_BECAUSE, _MOST_QUESTIONS = 6, 3
@@ -132,11 +132,13 @@ class Table:
     def weight(self, cause: str, feature: str) -> float:
         """How much a feature speaks for a cause, in log odds; negative: against."""
         kind, _, name = feature.partition(":")
+        if (stated := self.entries[cause].weights.get(feature)) is not None:
+            return stated
         if kind in ("proved", "suggested", "line", "warning"):
             return self.levels[kind] if name == cause else 0.0
         if kind == "not":
             return -DENIED_SHARE * self.entries[cause].weights.get(name, 0.0)
-        return self.entries[cause].weights.get(feature, 0.0)
+        return 0.0
 
 
 _WORDS = ("strong", "some", "weak", "against")
@@ -224,7 +226,9 @@ def rank(features: Sequence[Feature], *, framework: str = "", table: Table | Non
     if not features or none > 0.5:
         return Ranking(no_failure=none)
     order = sorted(found, key=lambda cause: -found[cause])
-    chosen = [cause for cause in order[:MOST] if found[cause] >= _LEAST_SCORE] or order[:1]
+    chosen = [
+        cause for place, cause in enumerate(order[:MOST]) if place < _LEAST or found[cause] >= _LEAST_SCORE
+    ]
     return Ranking(
         hypotheses=tuple(_ranked(cause, found[cause], features, framework, used) for cause in chosen),
         questions=_questions(features, found, used),

@@ -125,7 +125,7 @@ def pattern_of(phrase: str) -> str:
         depth += {"[": 1, "]": -1}.get(part, 0)
         if depth < 0:
             break
-        found.append(_piece(part, before))
+        found.append(_piece(part, before, phrase.isascii()))
         before = part
     if depth:
         raise ValueError(f"the brackets of {phrase!r} do not match")
@@ -139,9 +139,9 @@ def _is_word(sign: str) -> bool:
     return sign.isascii() and sign.isalnum()
 
 
-def _piece(part: str, before: str) -> str:
+def _piece(part: str, before: str, gap_over_commas: bool) -> str:
     if part == "..":
-        return r"[^.。!?;]{0,40}?"
+        return r"[^.。!?;]{0,40}?" if gap_over_commas else r"[^.。!?;,、]{0,24}?"
     if part == "[":
         return "(?:"
     if part == "]":
@@ -192,14 +192,23 @@ def find_features(name: str, passages: Sequence[Passage]) -> list[Feature]:
             used = of_errors if _FAILS.search(passage.text) else of_logs
         for feature in _of_passage(name, passage, used):
             found.setdefault(feature.id, feature)
-    return list(found.values())
+    return [
+        feature
+        for name, feature in found.items()
+        if not _EXCLUDED_BY.get(name, frozenset()) & found.keys() and f"useless:{name}" not in found
+    ]
 
 
+_EXCLUDED_BY = {
+    "single_gpu": frozenset({"multi_gpu", "multi_node", "works_alone"}),
+    "fails_one_works_two": frozenset({"works_alone"}),
+}
+"""Features that others contradict: who compares one GPU with several does not have one."""
 _MOST_PASSAGES = 4000
 _OF_LOGS = frozenset({"setting", "topology"})
 _OF_ERRORS = frozenset({"setting", "topology", "literal"})
 _FAILS = re.compile(
-    r"error|fail|exception|warn|fatal|killed|cannot|can't|unable|not found|no such|no space|refused|timeout|timed out|abort|invalid|mismatch|missing|unexpected|not |signal|undefined|denied|incompatib|corrupt|incomplete|larger|exceed|too (?:many|old|large)",
+    r"error|fail|exception|warn|fatal|killed|cannot|can't|unable|not found|no such|no space|refused|timeout|timed out|abort|invalid|mismatch|missing|unexpected|not |signal|undefined|denied|incompatib|corrupt|incomplete|unknown|guess|hang|larger|exceed|too (?:many|old|large)",
     re.IGNORECASE,
 )
 """A line of a log that says that something is wrong: its words count as those of a person."""

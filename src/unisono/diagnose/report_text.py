@@ -378,9 +378,13 @@ _SENTENCE_END = re.compile(
 )
 
 
+_BESIDE_CJK = re.compile(r"(?<=[\u3400-\u9fff]) | (?=[\u3400-\u9fff])")
+
+
 def _sentences(text: str) -> Iterator[str]:
+    """The sentences of a line, without the spaces that some put between Chinese and other words."""
     for part in _SENTENCE_END.split(text):
-        sentence = " ".join(part.split())
+        sentence = _BESIDE_CJK.sub("", " ".join(part.split()))
         yield from (
             sentence[start : start + _SENTENCE_CHARS] for start in range(0, len(sentence), _SENTENCE_CHARS)
         )
@@ -408,7 +412,7 @@ def _is_report(name: str, passages: list[Passage]) -> bool:
     prose = [passage for passage in passages if passage.kind == "prose"]
     if name.lower().endswith(_PROSE_NAMES):
         return bool(prose)
-    wanted = 2 if name.lower().endswith((".log", ".out", ".err")) or len(passages) > _LONG else 1
+    wanted = 2 if _LOG_NAME.search(name) or len(passages) > _LONG else 1
     written = 0
     for passage in prose:
         written += bool(_ADDRESS.search(passage.text)) or len(_CJK.findall(passage.text)) >= _LEAST_CJK
@@ -422,5 +426,6 @@ _LEAST_ENGLISH = 2
 """Frequent words of a sentence, rather than of a program's message."""
 
 
+_LOG_NAME = re.compile(r"log|rank|node|dmesg|events|smi|std|\.out|\.err", re.IGNORECASE)
 _LONG = 12
 """Passages of a text from which one sentence may be an accident."""
