@@ -58,6 +58,14 @@ def read_case(line: str) -> Case:
     return Case(body["id"], body.get("cause") or NO_FAILURE, accepted, body.get("language", "en"), found)
 
 
+def read_others(file: Path) -> list[Case]:
+    """The texts of a file that report no failure."""
+    text = file.read_text(encoding="utf-8")
+    if file.suffix == ".jsonl":
+        return [read_case(line) for line in text.splitlines() if line.strip()]
+    return [read_case(json.dumps({"id": file.name, "files": {file.name: text}}))]
+
+
 @dataclass
 class Problem:
     """Cases as matrices: features (cases x features), lines (cases x causes x 4), accepted shares (cases x causes)."""
@@ -148,6 +156,24 @@ def fit(problem: Problem, table: Table) -> Fitted:
             now.weights,
         )
     return now
+
+
+def fit_no_failure(failures: Sequence[Case], others: Sequence[Case], table: Table) -> dict[str, float]:
+    """Corrections for the outcome that a text reports no failure: a penalized logistic regression of failures against other texts."""
+    entry = table.entries[NO_FAILURE]
+    names = sorted(entry.weights)
+    rows = np.array([[float(name in case.features) for name in names] for case in (*failures, *others)])
+    is_none = np.array([0.0] * len(failures) + [1.0] * len(others))
+    share = np.where(is_none > 0, 0.6 * len(failures) / len(others), 1.0)
+    start = np.array([entry.weights[name] for name in names])
+    weights, prior = start.copy(), entry.prior
+    for _ in range(3000):
+        error = share * (is_none - 1 / (1 + np.exp(-(rows @ weights + prior))))
+        weights += 0.02 * (rows.T @ error - PENALTY * (weights - start))
+        prior += 0.02 * (error.sum() - 0.3 * (prior - entry.prior))
+        weights = np.where(np.sign(weights) != np.sign(start), 0.02 * np.sign(start), weights)
+    found = {name: round(float(value), 2) for name, value in zip(names, weights - start, strict=True)}
+    return {**found, "prior": round(float(prior - entry.prior), 2)}
 
 
 def folds_of(count: int) -> list[np.ndarray]:
@@ -241,6 +267,9 @@ def main() -> None:
     """Fits, measures, and writes where that is requested."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("cases", nargs="+", type=Path)
+    parser.add_argument(
+        "--no-failure", nargs="+", type=Path, default=[], help="texts that report no failure: .jsonl, or .md"
+    )
     parser.add_argument("--write", action="store_true", help="write weights.json")
     parser.add_argument("--results", type=Path)
     arguments = parser.parse_args()
@@ -270,11 +299,18 @@ def main() -> None:
     if arguments.results:
         arguments.results.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if arguments.write:
-        write(numbers, problem, table, fit(problem, table), temperature)
+        others = [case for file in arguments.no_failure for case in read_others(file)]
+        none = fit_no_failure(cases, others, table) if others else numbers["corrections"].get(NO_FAILURE, {})
+        write(numbers, problem, table, fit(problem, table), temperature, none)
 
 
 def write(
-    numbers: dict[str, Any], problem: Problem, table: Table, fitted: Fitted, temperature: float
+    numbers: dict[str, Any],
+    problem: Problem,
+    table: Table,
+    fitted: Fitted,
+    temperature: float,
+    none: dict[str, float],
 ) -> None:
     """Writes the corrections of a fit."""
     corrections: dict[str, dict[str, float]] = {}
@@ -287,6 +323,7 @@ def write(
         }
         some["prior"] = round(float(fitted.priors[row] - entry.prior), 2)
         corrections[cause] = {name: value for name, value in some.items() if abs(value) >= 0.02}
+    corrections[NO_FAILURE] = none
     lines = dict(zip(_LINES, (round(float(level), 2) for level in fitted.levels), strict=True))
     body = {
         "levels": numbers["levels"],

@@ -134,7 +134,7 @@ def ranking_lines(ranking: "Ranking", *, language: str = "") -> Iterator[str]:
         if one.fix_here:
             yield f"     with unisono: {one.fix_here[0]}"
     if ranking.ruled_out:
-        yield f"  ruled out: {'; '.join(f'{cause} ({why})' for cause, why in ranking.ruled_out)}"
+        yield f"  unlikely: {'; '.join(f'{cause} ({why})' for cause, why in ranking.ruled_out)}"
     for number, question in enumerate(ranking.questions):
         yield f"{'ASK' if not number else '':<10}{question.zh if language == 'zh' else question.en}"
 

@@ -30,6 +30,8 @@ _LEAST_SCORE = 0.02
 _PROVED = 0.8
 """Confidence of a finding of the logs from which it counts as stated by a line."""
 _RULED_OUT_SHARE = 0.02
+_CERTAINLY_NONE = 0.97
+"""Probability of no failure from which no cause is named at all."""
 
 DENIED_SHARE = 0.5
 """A feature that is denied, in a text or as the answer to a question, speaks against a cause with this share of its weight."""
@@ -98,7 +100,7 @@ class Ranking:
         hypotheses: at most `MOST`; empty if the text reports no failure.
         questions: the most telling first.
         ruled_out: causes that are frequent, and that this text speaks against, each with the reason.
-        no_failure: the probability that nothing failed.
+        no_failure: the probability that nothing failed; the scores are lower by this share.
     """
 
     hypotheses: tuple[RankedCause, ...] = ()
@@ -223,8 +225,9 @@ def rank(features: Sequence[Feature], *, framework: str = "", table: Table | Non
     used = table or default_table()
     names = [feature.id for feature in features]
     found, none = scores(names, used), no_failure(names, used)
-    if not features or none > 0.5:
+    if not features or none > _CERTAINLY_NONE:
         return Ranking(no_failure=none)
+    found = {cause: score * (1 - none) for cause, score in found.items()}
     order = sorted(found, key=lambda cause: -found[cause])
     chosen = [
         cause for place, cause in enumerate(order[:MOST]) if place < _LEAST or found[cause] >= _LEAST_SCORE
@@ -277,8 +280,10 @@ def _questions(features: Sequence[Feature], found: Mapping[str, float], table: T
     return tuple(question for question in best if gains[question] > 0.01)[:_MOST_QUESTIONS]
 
 
-def _gain(feature: str, found: Mapping[str, float], table: Table) -> float:
+def _gain(feature: str, chances: Mapping[str, float], table: Table) -> float:
     """The expected fall of entropy, in nats, if a question is answered with yes or no."""
+    whole = sum(chances.values())
+    found = {cause: chance / whole for cause, chance in chances.items()}
     yes = {cause: _chance(table.weight(cause, feature)) for cause in found}
     share = sum(found[cause] * yes[cause] for cause in found)
     after_yes = [found[cause] * yes[cause] / share for cause in found]

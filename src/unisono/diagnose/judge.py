@@ -163,13 +163,20 @@ def make_diagnosis(
         reported: what people say in reports.
         language: of the reports; empty: there are only logs.
     """
-    first = findings[0]
+    if language:
+        findings = [_of_excerpt(finding) for finding in findings]
     features = (*reported, *log_features(facts, findings))
-    uncertain = first.cause == "undetermined" or (first.cause != "healthy" and first.confidence < 1.0)
-    ranking = rank(features, framework=facts.framework) if uncertain else Ranking()
+    ranking = rank(features, framework=facts.framework)
+    first = findings[0]
+    narrated = any(feature.id in _NARRATION for feature in reported)
+    unproved = first.confidence < CERTAIN or ranking.no_failure > _NO_FAILURE or not narrated
+    if language and unproved and first.cause not in ("healthy", "undetermined"):
+        findings = [*find_undetermined(View(facts)), *findings]
+    first = findings[0]
     verdict = verdict_of(first, facts)
     if language and first.cause == "undetermined":
         verdict = _of_a_report(verdict, ranking)
+    uncertain = first.cause == "undetermined" or (first.cause != "healthy" and first.confidence < 1.0)
     return Diagnosis(
         verdict=verdict,
         chain=_chain(first, facts),
@@ -178,8 +185,21 @@ def make_diagnosis(
         facts=facts,
         language=language,
         features=features,
-        ranking=ranking,
+        ranking=ranking if uncertain else Ranking(),
     )
+
+
+_NO_FAILURE = 0.5
+"""Probability from which a text is taken to report no failure: its log lines are examples of a guide or a changelog."""
+_NARRATION = frozenset({"narrates", "first_person", "asks_help", "tracebacks"})
+"""Signs that a text tells of a run of its author."""
+_GENERAL = frozenset({"user_code_error", "rank_died_first", "rank_stalled", "rdzv_timeout"})
+"""What a whole log shows by what it lacks; a few lines of it do not."""
+
+
+def _of_excerpt(finding: Hypothesis) -> Hypothesis:
+    """A finding from the lines that somebody chose to quote."""
+    return replace(finding, confidence=min(finding.confidence, 0.6)) if finding.cause in _GENERAL else finding
 
 
 def _of_a_report(verdict: Verdict, ranking: Ranking) -> Verdict:

@@ -106,7 +106,7 @@ def _sections() -> dict[str, dict[str, list[str]]]:
 
 def feature_names() -> frozenset[str]:
     """All features of the dictionaries."""
-    return frozenset(feature for features in _sections().values() for feature in features)
+    return frozenset(feature for features in _sections().values() for feature in features) | {"tracebacks"}
 
 
 _PART = re.compile(r"\.\.|\[|\]|\||\*|\?|#| |.")
@@ -115,31 +115,45 @@ _PART = re.compile(r"\.\.|\[|\]|\||\*|\?|#| |.")
 def pattern_of(phrase: str) -> str:
     """The regular expression of a phrase. Its repetitions are bounded and not nested.
 
+    A word of ASCII letters begins and ends where no letter is beside it; Chinese needs no such boundary.
+
     Raises:
         ValueError: if brackets do not match.
     """
-    found, depth, before = [], 0, ""
-    for part in _PART.findall(
-        phrase.strip().lower().replace(" .. ", "..").replace(".. ", "..").replace(" ..", "..")
-    ):
-        depth += {"[": 1, "]": -1}.get(part, 0)
-        if depth < 0:
-            break
-        found.append(_piece(part, before, phrase.isascii()))
-        before = part
-    if depth:
+    flat = re.sub(r" ?\.\. ?", "..", phrase.strip().lower())
+    parts = _PART.findall(flat)
+    last_group = flat.rfind("[") if flat.endswith("]") else len(flat)
+    found, before_groups, before, place = list[str](), list[str](), " ", 0
+    for part, after in zip(parts, [*parts[1:], ""], strict=True):
+        if part == "[":
+            before_groups.append(before)
+        elif part == "|" and before_groups:
+            before = before_groups[-1]
+        elif part == "]":
+            if not before_groups:
+                break
+            before_groups.pop()
+        if _is_word(part) and before in _BOUNDARIES:
+            found.append(r"(?<![a-z0-9])")
+        found.append(_piece(part, before, gap_over_commas=phrase.isascii()))
+        if _is_word(part) and (not after or (after in "|]" and place > last_group)):
+            found.append(r"(?![a-z0-9])")
+        if part not in "[|":
+            before = " " if part == ".." or not part.isascii() else part
+        place += len(part)
+    if before_groups or flat.count("[") != flat.count("]"):
         raise ValueError(f"the brackets of {phrase!r} do not match")
-    body = "".join(found)
-    left = r"\b" if _is_word(phrase[:1]) or (phrase.startswith("[") and _is_word(phrase[1:2])) else ""
-    right = r"\b" if _is_word(phrase[-1:]) else ""
-    return f"{left}{body}{right}"
+    return "".join(found)
+
+
+_BOUNDARIES = frozenset(" -/(+=:,.\"'")
 
 
 def _is_word(sign: str) -> bool:
-    return sign.isascii() and sign.isalnum()
+    return len(sign) == 1 and sign.isascii() and sign.isalnum()
 
 
-def _piece(part: str, before: str, gap_over_commas: bool) -> str:
+def _piece(part: str, before: str, *, gap_over_commas: bool) -> str:
     if part == "..":
         return r"[^.。!?;]{0,40}?" if gap_over_commas else r"[^.。!?;,、]{0,24}?"
     if part == "[":
@@ -186,7 +200,12 @@ def find_features(name: str, passages: Sequence[Passage]) -> list[Feature]:
     of_logs = [phrase for phrase in phrases if phrase.section in _OF_LOGS]
     of_errors = [phrase for phrase in phrases if phrase.section in _OF_ERRORS]
     found: dict[str, Feature] = {}
+    if any(passage.kind == "log" and _TRACEBACK.search(passage.text) for passage in read):
+        found["tracebacks"] = Feature("tracebacks", name, "", "log")
     for passage in read:
+        for match in _VARIABLE.finditer(passage.text):
+            setting = f"set:{match[1]}"
+            found.setdefault(setting, Feature(setting, f"{name}:{passage.line}", match[0], "setting"))
         used = phrases
         if passage.kind == "log":
             used = of_errors if _FAILS.search(passage.text) else of_logs
@@ -204,6 +223,12 @@ _EXCLUDED_BY = {
     "fails_one_works_two": frozenset({"works_alone"}),
 }
 """Features that others contradict: who compares one GPU with several does not have one."""
+_TRACEBACK = re.compile(
+    r"Traceback \(most|File \"[^\"]{1,300}\", line \d|\[rank\d+\]|^\s{0,8}[\w.]{0,80}(?:Error|Exception): "
+)
+_VARIABLE = re.compile(
+    r"\b((?:CUDA|NCCL|GLOO|TORCH|MASTER|HF|OMP|PYTORCH)_[A-Z0-9_]{1,40})=([^\s;,，]{1,3}(?:[^\s;，]{0,80}))"
+)
 _MOST_PASSAGES = 4000
 _OF_LOGS = frozenset({"setting", "topology"})
 _OF_ERRORS = frozenset({"setting", "topology", "literal"})
