@@ -11,6 +11,7 @@ import json
 import sys
 import tempfile
 import tomllib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -19,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from unisono.causes.signatures import match_line
 from unisono.diagnose.hypotheses import DENIED_SHARE, NO_FAILURE, Table, make_table
 from unisono.diagnose.judge import CERTAIN, Diagnosis
 from unisono.diagnose.reading import diagnose_logs, find_sources, read_all
@@ -39,6 +41,7 @@ class Case:
     accepted: tuple[str, ...]
     language: str
     found: Diagnosis
+    text: str = ""
 
     @property
     def features(self) -> list[str]:
@@ -55,7 +58,10 @@ def read_case(line: str) -> Case:
         read = read_all(find_sources([str(Path(folder, name)) for name in sorted(body["files"])]))
         found = diagnose_logs(read.scanned, read.recordings, read.reports)
     accepted = tuple(body.get("also_accept", ()))
-    return Case(body["id"], body.get("cause") or NO_FAILURE, accepted, body.get("language", "en"), found)
+    text = "\n".join(body["files"].values())
+    return Case(
+        body["id"], body.get("cause") or NO_FAILURE, accepted, body.get("language", "en"), found, text
+    )
 
 
 def read_others(file: Path) -> list[Case]:
@@ -263,6 +269,35 @@ def ranking(cases: Sequence[Case], chances: Any, causes: list[str]) -> dict[str,
     }
 
 
+def grepped(cases: Sequence[Case]) -> dict[str, Any]:
+    """The figure to beat: the causes of all known signatures in the text, the most frequent first."""
+    first = three = 0
+    for case in cases:
+        counts = Counter(
+            signature.cause
+            for line in case.text.splitlines()
+            for signature in match_line(line)
+            if signature.cause
+        )
+        order = [cause for cause, _ in counts.most_common(3)]
+        right = {case.cause, *case.accepted}
+        first += bool(right & set(order[:1]))
+        three += bool(right & set(order))
+    return {"cases": len(cases), "first": round(first / len(cases), 3), "three": round(three / len(cases), 3)}
+
+
+def measured(cases: Sequence[Case], table: Table) -> dict[str, Any]:
+    """Ranking and calibration on cases that no fit has seen, with the table as it is, and what grep finds."""
+    problem = make_problem(cases, table)
+    start, _ = start_of(problem, table)
+    chances = tempered(probabilities(problem, start), table.temperature)
+    return {
+        "ranking": ranking(cases, chances, problem.causes),
+        "grep of signatures": grepped(cases),
+        "calibration": calibration(chances, problem),
+    }
+
+
 def main() -> None:
     """Fits, measures, and writes where that is requested."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -270,6 +305,7 @@ def main() -> None:
     parser.add_argument(
         "--no-failure", nargs="+", type=Path, default=[], help="texts that report no failure: .jsonl, or .md"
     )
+    parser.add_argument("--kept", type=Path, help="cases to measure on, never to fit on")
     parser.add_argument("--write", action="store_true", help="write weights.json")
     parser.add_argument("--results", type=Path)
     arguments = parser.parse_args()
@@ -290,18 +326,28 @@ def main() -> None:
     temperature = best_temperature(held_out, problem)
     result = {
         "cases": len(cases),
+        "grep of signatures": grepped(cases),
         "by hand": ranking(cases, probabilities(problem, start), problem.causes),
         "cross-validated": ranking(cases, held_out, problem.causes),
         "temperature": round(temperature, 2),
         "calibration, cross-validated": calibration(tempered(held_out, temperature), problem),
     }
-    sys.stdout.write(json.dumps(result, indent=1) + "\n")
-    if arguments.results:
-        arguments.results.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if arguments.write:
         others = [case for file in arguments.no_failure for case in read_others(file)]
         none = fit_no_failure(cases, others, table) if others else numbers["corrections"].get(NO_FAILURE, {})
         write(numbers, problem, table, fit(problem, table), temperature, none)
+    if arguments.kept:
+        kept = [
+            read_case(line)
+            for line in arguments.kept.read_text(encoding="utf-8").splitlines()
+            if line.strip()
+        ]
+        kept = [case for case in kept if case.cause in table.entries]
+        result["kept"] = measured(kept, make_table(rows, json.loads(_FILE.read_text(encoding="utf-8"))))
+    text = json.dumps(result, indent=1) + "\n"
+    sys.stdout.write(text)
+    if arguments.results:
+        arguments.results.write_text(text, encoding="utf-8")
 
 
 def write(

@@ -75,7 +75,7 @@ def _explain_symptom(text: str, name: str | None) -> None:
             where=text,
             fix='say what happens and when, in English or Chinese, e.g. "hangs after the model is loaded, 2 nodes"',
         )
-    ranking = rank(features)
+    ranking = rank(features, is_failure=True)
     body: dict[str, object] = {
         "kind": "symptom",
         "language": language,

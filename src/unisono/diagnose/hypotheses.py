@@ -214,17 +214,20 @@ def _logit(cause: str, features: Iterable[str], table: Table) -> float:
     return table.entries[cause].prior + sum(table.weight(cause, feature) for feature in features)
 
 
-def rank(features: Sequence[Feature], *, framework: str = "", table: Table | None = None) -> Ranking:
+def rank(
+    features: Sequence[Feature], *, framework: str = "", is_failure: bool = False, table: Table | None = None
+) -> Ranking:
     """The ranking for what a text says.
 
     Args:
         features: of the text and its log lines.
         framework: of the program, as in `RunFacts.framework`.
+        is_failure: whether something is known to have failed; else the text may be a guide or a changelog.
         table: another one than that of the package, for fitting and tests.
     """
     used = table or default_table()
     names = [feature.id for feature in features]
-    found, none = scores(names, used), no_failure(names, used)
+    found, none = scores(names, used), 0.0 if is_failure else no_failure(names, used)
     if not features or none > _CERTAINLY_NONE:
         return Ranking(no_failure=none)
     found = {cause: score * (1 - none) for cause, score in found.items()}

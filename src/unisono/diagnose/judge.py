@@ -166,7 +166,7 @@ def make_diagnosis(
     if language:
         findings = [_of_excerpt(finding) for finding in findings]
     features = (*reported, *log_features(facts, findings))
-    ranking = rank(features, framework=facts.framework)
+    ranking = rank(features, framework=facts.framework, is_failure=not language)
     first = findings[0]
     narrated = any(feature.id in _NARRATION for feature in reported)
     unproved = first.confidence < CERTAIN or ranking.no_failure > _NO_FAILURE or not narrated
@@ -215,7 +215,9 @@ def _of_a_report(verdict: Verdict, ranking: Ranking) -> Verdict:
 def with_answer(found: Diagnosis, feature: Feature) -> Diagnosis:
     """The diagnosis after a question was answered."""
     features = (*found.features, feature)
-    return replace(found, features=features, ranking=rank(features, framework=found.facts.framework))
+    return replace(
+        found, features=features, ranking=rank(features, framework=found.facts.framework, is_failure=True)
+    )
 
 
 def verdict_of(finding: Hypothesis, facts: RunFacts) -> Verdict:

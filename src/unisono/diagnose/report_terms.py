@@ -167,7 +167,7 @@ def _piece(part: str, before: str, *, gap_over_commas: bool) -> str:
     if part == "#":
         return r"[\d][\d.,:]{0,11}"
     if part == " ":
-        return r"[\s_-]{0,3}" if before and not before.isascii() else r"[\s_/-]{1,3}"
+        return r"[\s_`-]{0,3}" if before and not before.isascii() else r"[\s_/`-]{1,3}"
     return re.escape(part)
 
 

@@ -97,6 +97,7 @@ def _with_bare_logs(passages: list[Passage], language: Language) -> Iterator[Pas
         is_bare = (
             passage.kind == "prose"
             and passage.text.isascii()
+            and "`" not in passage.text
             and passage.text.count(" ") >= 2
             and not _PERSON.search(passage.text)
             and (language == "zh" or bool(match_line(passage.text)))
@@ -295,7 +296,7 @@ _LOG_LINE = re.compile(
       \[?\d{4}[-/]\d\d[-/]\d\d[T ,_]\d\d:\d\d | \[?\d\d:\d\d:\d\d | [IWEF]\d{4}\s\d\d: | [A-Z][a-z]{2}\s+\d{1,2}\s\d\d:\d\d:\d\d
     | \[?(?:INFO|WARNING|WARN|ERROR|DEBUG|CRITICAL|FATAL|TRACE)\b[\]:|\s] | \[(?:rank|Rank\s)\d+\] | \[\d+\]:?\s | \S{1,80}:\d{1,9}:\d{1,9}\s\[\d+\]\sNCCL
     | Traceback\s\(most | File\s"[^"]{1,300}",\sline | [\w.]{0,120}(?:Error|Exception|Warning|Interrupt|Exit)\b(?::\s|\(|$) | raise\s\w | \^{3,}
-    | \(\w[^)\n]{0,80}pid=\d+ | \d{1,3}%\|  | [$#>]\s\S | \$\s?\w | (?:export|set|source|conda|pip3?|python3?|torchrun|deepspeed|accelerate|bash|sh|srun|sbatch|mpirun|ray|nvidia-smi|docker|kubectl|swift|xtuner|llamafactory-cli|CUDA_VISIBLE_DEVICES=\S*|[A-Z][A-Z0-9_]{3,40}=\S*)\s+[-\w./"'$={(]
+    | \(\w[^)\n]{0,80}pid=\d+ | \d{1,3}%\|  | [$>]\s\S | \$\s?\w | (?:export|set|source|conda|pip3?|python3?|torchrun|deepspeed|accelerate|bash|sh|srun|sbatch|mpirun|ray|nvidia-smi|docker|kubectl|swift|xtuner|llamafactory-cli|CUDA_VISIBLE_DEVICES=\S*|[A-Z][A-Z0-9_]{3,40}=\S*)\s+[-\w./"'$={(]
     | [A-Z][A-Z0-9_]{3,40}=\S*\s{0,8}\\?$ | --?\w[\w-]*[=\s]\S+\s*\\?$ | [\w.-]{2,60}:\s{1,4}\S{1,120}$ | \w[\w.]{1,60}\s?=\s?[^=\s]\S{0,200}$ | [{}\[\]()]+,?$ | "[\w.]+":\s
     | \+[-=+]{6,} | \|.{4,300}\|$ | [-=*#]{8,} | \w+:\d+:\d+\s | exitcode\s | \#\d+\s | frame\s\#\d+ | terminate\scalled | srun:\s | slurmstepd: | Killed$ | Segmentation\sfault
     )""",
@@ -333,7 +334,7 @@ def _of_row(number: int, row: str, *, fenced: bool) -> Iterator[Passage]:
         yield Passage(number, row, "log")
         return
     text = _normal(_HEADING.sub("", _BULLET.sub("", row)))
-    if is_log_line(text):
+    if "`" not in row and is_log_line(text):
         yield Passage(number, text, "log")
         return
     for match in _INLINE.finditer(text):
@@ -344,7 +345,7 @@ def _of_row(number: int, row: str, *, fenced: bool) -> Iterator[Passage]:
             if "`" not in match[0] and match[0].count(" ") >= 2:
                 yield Passage(number, match[0], "code")
     for sentence in _sentences(_MARKUP.sub(r"\1", text)):
-        yield Passage(number, sentence.replace("`", ""), "prose")
+        yield Passage(number, sentence, "prose")
 
 
 def is_log_line(row: str) -> bool:
