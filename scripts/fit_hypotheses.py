@@ -1,6 +1,7 @@
 """Fits the weights of `unisono diagnose`'s hypotheses on cases, and measures ranking and calibration by cross-validation.
 
-    python scripts/fit_hypotheses.py CASES.jsonl ... [--no-failure FILE] [--write] [--results bench/results/hypotheses.json]
+    cd tests/diagnose/reports
+    python ../../../scripts/fit_hypotheses.py read.jsonl began.jsonl --kept kept.jsonl --no-failure no_failure.jsonl [--write]
 
 A case is a line of JSON: `files` (name -> text), `cause`, `also_accept`. The weights of table.toml are the prior mean: a penalized
 softmax regression corrects them only where cases say so, and changes no sign (Gaussian prior, maximum a posteriori).
@@ -68,7 +69,10 @@ def read_others(file: Path) -> list[Case]:
     """The texts of a file that report no failure."""
     text = file.read_text(encoding="utf-8")
     if file.suffix == ".jsonl":
-        return [read_case(line) for line in text.splitlines() if line.strip()]
+        lines = [line for line in text.splitlines() if line.strip()]
+        return [
+            read_case(line) for line in lines if json.loads(line).get("read", True)
+        ]  # the others are for measuring
     return [read_case(json.dumps({"id": file.name, "files": {file.name: text}}))]
 
 

@@ -4,8 +4,15 @@
 `reports/kept.jsonl` was not before it was first scored (bench/results/hypotheses.json). `reports/no_failure.jsonl` are texts that report no failure.
 """
 
+import contextlib
 import functools
+import io
 import json
+import os
+import pty
+import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +21,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from unisono.cli.app import main
 from unisono.diagnose.judge import Diagnosis
 from unisono.diagnose.reading import diagnose_logs, find_sources, read_all
 from unisono.diagnose.report_text import MOST_BYTES, language_of, read_report
@@ -147,7 +155,7 @@ def test_what_is_denied_does_not_count(tmp_path: Path) -> None:
 
 
 def test_a_setting_that_helped_counts_for_its_cause_and_one_that_did_not_against_it(tmp_path: Path) -> None:
-    base = "Two 4090, training hangs at the first step, GPUs at 100 %. "
+    base = "I have two 4090, my training hangs at the first step, GPUs at 100 %. "
     helped = diagnosed(tmp_path, {"a.md": base + "With NCCL_P2P_DISABLE=1 it works."})
     useless = diagnosed(tmp_path, {"a.md": base + "NCCL_P2P_DISABLE=1 did not help."})
 
@@ -216,6 +224,84 @@ def test_a_monstrous_report_is_read_in_bounded_time(text: str, tmp_path: Path) -
     began = time.process_time()
     diagnosed(tmp_path, {"r.md": text})
     assert time.process_time() - began < 10  # seen: at most 1.2
+
+
+def test_the_command_prints_hypotheses_and_questions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case = cases("began")[1]
+    file = tmp_path / "report.md"
+    file.write_text(case["files"]["report.md"], encoding="utf-8")
+    body = json.loads(printed(capsys, "--json", "diagnose", str(file)))
+    assert body["cause"] == "undetermined"
+    assert body["hypotheses"][0]["cause"] == "device_unbound_barrier"
+    assert any("using GPU 3 to perform barrier" in item["text"] for item in body["hypotheses"][0]["because"])
+    assert body["hypotheses"][0]["check"] == ["unisono doctor --devices 6,7,8,9"]
+    text = printed(capsys, "diagnose", str(file))
+    assert "no log line proves the cause; these fit, most likely first" in text
+    assert "with unisono: nothing to do: each rank binds its device first" in text
+    file.write_text(HANG, encoding="utf-8")
+    body = json.loads(printed(capsys, "--json", "diagnose", str(file)))
+    assert f"ASK       {body['questions'][0]}" in printed(capsys, "diagnose", str(file))
+
+
+def test_a_language_without_a_dictionary_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "r.md"
+    file.write_text("Обучение зависает после загрузки модели на двух узлах", encoding="utf-8")
+    with pytest.raises(SystemExit):
+        main(["diagnose", str(file)])
+    assert "r.md: a language that diagnose does not know" in capsys.readouterr().err
+
+
+def test_ask_needs_a_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "r.md"
+    file.write_text(HANG, encoding="utf-8")
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    with pytest.raises(SystemExit) as ended:
+        main(["diagnose", "--ask", str(file)])
+    assert ended.value.code == 2
+    assert "--ask needs a terminal" in capsys.readouterr().err
+
+
+def test_on_a_terminal_each_answer_ranks_anew(tmp_path: Path) -> None:
+    file = tmp_path / "r.md"
+    file.write_text("My training on 4 GPUs hangs, no error. Any idea?", encoding="utf-8")
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "unisono", "diagnose", "--ask", str(file)],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    shown = b""
+    for answer in (b"y\n", b"?\n", b"q\n"):
+        count = shown.count(b"q: quit]")
+        while shown.count(b"q: quit]") == count:
+            shown += os.read(ours, 4096)
+        os.write(ours, answer)
+    with contextlib.suppress(OSError):  # the other side is closed
+        while chunk := os.read(ours, 4096):
+            shown += chunk
+    os.close(ours)
+    assert process.wait() == 0
+    parts = shown.decode().split("[y/n/?, q: quit]")
+    assert len(parts) == 4
+    first, second = (re.findall(r"^  1  (\w+)", part, re.MULTILINE) for part in parts[:2])
+    assert len(first) == len(second) == 1  # ranked before the first question, and after the answer
+    assert re.findall(r"^  1  ", parts[2], re.MULTILINE) == []  # an unknown answer changes nothing
+
+
+def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """What a command prints on stdout; it succeeds."""
+    with pytest.raises(SystemExit) as ended:
+        main(list(words))
+    assert not ended.value.code
+    return capsys.readouterr().out
 
 
 @settings(deadline=None, max_examples=80)

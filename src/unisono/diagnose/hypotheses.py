@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from unisono.causes.catalogue import CATALOGUE, remedy_for_foreign_program
 from unisono.causes.verdict import OwnRunOnly
+from unisono.diagnose.line_prefixes import split_prefix
 from unisono.diagnose.report_terms import Feature
 from unisono.diagnose.run_facts import Hypothesis, RunFacts
 
@@ -30,6 +31,8 @@ _LEAST_SCORE = 0.02
 _PROVED = 0.8
 """Confidence of a finding of the logs from which it counts as stated by a line."""
 _RULED_OUT_SHARE = 0.02
+NO_FAILURE_FROM = 0.4
+"""Probability of no failure from which log lines are taken for examples of a guide or a changelog, and no cause is called likely."""
 _CERTAINLY_NONE = 0.97
 """Probability of no failure from which no cause is named at all."""
 
@@ -181,14 +184,21 @@ def log_features(facts: RunFacts, findings: Sequence[Hypothesis]) -> list[Featur
             continue
         kind = "proved" if finding.confidence >= _PROVED else "suggested"
         where, text = (
-            (finding.evidence[0].where, finding.evidence[0].text) if finding.evidence else ("", finding.why)
+            (finding.evidence[0].where, _words(finding.evidence[0].text))
+            if finding.evidence
+            else ("", finding.why)
         )
         found[f"{kind}:{finding.cause}"] = Feature(f"{kind}:{finding.cause}", where, text, "log")
     for event in facts.events:
         if event.cause in CATALOGUE and event.kind in ("warning", "error", "death"):
             name = f"{'warning' if event.kind == 'warning' else 'line'}:{event.cause}"
-            found.setdefault(name, Feature(name, event.where, event.text, "log"))
+            found.setdefault(name, Feature(name, event.where, _words(event.text), "log"))
     return list(found.values())
+
+
+def _words(text: str) -> str:
+    """A line of a log without what stands before its message."""
+    return split_prefix(text)[1].strip() or text
 
 
 def scores(features: Iterable[str], table: Table) -> dict[str, float]:
@@ -230,10 +240,14 @@ def rank(
     found, none = scores(names, used), 0.0 if is_failure else no_failure(names, used)
     if not features or none > _CERTAINLY_NONE:
         return Ranking(no_failure=none)
-    found = {cause: score * (1 - none) for cause, score in found.items()}
+    most = 1 - none if none <= NO_FAILURE_FROM else min(1 - none, LIKELY - 0.01)
+    found = {cause: score * most for cause, score in found.items()}
     order = sorted(found, key=lambda cause: -found[cause])
+    supported = [cause for cause in order if any(used.weight(cause, name) > 0 for name in names)] or order[:1]
     chosen = [
-        cause for place, cause in enumerate(order[:MOST]) if place < _LEAST or found[cause] >= _LEAST_SCORE
+        cause
+        for place, cause in enumerate(supported[:MOST])
+        if place < _LEAST or found[cause] >= _LEAST_SCORE
     ]
     return Ranking(
         hypotheses=tuple(_ranked(cause, found[cause], features, framework, used) for cause in chosen),
@@ -277,10 +291,24 @@ def _questions(features: Sequence[Feature], found: Mapping[str, float], table: T
     gains = {
         question: _gain(question.feature, found, table)
         for question in table.questions
-        if question.feature not in seen
+        if question.feature not in seen and not (_shown_by(question.feature, table) & seen)
     }
     best = sorted(gains, key=lambda question: -gains[question])
     return tuple(question for question in best if gains[question] > 0.01)[:_MOST_QUESTIONS]
+
+
+_TELLING = 1.5
+"""Weight from which a feature is a cause's own sign."""
+
+
+def _shown_by(feature: str, table: Table) -> set[str]:
+    """Lines of logs that answer the question for a feature: those of the cause whose own sign it is."""
+    causes = [cause for cause in table.entries if table.weight(cause, feature) >= _TELLING]
+    return (
+        {f"{kind}:{cause}" for cause in causes for kind in ("warning", "line", "proved")}
+        if len(causes) == 1
+        else set()
+    )
 
 
 def _gain(feature: str, chances: Mapping[str, float], table: Table) -> float:

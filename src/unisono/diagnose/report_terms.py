@@ -268,14 +268,15 @@ def _of_passage(name: str, passage: Passage, phrases: Sequence[_Phrase]) -> Iter
             yield Feature(f"believed:{match.feature}", where, quote, "statement")
 
 
-_CONTEXT_CHARS = 48
+_CONTEXT_CHARS = 40
 
 
 def _around(text: str, match: _Match) -> str:
-    """The words of a sentence around a phrase."""
-    if len(text) <= 2 * _CONTEXT_CHARS + 20 or len(text.lower()) != len(text):
-        return text[: 4 * _CONTEXT_CHARS]
-    first, last = max(0, match.start - _CONTEXT_CHARS), min(len(text), match.end + _CONTEXT_CHARS)
+    """The words of a sentence around a phrase: half as many characters where they are Chinese."""
+    around = _CONTEXT_CHARS if text.isascii() else _CONTEXT_CHARS // 2
+    if len(text) <= 3 * around or len(text.lower()) != len(text):
+        return text[: 6 * around]
+    first, last = max(0, match.start - around), min(len(text), match.end + around)
     if first and (space := text.find(" ", first, match.start)) >= 0:
         first = space + 1
     if last < len(text) and (space := text.rfind(" ", match.end, last)) >= 0:

@@ -5,7 +5,7 @@ Nothing is run, fetched or followed. The size is bounded, line numbers are those
 
 import re
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from html.parser import HTMLParser
 from typing import Literal
@@ -309,43 +309,74 @@ _MAIL_HEADER = re.compile(
 )
 
 
-def _passages(rows: "Iterator[tuple[int, str]] | list[tuple[int, str]]") -> list[Passage]:
+def _passages(rows: Iterable[tuple[int, str]]) -> list[Passage]:
     found: list[Passage] = []
     fenced = False
+    prose: list[tuple[int, str]] = []  # the lines of a paragraph
     for number, raw in rows:
         row = plain(raw.replace("\r", " ")[:_LINE_CHARS]).replace("\t", " ")
         row = row[_QUOTE.match(row).end() :] if row.lstrip().startswith(">") else row  # type: ignore[union-attr]
-        if _FENCE.match(row):
+        if fence := _FENCE.match(row):
             fenced = not fenced
-            row = row.strip("`~ ")
+            row = row[fence.end() :].strip("`~ ")
             if not row or row.isalnum():  # the language of the block
-                continue
-        found += _of_row(number, row, fenced=fenced)
+                row = ""
+        text = _prose(row, fenced=fenced)
+        if prose and not _continues(prose[-1][1], row, text):
+            found += _of_paragraph(prose)
+            prose = []
+        if text:
+            prose.append((number, text))
+        elif row.strip() and not _MAIL_HEADER.match(row):
+            found.append(Passage(number, row, "log"))
         if len(found) > _MOST_PASSAGES:
             break
+    return found + _of_paragraph(prose)
+
+
+def _prose(row: str, *, fenced: bool) -> str:
+    """The words of a person in a line, without markup; empty for a line of a log and for an empty line."""
+    if not row.strip() or _MAIL_HEADER.match(row) or is_log_line(row) or (fenced and not _is_sentence(row)):
+        return ""
+    text = _normal(_HEADING.sub("", _BULLET.sub("", row)))
+    return "" if "`" not in row and is_log_line(text) else text
+
+
+_WRAPPED_CHARS = 40
+_ENDED = (".", "!", "?", ":", ";", "。", "|")
+
+
+def _continues(before: str, row: str, text: str) -> bool:
+    """Whether a line goes on with the sentence of the line before: texts of e-mails and some editors are wrapped."""
+    return bool(
+        text
+        and len(before) >= _WRAPPED_CHARS
+        and not before.rstrip().endswith(_ENDED)
+        and row.lstrip()[:1].islower()
+        and not _CJK.search(before)
+    )
+
+
+def _of_paragraph(lines: Sequence[tuple[int, str]]) -> list[Passage]:
+    """The passages of some lines of prose that belong together, each with the line where it begins."""
+    found: list[Passage] = []
+    for number, text in lines:
+        found += [Passage(number, match[match.lastindex or 0], "code") for match in _INLINE.finditer(text)]
+        runs = _FOREIGN_RUN.finditer(text) if _CJK.search(text) else ()
+        found += [
+            Passage(number, match[0], "code")
+            for match in runs
+            if "`" not in match[0] and match[0].count(" ") >= 2
+        ]
+    left = list(lines)
+    for sentence in _sentences(_MARKUP.sub(r"\1", " ".join(text for _, text in lines))):
+        while len(left) > 1 and sentence[:_BEGINNING] not in left[0][1]:
+            left.pop(0)
+        found.append(Passage(left[0][0], sentence, "prose"))
     return found
 
 
-def _of_row(number: int, row: str, *, fenced: bool) -> Iterator[Passage]:
-    """The passages of one line."""
-    if not row.strip() or _MAIL_HEADER.match(row):
-        return
-    if is_log_line(row) or (fenced and not _is_sentence(row)):
-        yield Passage(number, row, "log")
-        return
-    text = _normal(_HEADING.sub("", _BULLET.sub("", row)))
-    if "`" not in row and is_log_line(text):
-        yield Passage(number, text, "log")
-        return
-    for match in _INLINE.finditer(text):
-        inner = next(group for group in match.groups() if group)
-        yield Passage(number, inner, "code")
-    if _CJK.search(text):
-        for match in _FOREIGN_RUN.finditer(text):
-            if "`" not in match[0] and match[0].count(" ") >= 2:
-                yield Passage(number, match[0], "code")
-    for sentence in _sentences(_MARKUP.sub(r"\1", text)):
-        yield Passage(number, sentence, "prose")
+_BEGINNING = 12
 
 
 def is_log_line(row: str) -> bool:
