@@ -17,7 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from workload import make
+from workload import make  # type: ignore[import-not-found]  # beside this script
 
 RESULT = Path(__file__).parent / "results" / "spin.json"
 SETTINGS: dict[str, dict[str, str]] = {
@@ -57,7 +57,7 @@ def measure(work: Path, model: str, *, busy: bool, steps: int, rounds: int) -> d
         [subprocess.Popen([sys.executable, "-c", BURN]) for _ in range(os.cpu_count() or 1)] if busy else []
     )
     try:
-        found = {name: [] for name in SETTINGS}
+        found: dict[str, list[float]] = {name: [] for name in SETTINGS}
         for _ in range(rounds):
             for name, setting in SETTINGS.items():
                 found[name].append(seconds_a_step(work, model, setting, steps))
