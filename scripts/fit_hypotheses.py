@@ -27,7 +27,7 @@ from unisono.diagnose.judge import CERTAIN, Diagnosis
 from unisono.diagnose.reading import diagnose_logs, find_sources, read_all
 
 FOLDS = 5
-PENALTY, PRIOR_PENALTY = 1.0, 2.0
+PENALTY, PRIOR_PENALTY = 0.5, 2.0
 ROUNDS, RATE = 400, 0.05
 BINS = 10
 _FILE = Path(str(files("unisono.diagnose"))) / "weights.json"
@@ -204,11 +204,14 @@ def cross_validated(cases: Sequence[Case], table: Table) -> Any:
 
 
 def best_temperature(chances: Any, problem: Problem) -> float:
-    """The temperature with the smallest expected calibration error of the first hypothesis."""
-    return min(
-        (0.7 + 0.05 * number for number in range(40)),
-        key=lambda t: calibration(tempered(chances, t), problem)["error"],
-    )
+    """The temperature with the largest likelihood of the accepted causes."""
+
+    def surprise(temperature: float) -> float:
+        return float(
+            -np.log((tempered(chances, temperature) * (problem.accepted > 0)).sum(axis=1).clip(1e-12)).mean()
+        )
+
+    return min((0.6 + 0.05 * number for number in range(40)), key=surprise)
 
 
 def tempered(chances: Any, temperature: float) -> Any:

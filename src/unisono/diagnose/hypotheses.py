@@ -220,6 +220,39 @@ def no_failure(features: Iterable[str], table: Table) -> float:
     return 1 / (1 + math.exp(-_logit(NO_FAILURE, set(features), table)))
 
 
+NARRATION = frozenset({"narrates", "first_person", "asks_help", "tracebacks"})
+"""Signs that a text is about a run of its author."""
+_FAILING = frozenset(
+    [
+        "timeout",
+        "crash_silent",
+        "killed",
+        "segfault",
+        "nan_loss",
+        "gpu_memory",
+        "slow",
+        "memory_grows",
+        "refused",
+        "at_end",
+        "fails_one_works_two",
+        "missing_files",
+        "corrupt",
+        "shape",
+        "module",
+    ]
+)
+
+
+def _is_failing(feature: str) -> bool:
+    """Whether a feature says that something went wrong, rather than how the run is set up."""
+    kind = feature.partition(":")[0]
+    return (
+        feature in _FAILING
+        or feature.startswith("hang")
+        or kind in ("useless", "line", "proved", "suggested", "tracebacks")
+    )
+
+
 def _logit(cause: str, features: Iterable[str], table: Table) -> float:
     return table.entries[cause].prior + sum(table.weight(cause, feature) for feature in features)
 
@@ -238,6 +271,8 @@ def rank(
     used = table or default_table()
     names = [feature.id for feature in features]
     found, none = scores(names, used), 0.0 if is_failure else no_failure(names, used)
+    if not is_failure and not (NARRATION & set(names) and any(map(_is_failing, names))):
+        none = max(none, NO_FAILURE_FROM + 0.05)
     if not features or none > _CERTAINLY_NONE:
         return Ranking(no_failure=none)
     most = 1 - none if none <= NO_FAILURE_FROM else min(1 - none, LIKELY - 0.01)

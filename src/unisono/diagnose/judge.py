@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from unisono.causes.verdict import Evidence, Verdict
-from unisono.diagnose.hypotheses import NO_FAILURE_FROM, Ranking, log_features, rank
+from unisono.diagnose.hypotheses import NARRATION, NO_FAILURE_FROM, Ranking, log_features, rank
 from unisono.diagnose.remedy import remedy
 from unisono.diagnose.report_terms import Feature
 from unisono.diagnose.rule_view import View, first_of_each, ranks_of
@@ -168,7 +168,7 @@ def make_diagnosis(
     features = (*reported, *log_features(facts, findings))
     ranking = rank(features, framework=facts.framework, is_failure=not language)
     first = findings[0]
-    narrated = any(feature.id in _NARRATION for feature in reported)
+    narrated = any(feature.id in NARRATION for feature in reported)
     unproved = first.confidence < CERTAIN or ranking.no_failure > NO_FAILURE_FROM or not narrated
     if language and unproved and first.cause not in ("healthy", "undetermined"):
         findings = [*find_undetermined(View(facts)), *findings]
@@ -189,8 +189,6 @@ def make_diagnosis(
     )
 
 
-_NARRATION = frozenset({"narrates", "first_person", "asks_help", "tracebacks"})
-"""Signs that a text tells of a run of its author."""
 _GENERAL = frozenset({"user_code_error", "rank_died_first", "rank_stalled", "rdzv_timeout"})
 """What a whole log shows by what it lacks; a few lines of it do not."""
 
