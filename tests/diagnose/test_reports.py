@@ -245,6 +245,20 @@ def test_the_command_prints_hypotheses_and_questions(
     assert f"ASK       {body['questions'][0]}" in printed(capsys, "diagnose", str(file))
 
 
+def test_no_secret_of_a_report_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    secret = "hf_" + "aBcDeFgHiJ" * 3 + "klmn"
+    text = f"I get 401 for a gated model, access was refused. export HF_TOKEN={secret}\n\nWith the token {secret} in the script I get the same, please help"
+    (tmp_path / "r.md").write_text(text, encoding="utf-8")
+    shown = printed(capsys, "diagnose", str(tmp_path / "r.md")) + printed(
+        capsys, "--json", "diagnose", str(tmp_path / "r.md")
+    )
+    shown += printed(capsys, "explain", "--symptom", text) + printed(
+        capsys, "--json", "explain", "--symptom", text
+    )
+    assert "gated_model" in shown
+    assert secret not in shown
+
+
 def test_a_language_without_a_dictionary_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

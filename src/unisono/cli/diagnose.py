@@ -142,6 +142,7 @@ def ranking_lines(ranking: "Ranking", *, language: str = "") -> Iterator[str]:
 def _ask(found: "Diagnosis") -> None:
     """Asks one question at a time, and ranks anew after each answer."""
     from unisono.diagnose.judge import with_answer
+    from unisono.diagnose.lines import redacted
     from unisono.diagnose.report_terms import Feature
     from unisono.errors import UsageError
 
@@ -163,7 +164,7 @@ def _ask(found: "Diagnosis") -> None:
             name = question.feature if answer == "yes" else f"not:{question.feature}"
             found = with_answer(found, Feature(name, "answer", f"{question.en} {answer}", "statement"))
             for line in ranking_lines(replace(found.ranking, questions=()), language=found.language):
-                printer.result(line)
+                printer.result(redacted(line))
 
 
 _ANSWERS = {

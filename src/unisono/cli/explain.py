@@ -61,6 +61,7 @@ def _explain_symptom(text: str, name: str | None) -> None:
     """The causes that fit some words, as `unisono diagnose` ranks them for a report."""
     from unisono.cli.diagnose import ranking_lines
     from unisono.diagnose.hypotheses import rank
+    from unisono.diagnose.lines import redacted, redacted_json
     from unisono.diagnose.report_terms import find_features
     from unisono.diagnose.report_text import language_of, sentences_of
     from unisono.errors import UsageError
@@ -83,7 +84,8 @@ def _explain_symptom(text: str, name: str | None) -> None:
         "questions": [one.zh if language == "zh" else one.en for one in ranking.questions],
     }
     lines = list(ranking_lines(ranking, language=language)) or ["no failure in these words"]
-    _show(body, ["These causes fit, most likely first:", *lines])
+    redacted_lines = [redacted(line) for line in ("These causes fit, most likely first:", *lines)]
+    _show(redacted_json(body), redacted_lines)
 
 
 def cause_lines(cause: "Cause") -> list[str]:
