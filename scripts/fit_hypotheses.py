@@ -214,6 +214,25 @@ def best_temperature(chances: Any, problem: Problem) -> float:
     return min((0.6 + 0.05 * number for number in range(40)), key=surprise)
 
 
+def best_calibration(chances: Any, problem: Problem) -> tuple[float, float]:
+    """Slope and shift of the log odds with the largest likelihood (Platt 1999), over all causes with a chance of at least 0.02."""
+    rows = chances >= 0.02
+    odds = np.log(chances[rows].clip(1e-9) / (1 - chances[rows]).clip(1e-9)).clip(-8, 8)
+    right = (problem.accepted > 0)[rows].astype(float)
+    slope, shift = 1.0, 0.0
+    for _ in range(4000):
+        error = right - 1 / (1 + np.exp(-(slope * odds + shift)))
+        slope += 0.5 * float((error * odds).mean()) / 4
+        shift += 0.5 * float(error.mean())
+    return round(slope, 3), round(shift, 3)
+
+
+def scaled(chances: Any, slope: float, shift: float) -> Any:
+    """Scores for probabilities of the softmax."""
+    odds = np.log(chances.clip(1e-12) / (1 - chances).clip(1e-12))
+    return 1 / (1 + np.exp(-(slope * odds + shift)))
+
+
 def tempered(chances: Any, temperature: float) -> Any:
     """Probabilities with their logits divided by a temperature."""
     powers = np.power(chances.clip(1e-12), 1 / temperature)
@@ -301,7 +320,7 @@ def measured(cases: Sequence[Case], table: Table) -> dict[str, Any]:
     return {
         "ranking": ranking(cases, chances, problem.causes),
         "grep of signatures": grepped(cases),
-        "calibration": calibration(chances, problem),
+        "calibration": calibration(scaled(chances, table.slope, table.shift), problem),
     }
 
 
@@ -331,18 +350,21 @@ def main() -> None:
     start, _ = start_of(problem, table)
     held_out = cross_validated(cases, table)
     temperature = best_temperature(held_out, problem)
+    cooled = tempered(held_out, temperature)
+    slope, shift = best_calibration(cooled, problem)
     result = {
         "cases": len(cases),
         "grep of signatures": grepped(cases),
         "by hand": ranking(cases, probabilities(problem, start), problem.causes),
         "cross-validated": ranking(cases, held_out, problem.causes),
         "temperature": round(temperature, 2),
-        "calibration, cross-validated": calibration(tempered(held_out, temperature), problem),
+        "slope and shift": [slope, shift],
+        "calibration, cross-validated": calibration(scaled(cooled, slope, shift), problem),
     }
     if arguments.write:
         others = [case for file in arguments.no_failure for case in read_others(file)]
         none = fit_no_failure(cases, others, table) if others else numbers["corrections"].get(NO_FAILURE, {})
-        write(numbers, problem, table, fit(problem, table), temperature, none)
+        write(numbers, problem, table, fit(problem, table), temperature, none, (slope, shift))
     if arguments.kept:
         kept = [
             read_case(line)
@@ -364,6 +386,7 @@ def write(
     fitted: Fitted,
     temperature: float,
     none: dict[str, float],
+    scale: tuple[float, float],
 ) -> None:
     """Writes the corrections of a fit."""
     corrections: dict[str, dict[str, float]] = {}
@@ -382,6 +405,7 @@ def write(
         "levels": numbers["levels"],
         "lines": lines,
         "temperature": round(temperature, 2),
+        "calibration": list(scale),
         "corrections": {cause: some for cause, some in corrections.items() if some},
     }
     _FILE.write_text(json.dumps(body, indent=1, sort_keys=True) + "\n", encoding="utf-8")

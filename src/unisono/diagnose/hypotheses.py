@@ -1,7 +1,8 @@
 """Ranks causes for a report or a log that does not prove one. Pure: features in, hypotheses and questions out.
 
-The score of a cause is a softmax over sums of weights: `table.toml` says what speaks for a cause and against it, `weights.json` has the
-numbers and the corrections that `scripts/fit_hypotheses.py` fitted on cases, so that of the causes with score 0.8 about 80 % are right.
+The score of a cause is a softmax over sums of weights, calibrated: `table.toml` says what speaks for a cause and against it, `weights.json` has
+the numbers and the corrections that `scripts/fit_hypotheses.py` fitted on cases, so that of the causes with score 0.8 about 80 % are right.
+Scores need not add up to 1: several causes may fit a text, e.g. a stalled rank and what stalled it.
 """
 
 import functools
@@ -126,13 +127,21 @@ class Table:
 
     Attributes:
         entries: by cause; levels: the numbers of the words of the table, and of lines of logs; temperature: of the softmax.
+        slope, shift: of the calibration: log odds of a score = slope * those of the softmax + shift (Platt scaling).
         questions: all of them.
     """
 
     entries: Mapping[str, _Entry]
     levels: Mapping[str, float]
     temperature: float
+    slope: float = 1.0
+    shift: float = 0.0
     questions: tuple[Question, ...] = field(default=())
+
+    def calibrated(self, chance: float) -> float:
+        """The score for a probability of the softmax."""
+        odds = math.log(max(chance, 1e-12) / max(1 - chance, 1e-12))
+        return 1 / (1 + math.exp(-(self.slope * odds + self.shift)))
 
     def weight(self, cause: str, feature: str) -> float:
         """How much a feature speaks for a cause, in log odds; negative: against."""
@@ -173,7 +182,8 @@ def make_table(table: Mapping[str, Any], numbers: Mapping[str, Any]) -> Table:
             weights, prior + fitted.get("prior", 0.0), tuple(entry.get("check", ())), entry.get("here", "")
         )
     questions = tuple(Question(feature, *words) for feature, words in table["question"].items())
-    return Table(entries, levels, numbers["temperature"], questions)
+    slope, shift = numbers.get("calibration", (1.0, 0.0))
+    return Table(entries, levels, numbers["temperature"], slope, shift, questions)
 
 
 def log_features(facts: RunFacts, findings: Sequence[Hypothesis]) -> list[Feature]:
@@ -276,7 +286,7 @@ def rank(
     if not features or none > _CERTAINLY_NONE:
         return Ranking(no_failure=none)
     most = 1 - none if none <= NO_FAILURE_FROM else min(1 - none, LIKELY - 0.01)
-    found = {cause: score * most for cause, score in found.items()}
+    found = {cause: used.calibrated(chance) * most for cause, chance in found.items()}
     order = sorted(found, key=lambda cause: -found[cause])
     supported = [cause for cause in order if any(used.weight(cause, name) > 0 for name in names)] or order[:1]
     chosen = [
