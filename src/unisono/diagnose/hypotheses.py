@@ -155,7 +155,7 @@ class Table:
         return 0.0
 
 
-_WORDS = ("strong", "some", "weak", "against")
+_WORDS = ("strong", "some", "weak", "against", "excludes")
 
 
 @functools.cache
