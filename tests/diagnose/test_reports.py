@@ -1,6 +1,6 @@
 """Reports of people: what is read from them, and which causes fit. Run: pytest tests/diagnose/test_reports.py
 
-`reports/began.jsonl` are the five reports this project began with. `reports/read.jsonl` was seen while dictionaries and table were written, the half in
+`reports/began.jsonl` are the five reports this project began with, each in three wordings. `reports/read.jsonl` was seen while dictionaries and table were written, the half in
 `reports/kept.jsonl` was not before it was first scored (bench/results/hypotheses.json). `reports/no_failure.jsonl` are texts that report no failure.
 """
 
@@ -51,7 +51,7 @@ def order_of(found: Diagnosis) -> list[str]:
     return list(dict.fromkeys([*([found.verdict.cause] if found.is_proved else []), *ranked]))
 
 
-@pytest.mark.parametrize("case", cases("began"), ids=lambda case: case["cause"])
+@pytest.mark.parametrize("case", cases("began"), ids=lambda case: f"{case['cause']} {case['id']}")
 def test_the_cause_of_the_five_reports_that_began_it_all_is_first(
     case: dict[str, Any], tmp_path: Path
 ) -> None:
