@@ -122,6 +122,18 @@ def test_log_lines_keep_their_numbers(tmp_path: Path) -> None:
     assert found.verdict.evidence[0].where == "report.md:9"
 
 
+def test_a_readme_beside_logs_changes_nothing(tmp_path: Path) -> None:
+    crash = 'step 1/9\nTraceback (most recent call last):\n  File "train.py", line 3, in <module>\n    f()\nKeyError: "text"\n'
+    readme = (
+        "# Model\n\nThis guide shows how you train it. If you see CUDA out of memory, use a smaller batch.\n"
+    )
+    alone = diagnosed(tmp_path, {"train.log": crash})
+    beside = diagnosed(tmp_path, {"train.log": crash, "README.md": readme})
+    assert alone.verdict == beside.verdict
+    assert beside.verdict.cause == "user_code_error"
+    assert beside.verdict.evidence
+
+
 @pytest.mark.parametrize(
     "line",
     [

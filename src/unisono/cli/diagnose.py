@@ -100,8 +100,8 @@ def _lines(found: "Diagnosis", *, every: bool) -> Iterator[str]:
         yield from ranking_lines(found.ranking, language=found.language)
         if not found.language:
             yield from found.verdict.lines()[1:]
-        return
-    yield from found.verdict.lines()
+    else:
+        yield from found.verdict.lines()
     for link in found.chain[1:]:
         yield f"THEN      {link.where}: {link.text}"
     if found.facts.earlier_runs:
@@ -140,7 +140,7 @@ def ranking_lines(ranking: "Ranking", *, language: str = "") -> Iterator[str]:
 
 
 def _ask(found: "Diagnosis") -> None:
-    """Asks one question at a time, and ranks anew after each answer."""
+    """Asks one question at a time, and ranks the causes again after each answer."""
     from unisono.diagnose.judge import with_answer
     from unisono.diagnose.lines import redacted
     from unisono.diagnose.report_terms import Feature

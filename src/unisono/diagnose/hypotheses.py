@@ -263,6 +263,16 @@ def _is_failing(feature: str) -> bool:
     )
 
 
+def is_about_a_failure(features: Sequence[Feature]) -> bool:
+    """Whether a text beside logs may be about their run, rather than a README."""
+    names = [feature.id for feature in features]
+    return bool(NARRATION & set(names)) or no_failure(names, default_table()) <= NO_FAILURE_FROM
+
+
+def _is_narrated(names: Sequence[str]) -> bool:
+    return bool(NARRATION & set(names)) and any(map(_is_failing, names))
+
+
 def _logit(cause: str, features: Iterable[str], table: Table) -> float:
     return table.entries[cause].prior + sum(table.weight(cause, feature) for feature in features)
 
@@ -281,7 +291,7 @@ def rank(
     used = table or default_table()
     names = [feature.id for feature in features]
     found, none = scores(names, used), 0.0 if is_failure else no_failure(names, used)
-    if not is_failure and not (NARRATION & set(names) and any(map(_is_failing, names))):
+    if not is_failure and not _is_narrated(names):
         none = max(none, NO_FAILURE_FROM + 0.05)
     if not features or none > _CERTAINLY_NONE:
         return Ranking(no_failure=none)

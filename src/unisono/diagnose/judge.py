@@ -1,6 +1,6 @@
 """Which hypothesis holds: the order of judgement, the verdict and what is reported beside it. Consequences never win while anything else is there."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, replace
 
 from unisono.causes.verdict import Evidence, Verdict
@@ -153,7 +153,12 @@ class Diagnosis:
 
 
 def make_diagnosis(
-    findings: list[Hypothesis], facts: RunFacts, reported: Sequence[Feature] = (), language: str = ""
+    findings: list[Hypothesis],
+    facts: RunFacts,
+    reported: Sequence[Feature] = (),
+    *,
+    language: str = "",
+    excerpts: Container[str] = (),
 ) -> Diagnosis:
     """The diagnosis: the first hypothesis as the verdict, the others as alternatives.
 
@@ -161,10 +166,10 @@ def make_diagnosis(
         findings: of the rules, the most likely first.
         facts: of the run.
         reported: what people say in reports.
-        language: of the reports; empty: there are only logs.
+        language: of the reports; empty: there are logs, too.
+        excerpts: names of the reports: their log lines were chosen by somebody.
     """
-    if language:
-        findings = [_of_excerpt(finding) for finding in findings]
+    findings = [_of_excerpt(finding, excerpts) for finding in findings]
     features = (*reported, *log_features(facts, findings))
     ranking = rank(features, framework=facts.framework, is_failure=not language)
     first = findings[0]
@@ -193,9 +198,12 @@ _GENERAL = frozenset({"user_code_error", "rank_died_first", "rank_stalled", "rdz
 """What a whole log shows by what it lacks; a few lines of it do not."""
 
 
-def _of_excerpt(finding: Hypothesis) -> Hypothesis:
-    """A finding from the lines that somebody chose to quote."""
-    return replace(finding, confidence=min(finding.confidence, 0.6)) if finding.cause in _GENERAL else finding
+def _of_excerpt(finding: Hypothesis, excerpts: Container[str]) -> Hypothesis:
+    """A finding; a general one proves less if its lines are some that somebody chose to quote."""
+    quoted = any(event.source in excerpts for event in finding.evidence[:1])
+    if not quoted or finding.cause not in _GENERAL:
+        return finding
+    return replace(finding, confidence=min(finding.confidence, 0.6))
 
 
 def _of_a_report(verdict: Verdict, ranking: Ranking) -> Verdict:

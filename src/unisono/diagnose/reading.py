@@ -22,6 +22,7 @@ from unisono.diagnose.flight_recording import (
 )
 from unisono.diagnose.flight_rules import judge_recordings, with_recordings
 from unisono.diagnose.gather import gather
+from unisono.diagnose.hypotheses import is_about_a_failure
 from unisono.diagnose.judge import Diagnosis, judge, make_diagnosis
 from unisono.diagnose.report_terms import find_features
 from unisono.diagnose.report_text import MOST_BYTES as MOST_REPORT_BYTES
@@ -275,11 +276,20 @@ def diagnose_logs(
     scanned: Sequence[Scanned], recordings: Sequence[Recording] = (), reports: Sequence[Report] = ()
 ) -> Diagnosis:
     """The diagnosis of logs, flight recordings and reports."""
-    facts = gather(scanned, excerpts={report.name for report in reports})
+    names = frozenset(report.name for report in reports)
+    only_reports = bool(reports) and not recordings and names.issuperset(one.name for one in scanned)
+    features = {report.name: find_features(report.name, report.passages) for report in reports}
+    if not only_reports:  # a README beside logs says nothing of the run, and its log lines are examples
+        features = {name: found for name, found in features.items() if is_about_a_failure(found)}
+    facts = gather([one for one in scanned if one.name in features or one.name not in names], excerpts=names)
     findings = with_recordings(judge(facts), judge_recordings(recordings))
-    reported = [feature for report in reports for feature in find_features(report.name, report.passages)]
-    language = reports[0].language if reports else ""
-    return make_diagnosis([with_host(finding, facts) for finding in findings], facts, reported, language)
+    return make_diagnosis(
+        [with_host(finding, facts) for finding in findings],
+        facts,
+        [feature for found in features.values() for feature in found],
+        language=reports[0].language if only_reports else "",
+        excerpts=names,
+    )
 
 
 def _read_one(source: Source, stream: Any, watched: LimitedStream, read: LogContents) -> None:

@@ -82,6 +82,8 @@ def read_report(name: str, data: bytes) -> Report | None:
     if len(data) > MOST_BYTES:
         return None
     text = _decoded(data)
+    if not _may_be_report(name, text):
+        return None
     rows = _html_rows(text) if _is_html(text) else enumerate(text.split("\n"), 1)
     passages = _passages(rows)
     if not _is_report(name, passages):
@@ -347,7 +349,7 @@ _ENDED = (".", "!", "?", ":", ";", "。", "|")
 
 
 def _continues(before: str, row: str, text: str) -> bool:
-    """Whether a line goes on with the sentence of the line before: texts of e-mails and some editors are wrapped."""
+    """Whether a line continues the sentence of the line before: texts of e-mails and some editors are wrapped."""
     return bool(
         text
         and len(before) >= _WRAPPED_CHARS
@@ -434,6 +436,17 @@ _ADDRESS = re.compile(
 )
 """Words by which a person addresses others."""
 _LEAST_CJK = 8
+
+
+_HEAD_CHARS, _TAIL_CHARS = 24_000, 8_000
+
+
+def _may_be_report(name: str, text: str) -> bool:
+    """A quick look at the ends of a file, where a person's words stand: most files are logs, and there may be thousands."""
+    if name.lower().endswith(_PROSE_NAMES) or text.count("\n", 0, _HEAD_CHARS) <= _LONG:
+        return True
+    ends = text[:_HEAD_CHARS] + text[-_TAIL_CHARS:]
+    return _ADDRESS.search(ends) is not None or len(_CJK.findall(ends)) >= _LEAST_CJK
 
 
 def _is_report(name: str, passages: list[Passage]) -> bool:
