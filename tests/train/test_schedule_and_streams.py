@@ -2,12 +2,14 @@
 
 import itertools
 import random
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import get_scheduler
 
 from unisono.train.optim import Schedule, lr_factor
 from unisono.train.run import GeneratorWatch, seed_torch, stream_seed
@@ -31,7 +33,7 @@ def test_the_factor_rises_in_the_warm_up_never_leaves_its_bounds_and_never_rises
     assert all(factor >= floor - 1e-12 for factor in rest)
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "cosine_with_restarts", "polynomial"])
 def test_the_last_step_has_the_floor(schedule: Schedule) -> None:
     assert lr_factor(100, total=100, warmup=3, schedule=schedule, floor=0.1) == pytest.approx(0.1)
 
@@ -57,3 +59,39 @@ def test_the_watch_names_each_generator_that_moved_once() -> None:
     assert watch.moved() == ["python's random", "numpy.random", "torch's default generator"]
     random.random()
     assert watch.moved() == []
+
+
+@pytest.mark.parametrize(
+    ("name", "extra", "ours"),
+    [
+        ("cosine", {}, {}),
+        ("linear", {}, {}),
+        ("cosine_with_restarts", {"num_cycles": 3}, {"cycles": 3}),
+        ("polynomial", {"power": 2.0, "lr_end": 1e-5}, {"power": 2.0, "floor": 1e-5 / 2e-4}),
+        ("polynomial", {}, {"floor": 1e-7 / 2e-4}),
+        ("cosine_with_min_lr", {"min_lr": 2e-5}, {"floor": 0.1}),
+    ],
+)
+@pytest.mark.parametrize(("total", "warmup"), [(50, 5), (7, 0), (31, 30)])
+def test_from_position_zero_every_step_has_the_learning_rate_of_transformers(
+    name: str, extra: dict[str, float], ours: dict[str, float], total: int, warmup: int
+) -> None:
+    lr = 2e-4
+    theirs = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
+    scheduler: Any = get_scheduler(
+        name, theirs, num_warmup_steps=warmup, num_training_steps=total, scheduler_specific_kwargs=extra
+    )
+    schedule: Any = "cosine" if name == "cosine_with_min_lr" else name
+    given: dict[str, Any] = {"floor": 0.0, **ours}
+    for step in range(1, total + 1):
+        factor = lr_factor(step, total=total, warmup=warmup, schedule=schedule, start=0, **given)
+        assert lr * factor == pytest.approx(theirs.param_groups[0]["lr"], abs=1e-11), step
+        theirs.step()
+        scheduler.step()
+
+
+def test_restarts_return_to_the_peak_and_a_power_bends_the_line() -> None:
+    common: dict[str, Any] = {"total": 90, "warmup": 0, "floor": 0.0}
+    waves = [lr_factor(s, schedule="cosine_with_restarts", start=0, cycles=3, **common) for s in range(1, 91)]
+    assert [s for s, factor in enumerate(waves) if factor == 1.0] == [0, 30, 60]
+    assert lr_factor(45, schedule="polynomial", power=3.0, **common) == pytest.approx(0.125)

@@ -194,10 +194,22 @@ class OptimSection(Section):
         default=2.0e-4, description="peak learning rate; use about a tenth of it for full fine-tuning"
     )
     muon_lr: Positive = Field(default=0.02, description="learning rate of matrices with `kind: muon`")
-    schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
+    lora_b_ratio: Positive = Field(
+        default=1.0,
+        description="LoRA+ (arXiv:2402.12354): the learning rate of an adapter's B matrices, as a multiple of lr",
+    )
+    schedule: Literal["cosine", "linear", "constant", "wsd", "cosine_with_restarts", "polynomial"] = Field(
         default="cosine",
         description="learning rate schedule after the warmup; wsd: constant, then linear decay over the last fifth",
     )
+    schedule_start: Literal[0, 1] = Field(
+        default=1,
+        description="the schedule's position at step 1; 0: as in transformers, where a warmup begins with a learning rate of 0",
+    )
+    cycles: int = Field(
+        default=1, ge=1, le=1_000_000, description="number of cosines with `schedule: cosine_with_restarts`"
+    )
+    power: Positive = Field(default=1.0, description="exponent of the decay with `schedule: polynomial`")
     warmup: WarmupText = Field(default="3%", description="linear warmup of the learning rate")
     min_lr: Share = Field(default=0.0, description="final learning rate, as a share of lr")
     weight_decay: NotNegative = Field(
@@ -205,6 +217,9 @@ class OptimSection(Section):
     )
     betas: Annotated[tuple[Share, Share], Takes("a list of two numbers from 0 to below 1")] = Field(
         default=(0.9, 0.999), description="decay rates of the two moments of AdamW"
+    )
+    eps: Positive = Field(
+        default=1.0e-8, description="added to the denominator of AdamW's update, for numerical stability"
     )
     max_grad_norm: Positive | None = Field(
         default=1.0, description="clip gradients to this norm; null: no clipping"
@@ -394,6 +409,10 @@ def contradictions(config: RunConfig) -> list[str]:
         (
             has_adapter and config.optim.kind == "muon",
             "optim.kind: muon trains full matrices; set `optim.kind: adamw`, or `adapter: null`",
+        ),
+        (
+            not has_adapter and config.optim.lora_b_ratio != 1,
+            "optim.lora_b_ratio: there are no B matrices without an adapter; set `adapter: {kind: lora}`, or remove it",
         ),
         (
             config.parallel.strategy == "fsdp" and config.optim.kind == "muon",

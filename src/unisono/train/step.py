@@ -54,6 +54,9 @@ def optimizer_step(run: Run, batches: StepBatches) -> StepOutcome:
         warmup=run.plan.warmup_steps,
         schedule=section.schedule,
         floor=section.min_lr,
+        start=section.schedule_start,
+        cycles=section.cycles,
+        power=section.power,
     )
     run.optimizers.set_factor(factor)
     run.gradient_sync.begin()

@@ -1,0 +1,65 @@
+"""Each setting of the optimizer has its effect, and resumes exactly. Run: pytest tests/train/test_optimizer_settings.py"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from unisono.config.schema import OptimSection
+from unisono.train.optim import build_optimizers
+
+Train = Callable[..., Any]
+
+SETTINGS: list[dict[str, Any]] = [
+    {"schedule": "cosine_with_restarts", "cycles": 3},
+    {"schedule": "polynomial", "power": 2.0},
+    {"schedule_start": 0, "warmup": "2 steps"},
+    {"lora_b_ratio": 16.0},
+    {"eps": 1e-3},
+]
+
+
+@pytest.mark.parametrize("optim", SETTINGS, ids=lambda optim: next(iter(optim)))
+def test_a_setting_changes_the_losses_and_resumes_to_the_same_bits(
+    train_here: Train, optim: dict[str, Any]
+) -> None:
+    common: dict[str, Any] = {"duration": "6 steps", "checkpoint": {"every": "3 steps"}}
+    straight = train_here(optim=optim, **common)
+    assert straight.losses != train_here(**common).losses
+    path = straight.directory / "checkpoints" / "step-00000003"
+    resumed = train_here(optim=optim, resume=(3, path), **common)
+    assert resumed.losses == straight.losses[3:]
+    mine, wanted = resumed.weights(), straight.weights()
+    assert all(torch.equal(mine[name], wanted[name]) for name in wanted)
+
+
+def test_the_first_update_of_b_is_as_many_times_larger_as_the_ratio_and_that_of_the_rest_is_the_same(
+    train_here: Train,
+) -> None:
+    """AdamW's first update is the learning rate times the gradient's sign; B begins at zero."""
+    common: dict[str, Any] = {
+        "duration": "1 steps",
+        "adapter": {"modules_to_save": ["norm"]},
+        "data": {"packing": False},
+    }
+    plain = train_here(optim={"warmup": "0%", "schedule": "constant"}, **common).weights()
+    plus = train_here(optim={"warmup": "0%", "schedule": "constant", "lora_b_ratio": 4.0}, **common).weights()
+    for name, tensor in plain.items():
+        factor = 4.0 if "lora_B" in name else 1.0
+        assert torch.allclose(plus[name], factor * tensor, atol=1e-6), name
+    assert any("lora_B" in name for name in plain)
+
+
+def test_an_update_to_b_decays_it_by_its_own_learning_rate() -> None:
+    """As in AdamW: the decay is the learning rate of the group times weight_decay."""
+    a, b = (torch.nn.Parameter(torch.ones(2, 2)) for _ in range(2))
+    section = OptimSection(lr=0.1, lora_b_ratio=2.0, weight_decay=0.5)
+    optimizers = build_optimizers(
+        section, {"x.lora_A.default.weight": a, "x.lora_B.default.weight": b}, not_matrices=set()
+    )
+    optimizers.set_factor(0.5)
+    a.grad, b.grad = torch.zeros(2, 2), torch.zeros(2, 2)
+    optimizers.step()
+    assert torch.allclose(a, torch.full((2, 2), 1 - 0.05 * 0.5))
+    assert torch.allclose(b, torch.full((2, 2), 1 - 0.10 * 0.5))
