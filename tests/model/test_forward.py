@@ -1,6 +1,7 @@
 """However a model's rows are computed, the loss is that of each row alone. Run: pytest tests/model/test_forward.py"""
 
 import copy
+import dataclasses
 from typing import Any
 
 import pytest
@@ -110,6 +111,21 @@ def test_the_loss_and_its_gradient_are_those_of_each_row_alone(kind: str) -> Non
             assert mine.grad is not None, name
             # float32 sums in another order, over 180 tokens that partly cancel: the worst seen is 3e-5 of the largest entry
             assert (mine.grad - theirs.grad).abs().max() <= 1e-4 * theirs.grad.abs().max() + 1e-9, name
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt2", "mamba"])
+def test_noise_is_added_to_the_embeddings_of_its_own_tokens(kind: str) -> None:
+    loaded = _loaded(kind)
+    plain = copy.deepcopy(loaded.base)
+    forward = _choose(loaded)
+    rows, alone = _rows([7, 2, 140, 31])
+    noise = torch.randn(180, 32, generator=torch.Generator().manual_seed(4))
+    parts = iter(noise.split(rows.lengths))
+    plain.get_input_embeddings().register_forward_hook(lambda _m, _i, output: output + next(parts))
+    wanted = _reference(plain, alone, count=9)
+    found = forward.loss(dataclasses.replace(rows, noise=noise), count=9)
+    assert torch.allclose(found, wanted, rtol=1e-5)
+    assert not torch.allclose(found, forward.loss(rows, count=9), rtol=1e-3)
 
 
 def test_gradient_checkpointing_changes_nothing() -> None:

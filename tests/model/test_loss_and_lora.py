@@ -10,14 +10,15 @@ import transformers
 from unisono.model.forward import head_loss, logits_loss, speed_up_lora
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("rows", [1, 127, 128, 300])
-def test_the_chunked_head_equals_cross_entropy_over_all_logits(rows: int) -> None:
+def test_the_chunked_head_equals_cross_entropy_over_all_logits(rows: int, smoothing: float) -> None:
     torch.manual_seed(0)
     hidden = torch.randn(rows, 16, dtype=torch.float64).float().requires_grad_()
     weight = torch.randn(50, 16).requires_grad_()
     labels = torch.randint(0, 50, (rows,))
-    mine = head_loss(hidden, weight, labels, count=77, dtype=torch.float32)
-    theirs = logits_loss(hidden @ weight.t(), labels, count=77)
+    mine = head_loss(hidden, weight, labels, count=77, dtype=torch.float32, smoothing=smoothing)
+    theirs = logits_loss(hidden @ weight.t(), labels, count=77, smoothing=smoothing)
     assert torch.allclose(mine, theirs, rtol=1e-6)
     for a, b in zip(
         torch.autograd.grad(mine * 3, (hidden, weight)),

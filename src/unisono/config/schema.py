@@ -112,6 +112,11 @@ class ModelSection(Section):
     resize_vocabulary: bool = Field(
         default=False, description="grow the embedding to the tokenizer's size (with `adapter: null`)"
     )
+    embedding_noise: NotNegative = Field(
+        default=0.0,
+        description="NEFTune (arXiv:2310.05914): α of the uniform noise within ±α/√(tokens of the row × hidden size) that is added to"
+        " input embeddings in training",
+    )
     trust_remote_code: bool = Field(default=False, description="run Python code from the model repository")
 
 
@@ -220,6 +225,10 @@ class OptimSection(Section):
     )
     eps: Positive = Field(
         default=1.0e-8, description="added to the denominator of AdamW's update, for numerical stability"
+    )
+    label_smoothing: Share = Field(
+        default=0.0,
+        description="share of the target probability that is spread evenly over the vocabulary; eval_loss has none",
     )
     max_grad_norm: Positive | None = Field(
         default=1.0, description="clip gradients to this norm; null: no clipping"

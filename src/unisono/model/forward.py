@@ -35,6 +35,7 @@ class Rows:
         lengths: tokens of each row; they sum to T.
         label_index: (N,) int64, the positions among T whose hidden state predicts a loss token.
         labels: (N,) int64, the tokens to predict.
+        noise: (T, E) float32, added to the input embeddings; None for none.
     """
 
     input_ids: torch.Tensor
@@ -42,6 +43,7 @@ class Rows:
     lengths: list[int]
     label_index: torch.Tensor
     labels: torch.Tensor
+    noise: torch.Tensor | None = None
 
 
 @dataclass
@@ -67,21 +69,43 @@ class Forward:
         found: T = self.root(use)
         return found
 
-    def loss(self, rows: Rows, *, count: int) -> torch.Tensor:
+    def loss(self, rows: Rows, *, count: int, smoothing: float = 0.0) -> torch.Tensor:
         """Σ of the cross entropy at the loss tokens of these rows / count: a float32 scalar with a gradient.
 
         Args:
             rows: the micro batch.
             count: loss tokens of the global batch.
+            smoothing: the share of the target probability that is spread evenly over the vocabulary (arXiv:1512.00567).
         """
-        return self.within(lambda: self._loss(rows, count))
+        return self.within(lambda: self._loss(rows, count, smoothing))
 
-    def _loss(self, rows: Rows, count: int) -> torch.Tensor:
-        with self._precision():
+    def _loss(self, rows: Rows, count: int, smoothing: float) -> torch.Tensor:
+        how: Any = {"count": count, "smoothing": smoothing}
+        with self._precision(), self._noise(rows):
             if self.head == "chunked":
                 weight = self.loaded.base.get_output_embeddings().weight
-                return head_loss(self._hidden(rows), weight, rows.labels, count=count, dtype=self.dtype)
-            return logits_loss(self._logits(rows), rows.labels, count=count)
+                return head_loss(self._hidden(rows), weight, rows.labels, dtype=self.dtype, **how)
+            return logits_loss(self._logits(rows), rows.labels, **how)
+
+    @contextlib.contextmanager
+    def _noise(self, rows: Rows) -> Any:
+        """A context in which the rows' noise is added to the output of the embedding."""
+        if rows.noise is None:
+            yield
+            return
+        noise = rows.noise[None]  # (1, T, E)
+        if self.layout == "padded":
+            noise = _padded_values(rows, rows.noise)
+
+        def add(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+            del module, inputs
+            return output + noise.to(output.dtype)
+
+        hook = self.loaded.base.get_input_embeddings().register_forward_hook(add)
+        try:
+            yield
+        finally:
+            hook.remove()
 
     def _precision(self) -> contextlib.AbstractContextManager[object]:
         if not self.autocast:
@@ -261,6 +285,15 @@ def _padded_inputs(rows: Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     return ids, row_of[rows.label_index], rows.position_ids[rows.label_index]
 
 
+def _padded_values(rows: Rows, values: torch.Tensor) -> torch.Tensor:
+    """Values (T, E) of all tokens as (R, L, E), with zeros in the padding."""
+    lengths = torch.tensor(rows.lengths, device=values.device)
+    row_of = torch.repeat_interleave(torch.arange(len(rows.lengths), device=values.device), lengths)  # (T,)
+    found = values.new_zeros(len(rows.lengths), max(rows.lengths), values.shape[-1])
+    found[row_of, rows.position_ids] = values
+    return found
+
+
 _CHUNK = 128  # rows of logits in memory at a time; N × V logits at once cost 10 to 30 % of a step and most of its memory
 
 
@@ -277,6 +310,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         weight: torch.Tensor,
         labels: torch.Tensor,
         count: int,
+        smoothing: float,
     ) -> torch.Tensor:
         """hidden (N, E), weight (V, E), labels (N,) int64 → the loss, a float32 scalar."""
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
@@ -289,12 +323,17 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             rows, wanted = hidden[first : first + _CHUNK], labels[first : first + _CHUNK, None]
             logits = (rows @ weight.t()).float()
             normaliser = torch.logsumexp(logits, dim=1, keepdim=True)
-            total += (normaliser - logits.gather(1, wanted)).sum()
+            picked = logits.gather(1, wanted)
+            if smoothing:
+                picked = (1 - smoothing) * picked + smoothing * logits.mean(1, keepdim=True)
+            total += (normaliser - picked).sum()
             if d_hidden is None and d_weight is None:
                 continue
-            # d loss / d logits = (softmax - one hot) / count, in the memory of the logits
+            # d loss / d logits = (softmax - target) / count, in the memory of the logits; the target is one hot unless it is smoothed
             logits.sub_(normaliser).exp_()
-            logits.scatter_add_(1, wanted, torch.full_like(wanted, -1, dtype=logits.dtype))
+            logits.scatter_add_(1, wanted, torch.full_like(wanted, smoothing - 1, dtype=logits.dtype))
+            if smoothing:
+                logits.sub_(smoothing / logits.shape[1])
             d_logits = logits.div_(count).to(weight.dtype)
             if d_hidden is not None:
                 torch.mm(d_logits, weight, out=d_hidden[first : first + _CHUNK])
@@ -316,19 +355,31 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             None if d_weight is None else (d_weight * grad).to(ctx.weight_dtype),
             None,
             None,
+            None,
         )
 
 
 def head_loss(
-    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, *, count: int, dtype: torch.dtype
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    count: int,
+    dtype: torch.dtype,
+    smoothing: float = 0.0,
 ) -> torch.Tensor:
     """The loss of hidden states (N, E) under a linear head (V, E), as a float32 scalar; products in `dtype`."""
-    return ChunkedCrossEntropy.apply(hidden.to(dtype), weight.to(dtype), labels, count)
+    return ChunkedCrossEntropy.apply(hidden.to(dtype), weight.to(dtype), labels, count, smoothing)
 
 
-def logits_loss(logits: torch.Tensor, labels: torch.Tensor, *, count: int) -> torch.Tensor:
+def logits_loss(
+    logits: torch.Tensor, labels: torch.Tensor, *, count: int, smoothing: float = 0.0
+) -> torch.Tensor:
     """The loss of logits (N, V), for heads that are more than one matrix."""
-    return torch.nn.functional.cross_entropy(logits.float(), labels, reduction="sum") / count
+    total = torch.nn.functional.cross_entropy(
+        logits.float(), labels, reduction="sum", label_smoothing=smoothing
+    )
+    return total / count
 
 
 class LoraProduct(torch.autograd.Function):

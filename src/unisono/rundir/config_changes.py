@@ -72,6 +72,7 @@ RULES: dict[str, Rule] = {
     "model.tokenizer": Rule("contents", name="tokenizer"),
     "model.weights": Rule("meaning", "weights that are not trained differ"),
     "model.resize_vocabulary": Rule("fixed", _TENSORS_DIFFER),
+    "model.embedding_noise": Rule("meaning", "the noise in training differs from here on"),
     "model.trust_remote_code": Rule("meaning", "different code may compute the model"),
     "adapter": Rule("fixed", _TENSORS_DIFFER),
     "adapter.kind": Rule("meaning", "the adapter's update is computed differently; dora has tensors that the other kinds lack"),
@@ -105,6 +106,7 @@ RULES: dict[str, Rule] = {
     "optim.weight_decay": Rule("meaning", "weights are decayed more or less from here on"),
     "optim.betas": Rule("meaning", "the moments decay faster or slower from here on"),
     "optim.eps": Rule("meaning", "updates differ slightly from here on"),
+    "optim.label_smoothing": Rule("meaning", "the loss in training differs from here on"),
     "optim.max_grad_norm": Rule("meaning", "gradients are clipped differently from here on"),
     "batch.global": Rule("fixed", "the position in the data is counted in steps of the old size: rows would be repeated or skipped"),
     "seed": Rule("meaning", "order, dropout and the evaluation split are drawn again: rows of this epoch may be repeated or skipped,"

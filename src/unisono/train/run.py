@@ -38,7 +38,7 @@ class StepBatches:
         step: from 1.
         sequences: the sequences of the global batch, in the plan's order, over all ranks.
         groups: sequence indices of each micro batch of this rank.
-        positions: where in the endless stream of sequences each micro batch begins.
+        places: where in the endless stream of sequences each sequence of each micro batch is.
         rounds: the largest number of micro batches on any rank.
         tokens: input tokens of the global batch.
         loss_tokens: loss tokens of the global batch; the loss is divided by this number.
@@ -47,7 +47,7 @@ class StepBatches:
     step: int
     sequences: list[int]
     groups: list[list[int]]
-    positions: list[int]
+    places: list[list[int]]
     rounds: int
     tokens: int
     loss_tokens: int
@@ -69,6 +69,10 @@ class TrainingData:
         self._tokens = self.table.sequence_tokens()
         self._loss_tokens = self.table.sequence_loss_tokens()
 
+    def tokens_of(self, sequences: Sequence[int]) -> list[int]:
+        """Tokens of each of some sequences."""
+        return [int(self._tokens[sequence]) for sequence in sequences]
+
     def step(self, step: int) -> StepBatches:
         """The sequences of a step, distributed over the ranks and split into micro batches."""
         sequences = self.stream.step(
@@ -84,7 +88,7 @@ class TrainingData:
             step=step,
             sequences=sequences,
             groups=[[sequences[place] for place in group] for group in cut],
-            positions=[first + group[0] for group in cut],
+            places=[[first + place for place in group] for group in cut],
             rounds=-(-max(map(len, shares)) // self.micro_batch),
             tokens=int(self._tokens[sequences].sum()),
             loss_tokens=int(self._loss_tokens[sequences].sum()),
@@ -161,6 +165,39 @@ def stream_seed(seed: int, name: str, index: int = 0) -> int:
 def seed_torch(seed: int, name: str, index: int = 0) -> None:
     """Seeds torch's global generators, CPU and GPU, with the seed of a random stream."""
     torch.manual_seed(stream_seed(seed, name, index))
+
+
+def embedding_noise(
+    alpha: float,
+    *,
+    seed: int,
+    places: Sequence[int],
+    tokens: Sequence[int],
+    lengths: Sequence[int],
+    hidden_size: int,
+    device: torch.device,
+) -> torch.Tensor:
+    """(T, E) float32: noise for the embeddings of some sequences, uniform within ±alpha / √(tokens of the row · E) (NEFTune, arXiv:2310.05914).
+
+    Each sequence has a random stream of its own, by its place in the order, so its noise does not depend on micro batches and ranks.
+
+    Args:
+        alpha: scale of the noise.
+        seed: of the run.
+        places: of the sequences in the endless stream.
+        tokens: of each sequence.
+        lengths: tokens of each row of these sequences.
+        hidden_size: E.
+        device: the computation's; on another kind of device the noise is different.
+    """
+    noise = torch.empty(sum(tokens), hidden_size, device=device)
+    for place, part in zip(places, noise.split(list(tokens)), strict=True):
+        generator = torch.Generator(device)
+        generator.manual_seed(stream_seed(seed, "embedding noise", place))
+        part.uniform_(-1.0, 1.0, generator=generator)
+    rows = torch.tensor(lengths, device=device)
+    scale = alpha / (rows * hidden_size).sqrt()
+    return noise.mul_(scale.repeat_interleave(rows)[:, None])
 
 
 class GeneratorWatch:

@@ -8,17 +8,18 @@ number of micro batches and ranks.
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from unisono.model.forward import Rows
 from unisono.model.sharding import full_tensor
 from unisono.train import faults
 from unisono.train.front_io import flags_of, outcome_of
 from unisono.train.gradient_sync import FIXED_SCALARS, scalars_of_a_step
 from unisono.train.optim import lr_factor
-from unisono.train.run import Run, StepBatches, load_rows, seed_torch
+from unisono.train.run import Run, StepBatches, embedding_noise, load_rows, seed_torch
 from unisono.train.saving import wait_for_copies
 
 
@@ -89,35 +90,54 @@ def optimizer_step(run: Run, batches: StepBatches) -> StepOutcome:
 
 def _add_up(run: Run, batches: StepBatches) -> tuple[torch.Tensor, float]:
     """Runs forward and backward on this rank's micro batches; gives the sum of their losses, and seconds spent on data."""
-    micros: list[tuple[list[int], int] | None] = list(zip(batches.groups, batches.positions, strict=True))
+    micros: list[tuple[list[int], list[int]] | None] = list(zip(batches.groups, batches.places, strict=True))
     if run.gradient_sync.needs_equal_rounds:
         # Every forward is collective, so a rank without rows runs one whose loss does not count.
         micros += [None] * (batches.rounds - len(micros))
     total = torch.zeros((), device=run.device)
     data_time = 0.0
+    smoothing = run.plan.config.optim.label_smoothing
     for number, micro in enumerate(micros, start=1):
-        sequences, position = micro or (run.data.shortest(), 0)
+        sequences, places = micro or (run.data.shortest(), [0])
         run.beats.begin_micro(sequences)
         before = time.perf_counter()
         rows, batch = load_rows(run.data.table, sequences, run.device)
+        rows = _with_noise(run, rows, sequences, places)
         data_time += time.perf_counter() - before
         run.beats.enter("compute")
         if micro is not None:
             faults.write_rows(run.plan, run.group.rank, batches.step, batch)
         if number == 1:
             faults.in_compute(run, batches.step)
-        seed_torch(run.plan.config.seed, "dropout", position)
+        seed_torch(run.plan.config.seed, "dropout", places[0])
         run.generator_watch.torch_was_seeded()
         if number == len(micros):
             run.gradient_sync.before_last_backward()
         if len(rows.labels) or run.gradient_sync.needs_equal_rounds:
-            loss = run.forward.loss(rows, count=batches.loss_tokens)
+            loss = run.forward.loss(rows, count=batches.loss_tokens, smoothing=smoothing)
             loss = faults.corrupt_loss(run.plan, run.group.rank, batches.step, loss)
             if micro is None:
                 loss = loss * 0.0
             loss.backward()
             total += loss.detach()
     return total, data_time
+
+
+def _with_noise(run: Run, rows: Rows, sequences: list[int], places: list[int]) -> Rows:
+    """The rows with noise for their embeddings, if the config asks for it."""
+    alpha = run.plan.config.model.embedding_noise
+    if not alpha:
+        return rows
+    noise = embedding_noise(
+        alpha,
+        seed=run.plan.config.seed,
+        places=places,
+        tokens=run.data.tokens_of(sequences),
+        lengths=rows.lengths,
+        hidden_size=run.forward.loaded.base.get_input_embeddings().weight.shape[1],
+        device=run.device,
+    )
+    return replace(rows, noise=noise)
 
 
 def _scalars(run: Run, total: torch.Tensor) -> torch.Tensor:
