@@ -109,6 +109,12 @@ def _trained(plan: RunPlan, facts: Mapping[str, Any]) -> str:
 def _how(config: RunConfig) -> str:
     adapter = config.adapter
     if adapter is None:
+        only = config.train_only
+        if only is not None:
+            which = f"the last {only.layers}" if only.layers > 0 else f"the first {-only.layers}"
+            inside = "" if only.modules == "all" else f" ({', '.join(only.modules)})"
+            parts = [f"{which} layers{inside}"] if only.layers else []
+            return " and ".join([*parts, *only.extra]) + " only"
         return "all weights" + (f", but {len(config.freeze)} patterns frozen" if config.freeze else "")
     name = {"lora": "LoRA", "dora": "DoRA", "rslora": "rsLoRA"}[adapter.kind]
     targets = adapter.targets if isinstance(adapter.targets, str) else ", ".join(adapter.targets)

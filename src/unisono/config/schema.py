@@ -140,6 +140,19 @@ class AdapterSection(Section):
     )
 
 
+class TrainOnlySection(Section):
+    """The parts of a model that are trained without an adapter; everything else stays as it is."""
+
+    layers: int = Field(description="N: the last N layers; -N: the first N; 0: none")
+    modules: Literal["all"] | list[str] = Field(
+        default="all", description="all, or names of the modules inside these layers, e.g. `mlp`, `q_proj`"
+    )
+    extra: list[str] = Field(
+        default=[],
+        description="names of modules outside of the layers, e.g. `embed_tokens`, `norm`, `lm_head`",
+    )
+
+
 class SourceSection(Section):
     """One source of rows."""
 
@@ -345,6 +358,9 @@ class RunConfig(Section):
         default=[],
         description="with `adapter: null`: parameters with a matching name are not trained",
     )
+    train_only: TrainOnlySection | None = Field(
+        default=None, description="with `adapter: null`: the parts that are trained; null: all"
+    )
     data: DataSection
     objective: Literal["sft", "pretrain"] = Field(
         default="sft", description="sft: answers to prompts; pretrain: all tokens of plain text"
@@ -410,6 +426,14 @@ def contradictions(config: RunConfig) -> list[str]:
         (
             has_adapter and bool(config.freeze),
             "freeze: an adapter already freezes the model; remove `freeze`, or set `adapter: null`",
+        ),
+        (
+            has_adapter and config.train_only is not None,
+            "train_only: an adapter already freezes the model; remove `train_only`, or set `adapter: null`",
+        ),
+        (
+            config.train_only is not None and bool(config.freeze),
+            "train_only: `freeze` says the opposite of the same; remove one of them",
         ),
         (
             has_adapter and config.model.weights == "random",

@@ -11,7 +11,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch.distributed.tensor import DTensor
 
-from unisono.config.schema import AdapterSection, RunConfig
+from unisono.config.schema import AdapterSection, RunConfig, TrainOnlySection
 from unisono.errors import ModelError, Problem
 from unisono.model.directory import read_model_config
 from unisono.model.files import check_tokenizer_files, read_json_object, read_safetensors_header, weight_files
@@ -88,15 +88,19 @@ def load_for_training(
     model = base if config.adapter is None else _add_adapter(base, config.adapter)
     if config.adapter is None:
         _freeze(base, config.freeze)
+        if config.train_only is not None:
+            _train_only(base, config.train_only)
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     for parameter in trainable.values():
         parameter.data = parameter.data.float()
     if not trainable:
         raise ModelError.of(
             "no parameter is left to train",
-            where="freeze",
-            why="its patterns match every parameter",
-            fix="use narrower patterns",
+            where="freeze" if config.freeze else "train_only",
+            why="its patterns match every parameter" if config.freeze else "it names no parameter",
+            fix="use narrower patterns"
+            if config.freeze
+            else "set train_only.layers, or name modules in train_only.extra",
         )
     count = sum(p.numel() for p in model.parameters())
     return LoadedModel(model, base, tokenizer, trainable, count)
@@ -342,3 +346,61 @@ def _freeze(base: torch.nn.Module, patterns: list[str]) -> None:
             )
         for parameter in matching:
             parameter.requires_grad_(False)
+
+
+def _train_only(base: Any, section: TrainOnlySection) -> None:
+    """Freezes everything but some modules of some layers, and some modules outside of the layers.
+
+    Raises:
+        ModelError: if there is no module of a given name.
+    """
+    layers = _stack_of_layers(base)
+    chosen = list(layers)[-section.layers :] if section.layers > 0 else list(layers)[: -section.layers]
+    trained: list[torch.nn.Module] = []
+    if section.modules == "all":
+        trained += chosen
+    else:
+        inside = [(name, m) for layer in chosen or list(layers) for name, m in layer.named_modules() if name]
+        found = _modules_named(section.modules, inside, where="train_only.modules")
+        trained += found if chosen else []
+    in_layers = set(layers.modules())
+    outside = [
+        (name, m)
+        for name, m in base.named_modules()
+        if name and m not in in_layers and layers not in m.modules()
+    ]
+    trained += _modules_named(section.extra, outside, where="train_only.extra")
+    base.requires_grad_(False)
+    for module in trained:
+        module.requires_grad_(True)
+
+
+def _stack_of_layers(base: Any) -> torch.nn.ModuleList:
+    """The model's list of blocks: the one with the most parameters, as layers may have lists of their own."""
+    lists = [module for module in base.modules() if isinstance(module, torch.nn.ModuleList)]
+    if not lists:
+        raise ModelError.of(
+            "the model has no list of layers",
+            where="train_only.layers",
+            fix="use `freeze` with patterns of parameter names",
+        )
+    return max(lists, key=lambda module: sum(p.numel() for p in module.parameters()))
+
+
+def _modules_named(
+    names: list[str], modules: list[tuple[str, torch.nn.Module]], *, where: str
+) -> list[torch.nn.Module]:
+    """The modules with these names: a name is one part of the dotted name, or several at its end."""
+    found: list[torch.nn.Module] = []
+    for wanted in names:
+        matching = [module for name, module in modules if f".{name}".endswith(f".{wanted}")]
+        if not matching:
+            ends = sorted({name.rpartition(".")[2] for name, _ in modules})
+            near = nearest(wanted, ends)
+            raise ModelError.of(
+                f"there is no module {wanted!r}",
+                where=where,
+                fix=f"did you mean {near!r}?" if near else f"one of {', '.join(ends[:12])}",
+            )
+        found += matching
+    return found

@@ -119,6 +119,7 @@ def resolve_plan(given: PlanInputs) -> RunPlan:
         ignored_variables=given.ignored_variables,
         origins=origins,
         warnings=_without_effect(config, data, strategy)
+        + _too_many_layers(config, given.model)
         + _silent(given, strategy)
         + _gathered_whole(given, strategy)
         + _uneven(given.nodes)
@@ -357,6 +358,15 @@ def _without_effect(config: RunConfig, data: DataSummary, strategy: Strategy) ->
         if config.optim.schedule != schedule and key in _changed(config.optim)
     ]
     return found
+
+
+def _too_many_layers(config: RunConfig, model: ModelFacts) -> list[str]:
+    """A note if `train_only.layers` asks for more layers than there are."""
+    if config.train_only is None or abs(config.train_only.layers) <= model.layers:
+        return []
+    return [
+        f"train_only.layers is {config.train_only.layers}: the model has {model.layers} layers, all are trained"
+    ]
 
 
 def _changed(section: Section) -> list[str]:

@@ -82,6 +82,7 @@ RULES: dict[str, Rule] = {
     "adapter.targets": Rule("meaning", "different modules may be adapted, whose tensors the checkpoint lacks"),
     "adapter.modules_to_save": Rule("meaning", "different modules may be trained, whose tensors the checkpoint lacks"),
     "freeze": Rule("meaning", "different parameters may be trained, whose state the checkpoint lacks"),
+    "train_only": Rule("meaning", "different parameters may be trained, whose state the checkpoint lacks"),
     "data.train": _ROWS,
     "data.eval": _ROWS,
     "data.format": _ROWS,
