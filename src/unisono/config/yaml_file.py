@@ -3,10 +3,11 @@
 Input beyond any sensible config is rejected early.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
 
 import yaml
 from annotated_types import Ge, Gt, Le, Lt, MinLen
@@ -78,6 +79,8 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
     if not isinstance(text, str):
         fault, where = text
         raise ConfigError.of(fault.what, where=where, why=fault.why, fix=fault.fix)
+    if path.suffix.lower() == ".json":
+        text = text.replace("\t", " ")  # YAML reads JSON but for tabs, which JSON has only between values
     return parse_yaml(text, name=str(path))
 
 
@@ -194,6 +197,16 @@ class KeyPlaces:
     def __init__(self, lines: dict[KeyPath, int], name: str) -> None:
         self._name = name
         self._places = {key: f"{name}:{line}" for key, line in lines.items()}
+
+    @classmethod
+    def of_origins(cls, origins: Mapping[str, str], name: str) -> Self:
+        """The places of dotted keys, e.g. `optim.lr`: `x.yaml:7`, for a config that was translated from the file `name`."""
+        places = cls({}, name)
+        places._places = {
+            tuple(int(part) if part.isdigit() else part for part in key.split(".")): place
+            for key, place in origins.items()
+        }
+        return places
 
     def of(self, key: KeyPath) -> str:
         """The place of a key, or of the nearest enclosing section, or the file."""
