@@ -118,7 +118,10 @@ def _how(config: RunConfig) -> str:
         return "all weights" + (f", but {len(config.freeze)} patterns frozen" if config.freeze else "")
     name = {"lora": "LoRA", "dora": "DoRA", "rslora": "rsLoRA"}[adapter.kind]
     targets = adapter.targets if isinstance(adapter.targets, str) else ", ".join(adapter.targets)
-    return f"{name}, rank {adapter.rank}, alpha {adapter.alpha:g} on {targets}"
+    start = " · PiSSA" if adapter.init == "pissa" else f" · from {adapter.from_}" if adapter.from_ else ""
+    if adapter.merge:
+        start += f" · {len(adapter.merge)} merged first"
+    return f"{name}, rank {adapter.rank}, alpha {adapter.alpha:g} on {targets}{start}"
 
 
 def _data(plan: RunPlan) -> str:

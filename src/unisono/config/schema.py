@@ -138,6 +138,27 @@ class AdapterSection(Section):
     modules_to_save: list[str] = Field(
         default=[], description="modules that are fully trained and saved with the adapter"
     )
+    init: Literal["default", "pissa"] = Field(
+        default="default",
+        description="pissa (arXiv:2404.02948): begin with the principal components of the weights, and freeze the rest; stored as a"
+        " plain adapter of twice the rank",
+    )
+    init_steps: int | None = Field(
+        default=None,
+        ge=0,
+        le=1000,
+        description="with `init: pissa`: power iterations of a fast approximate SVD; null: exact",
+    )
+    from_: str | None = Field(
+        default=None,
+        alias="from",
+        min_length=1,
+        description="the directory of an adapter, or of a finished run, to continue with its weights",
+    )
+    merge: list[Annotated[str, Field(min_length=1)]] = Field(
+        default=[],
+        description="adapters (directories) that are merged into the base weights in memory, in order; the result contains them",
+    )
 
 
 class TrainOnlySection(Section):
@@ -426,6 +447,16 @@ def contradictions(config: RunConfig) -> list[str]:
         (
             has_adapter and bool(config.freeze),
             "freeze: an adapter already freezes the model; remove `freeze`, or set `adapter: null`",
+        ),
+        (
+            config.adapter is not None
+            and config.adapter.init == "pissa"
+            and config.adapter.from_ is not None,
+            "adapter.init: pissa begins with new weights, `adapter.from` with those of another adapter; remove one of them",
+        ),
+        (
+            config.adapter is not None and config.adapter.init == "pissa" and config.adapter.kind == "dora",
+            "adapter.init: pissa needs `kind: lora` or `rslora`",
         ),
         (
             has_adapter and config.train_only is not None,

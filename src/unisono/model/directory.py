@@ -9,12 +9,14 @@ from typing import Any
 
 import xxhash
 
-from unisono.config.schema import RunConfig
+from unisono.config.schema import AdapterSection, RunConfig
 from unisono.errors import ModelError
 from unisono.facts import read_environment
 from unisono.facts.environment import Hub, probe_url, read_hub
 from unisono.files import read_bytes
+from unisono.model.adapter_files import ADAPTER_FILE, find_adapters
 from unisono.model.files import (
+    WeightContents,
     check_tokenizer_files,
     odd_weights,
     read_contents,
@@ -225,6 +227,8 @@ def inspect_model(
         file.name: (found.bytes, found.digest) for file, found in contents.items()
     }
     verify_files(directory, digests)
+    if config.adapter is not None:
+        contents |= _read_adapters(config.adapter, digests, verify_files)
     odd = {file: found.odd for file, found in contents.items() if found.odd}
     if odd:
         raise odd_weights(odd)
@@ -247,6 +251,20 @@ def inspect_model(
         weight_bytes=sum(file.stat().st_size for file in files),
         digest=_digest(digests),
     )
+
+
+def _read_adapters(
+    section: AdapterSection, digests: dict[str, tuple[int, str]], verify_files: VerifyFiles
+) -> dict[Path, WeightContents]:
+    """Reads the adapters that the config names, and adds their digests by config key."""
+    found: dict[Path, WeightContents] = {}
+    for adapter in find_adapters(section):
+        file = adapter.directory / ADAPTER_FILE
+        found[file] = contents = read_contents(file)
+        verify_files(adapter.directory, {ADAPTER_FILE: (contents.bytes, contents.digest)})
+        what = f"{contents.digest} {adapter.kind} {adapter.rank} {adapter.scaling!r}"
+        digests[f"{adapter.key} {ADAPTER_FILE}"] = (contents.bytes, what)
+    return found
 
 
 def read_model_config(directory: Path) -> dict[str, Any]:

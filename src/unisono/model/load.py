@@ -2,7 +2,7 @@
 
 import re
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,9 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch.distributed.tensor import DTensor
 
-from unisono.config.schema import AdapterSection, RunConfig, TrainOnlySection
+from unisono.config.schema import RunConfig, TrainOnlySection
 from unisono.errors import ModelError, Problem
+from unisono.model.adapter import BaseChanges, add_adapter
 from unisono.model.directory import read_model_config
 from unisono.model.files import check_tokenizer_files, read_json_object, read_safetensors_header, weight_files
 from unisono.text import library_words, nearest
@@ -46,6 +47,7 @@ class LoadedModel:
         tokenizer: of transformers.
         trainable: the trained parameters by name, in the model's order; all float32.
         parameters: number of parameters, tied ones counted once.
+        base_changes: how frozen weights in memory differ from their files.
     """
 
     model: torch.nn.Module
@@ -53,6 +55,7 @@ class LoadedModel:
     tokenizer: Any
     trainable: dict[str, torch.nn.Parameter]
     parameters: int
+    base_changes: BaseChanges = field(default_factory=dict)
 
     def collect_trainable(self) -> None:
         """Collects the trained parameters again, after sharding has replaced them."""
@@ -85,8 +88,10 @@ def load_for_training(
     _fit_vocabulary(base, tokenizer, grow=config.model.resize_vocabulary)
     base.config.use_cache = False
     base.to(device)
-    model = base if config.adapter is None else _add_adapter(base, config.adapter)
-    if config.adapter is None:
+    model, changes = base, BaseChanges()
+    if config.adapter is not None:
+        model, changes = add_adapter(base, config.adapter, seed=config.seed)
+    else:
         _freeze(base, config.freeze)
         if config.train_only is not None:
             _train_only(base, config.train_only)
@@ -103,7 +108,7 @@ def load_for_training(
             else "set train_only.layers, or name modules in train_only.extra",
         )
     count = sum(p.numel() for p in model.parameters())
-    return LoadedModel(model, base, tokenizer, trainable, count)
+    return LoadedModel(model, base, tokenizer, trainable, count, changes)
 
 
 def load_tokenizer(directory: Path, *, trust_remote_code: bool = False) -> Any:
@@ -279,61 +284,6 @@ def _fit_vocabulary(base: Any, tokenizer: Any, *, grow: bool) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # transformers explains at length that the new rows start at the mean
         base.resize_token_embeddings(wanted)
-
-
-def _add_adapter(base: Any, section: AdapterSection) -> torch.nn.Module:
-    from peft import LoraConfig, get_peft_model
-
-    targets: str | list[str] = "all-linear"
-    if section.targets != "all-linear":
-        targets = _matching_modules(base, list(section.targets))
-    _check_modules_to_save(base, section.modules_to_save)
-    lora = LoraConfig(
-        r=section.rank,
-        lora_alpha=section.alpha,
-        lora_dropout=section.dropout,
-        target_modules=targets,
-        modules_to_save=section.modules_to_save or None,
-        use_rslora=section.kind == "rslora",
-        use_dora=section.kind == "dora",
-        task_type="CAUSAL_LM",
-        bias="none",
-    )
-    try:
-        return get_peft_model(base, lora)
-    except ValueError as error:
-        raise ModelError.of(
-            "the adapter does not match the model", where="adapter", why=library_words(error)
-        ) from error
-
-
-def _matching_modules(base: torch.nn.Module, patterns: list[str]) -> list[str]:
-    """Full names of the linear layers that match a pattern; each pattern must match at least one."""
-    linear = [name for name, module in base.named_modules() if isinstance(module, torch.nn.Linear)]
-    found: list[str] = []
-    for pattern in patterns:
-        matching = [name for name in linear if re.search(pattern, name)]
-        if not matching:
-            last = sorted({name.rpartition(".")[2] for name in linear})
-            raise ModelError.of(
-                f"no linear layer matches {pattern!r}",
-                where="adapter.targets",
-                fix=f"the names of the linear layers end in {', '.join(last)}",
-            )
-        found += matching
-    return sorted(set(found))
-
-
-def _check_modules_to_save(base: torch.nn.Module, names: list[str]) -> None:
-    ends = {name.rpartition(".")[2] for name, _ in base.named_modules() if name}
-    unknown = [name for name in names if name.rpartition(".")[2] not in ends]
-    if unknown:
-        near = nearest(unknown[0], sorted(ends))
-        raise ModelError.of(
-            f"the model has no module {unknown[0]!r}",
-            where="adapter.modules_to_save",
-            fix=f"did you mean {near!r}?" if near else f"one of {', '.join(sorted(ends)[:12])}",
-        )
 
 
 def _freeze(base: torch.nn.Module, patterns: list[str]) -> None:

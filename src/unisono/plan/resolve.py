@@ -352,6 +352,12 @@ def _without_effect(config: RunConfig, data: DataSummary, strategy: Strategy) ->
         found.append("deterministic has no effect: runs on CPU are always bit-exact")
     if config.optim.kind != "muon" and "muon_lr" in _changed(config.optim):
         found.append("optim.muon_lr has no effect: optim.kind is adamw")
+    if (
+        config.adapter is not None
+        and config.adapter.init != "pissa"
+        and config.adapter.init_steps is not None
+    ):
+        found.append("adapter.init_steps has no effect: adapter.init is default")
     found += [
         f"optim.{key} has no effect: optim.schedule is {config.optim.schedule}"
         for key, schedule in (("cycles", "cosine_with_restarts"), ("power", "polynomial"))

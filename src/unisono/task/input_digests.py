@@ -12,13 +12,14 @@ from typing import Any
 
 import xxhash
 
-from unisono.config.schema import RunConfig, SourceSection
+from unisono.config.schema import AdapterSection, RunConfig, SourceSection
 from unisono.data.sources import find_local
 from unisono.errors import UnisonoError
 from unisono.events import Reporter
 from unisono.facts import read_environment
 from unisono.files import open_plain, read_object, write_json
 from unisono.inputs import expand, fault_of
+from unisono.model.adapter_files import ADAPTER_FILE, adapter_directory
 from unisono.model.directory import is_embedding, is_hub_id, locate_model
 from unisono.model.files import read_safetensors_header, weight_files
 from unisono.text import one_line
@@ -265,10 +266,24 @@ def _list_model(config: RunConfig, listed: _InputFiles) -> None:
         listed.model = _present(model, _MODEL)
         if config.model.weights == "pretrained":
             _list_weights(model, listed)
+    if config.adapter is not None:
+        _list_adapters(config.adapter, listed)
     if config.model.trust_remote_code:
         for name, directory in (("model", model), ("tokenizer", tokenizer)):
             if directory is not None and (name == "model" or directory != model):
                 listed.code += _code(name, directory)
+
+
+def _list_adapters(section: AdapterSection, listed: _InputFiles) -> None:
+    named = [(f"adapter.merge.{i}", name) for i, name in enumerate(section.merge)]
+    named += [("adapter.from", section.from_)] if section.from_ is not None else []
+    for key, name in named:
+        try:
+            file = adapter_directory(name, key) / ADAPTER_FILE
+        except UnisonoError as error:
+            listed.notes.append(error.problems[0].what)
+            continue
+        listed.model.append((f"{key}: {ADAPTER_FILE}", file))
 
 
 def _list_weights(model: Path, listed: _InputFiles) -> None:

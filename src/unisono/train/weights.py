@@ -18,6 +18,8 @@ from unisono.checkpoint.manifest import FileEntry
 from unisono.checkpoint.state import bytes_of, dtype_name
 from unisono.checkpoint.writer import TensorPart, file_order, write_tensor_file
 from unisono.files import read_json, write_json
+from unisono.model.adapter import BaseChanges, stored_settings, with_change
+from unisono.model.adapter_files import ADAPTER_FILE
 from unisono.model.files import read_contents, read_safetensors_header, weight_files
 from unisono.model.load import DTYPES, LoadedModel
 from unisono.model.sharding import full_on_one_rank
@@ -26,7 +28,6 @@ from unisono.text import parse_bytes
 
 Tensors = dict[str, torch.Tensor]
 
-ADAPTER_FILE = "adapter_model.safetensors"
 _MODEL_FILES = "model{suffix}.safetensors"
 MODEL_INDEX = "model.safetensors.index.json"
 
@@ -98,11 +99,12 @@ def model_layout(base: Any, *, dtype: torch.dtype, max_file_bytes: int) -> FileL
     return FileLayout(files, index, convert)
 
 
-def adapter_layout(model: Any) -> FileLayout:
+def adapter_layout(model: Any, changes: BaseChanges | None = None) -> FileLayout:
     """The layout of a peft model's adapter: always one file.
 
     Args:
         model: of peft; its weights may be sharded.
+        changes: how its base weights differ from their files: the adapter in the file contains them.
     """
     from peft import get_peft_model_state_dict
 
@@ -112,11 +114,16 @@ def adapter_layout(model: Any) -> FileLayout:
     names = {
         sources[id(tensor)]: name for name, tensor in kept.items()
     }  # peft renames tensors, but does not change them
+
+    def convert(source: str, tensor: torch.Tensor) -> Tensors:
+        return {names[source]: with_change(source, tensor, changes or {})}
+
+    outlines = {source: convert(source, shown[source])[name] for source, name in names.items()}
     stored = [
-        StoredTensor(names[source], source, tuple(shown[source].shape), shown[source].dtype)
-        for source in names
+        StoredTensor(names[source], source, tuple(outline.shape), outline.dtype)
+        for source, outline in outlines.items()
     ]
-    return FileLayout({ADAPTER_FILE: stored}, None, lambda source, tensor: {names[source]: tensor})
+    return FileLayout({ADAPTER_FILE: stored}, None, convert)
 
 
 def untied(base: Any) -> Tensors:
@@ -196,7 +203,7 @@ def write_weights(loaded: LoadedModel, plan: RunPlan, directory: Path, *, writes
         directory.mkdir()
     target = directory if writes else None
     if plan.config.adapter is not None:
-        entries = write_adapter(loaded.model, target, base_name=_base_name(plan))
+        entries = write_adapter(loaded.model, target, base_name=_base_name(plan), changes=loaded.base_changes)
     else:
         limit = parse_bytes(plan.config.checkpoint.max_shard_size)
         loaded.base.config.use_cache = True
@@ -252,7 +259,9 @@ def entries_of(directory: Path) -> Entries:
     }
 
 
-def write_adapter(model: Any, directory: Path | None, *, base_name: str) -> Entries:
+def write_adapter(
+    model: Any, directory: Path | None, *, base_name: str, changes: BaseChanges | None = None
+) -> Entries:
     """Writes weights, settings and model card of a peft model's adapter, as its `save_pretrained` would.
 
     If weights are sharded, all ranks must call it.
@@ -261,6 +270,7 @@ def write_adapter(model: Any, directory: Path | None, *, base_name: str) -> Entr
         model: the model.
         directory: an existing directory; None on ranks that only contribute their parts.
         base_name: where peft will load the base model from.
+        changes: how its base weights in memory differ from their files.
 
     Returns:
         the intended digest of the weight file.
@@ -268,13 +278,14 @@ def write_adapter(model: Any, directory: Path | None, *, base_name: str) -> Entr
     Raises:
         OSError: if the storage fails.
     """
-    entries = _write_files(adapter_layout(model), dict(model.state_dict()), directory)
+    entries = _write_files(adapter_layout(model, changes), dict(model.state_dict()), directory)
     if directory is None:
         return entries
     model.peft_config["default"].base_model_name_or_path = base_name
     model.create_or_update_model_card(str(directory))
     settings = copy.copy(model.peft_config["default"])
     settings.inference_mode = True
+    stored_settings(settings, model, changes or {})
     settings.save_pretrained(str(directory))
     return entries
 
