@@ -70,6 +70,31 @@ def test_every_source_that_cannot_be_had_is_named(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_a_directory_is_all_its_files_by_name(tmp_path: Path) -> None:
+    for name in ("b.jsonl", "a.json", "c.jsonl", ".hidden.csv"):
+        write(tmp_path / "rows" / name, name)
+    (source,) = find(tmp_path, str(tmp_path / "rows"))
+    assert texts(source) == ["a.json", "b.jsonl", "c.jsonl"]
+    assert source.files[0].name == str(tmp_path / "rows" / "a.json")
+
+
+def test_a_directory_without_files_or_with_several_types_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "rows").mkdir()
+    assert refusal(tmp_path, tmp_path / "rows").why == "it is empty"
+    write(tmp_path / "rows" / "a.jsonl", "a")
+    write(tmp_path / "rows" / "b.csv", "b")
+    found = refusal(tmp_path, tmp_path / "rows")
+    assert "a.jsonl and" in found.why
+    assert "/rows/*.jsonl" in found.fix
+
+
+def test_a_subset_is_refused_for_what_is_not_a_hub_dataset(tmp_path: Path) -> None:
+    section = SourceSection(path=write(tmp_path / "rows.jsonl", "a"), subset="en")
+    with pytest.raises(DataError, match="not a hub dataset") as caught:
+        find(tmp_path, [section])
+    assert caught.value.problems[0].where == "data.train.0.subset"
+
+
 def refusal(tmp_path: Path, train: Path | str) -> Problem:
     with pytest.raises(DataError) as caught:
         find(tmp_path, str(train))
@@ -103,11 +128,12 @@ def test_what_is_not_a_regular_file_is_called_what_it_is_and_never_opened(tmp_pa
     ("named", "words"),
     [
         ("x" * 300 + ".jsonl", "File name too long"), ("a\0b.jsonl", "null"), ("rows.jsonl/more.jsonl", "Not a directory"),
-        ("~nobody-of-this-name/rows.jsonl", "there is no file"), ("a/**b/*.jsonl", "**"), ("", "is a directory"),
+        ("~nobody-of-this-name/rows.jsonl", "there is no file"), ("a/**b/*.jsonl", "**"), ("rows", "holds files only"),
     ],
 )  # fmt: skip
 def test_a_path_that_cannot_be_is_refused_with_the_reason(tmp_path: Path, named: str, words: str) -> None:
     write(tmp_path / "rows.jsonl", "a")
+    (tmp_path / "rows" / "inner").mkdir(parents=True)
     problem = refusal(tmp_path, named if named.startswith("~") else f"{tmp_path}/{named}")
     assert words in problem.what + problem.why
 
@@ -222,6 +248,31 @@ def test_a_hub_dataset_is_written_once_and_then_needs_no_datasets(tmp_path: Path
     section = SourceSection(path="owner/name")
     files = fetch_hub(section, "data.train", cache, splits=["train"])
     assert texts(Source(section, files)) == ["a", "b"]
+
+
+def test_a_subset_and_a_folder_of_a_hub_dataset_are_downloads_of_their_own(tmp_path: Path) -> None:
+    root = tmp_path / "owner" / "name"
+    for name, text in (("en/train", "a"), ("de/train", "b"), ("more/train", "c")):
+        write(root / f"{name}.jsonl", text)
+    configs = "".join(f"- config_name: {name}\n  data_files: {name}/*.jsonl\n" for name in ("en", "de"))
+    (root / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
+    script = (
+        "import json, sys; from pathlib import Path; from unisono.config.schema import DataSection; from unisono.data.sources import find_sources\n"
+        "from unisono.data.readers import read_rows\n"
+        "train = [{'path': 'owner/name', 'subset': 'de'}, {'path': 'owner/name', 'subset': 'en'}, {'path': 'owner/name', 'folder': 'more'}]\n"
+        f"found = find_sources(DataSection.model_validate({{'train': train}}), cache_dir=Path({str(tmp_path / 'cache')!r}))\n"
+        "print([row.value['text'] for source in found for file in source.files for row in read_rows(file)])"
+    )
+    environment = {**os.environ, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.strip() == "['b', 'a', 'c']", done.stderr
 
 
 def test_a_hub_id_that_is_not_to_be_had_is_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 Pure, and the same for any order of reports.
 """
 
+import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -185,12 +186,25 @@ def _place(report: NodeReport) -> Hashable:
 
 
 def judge_config(members: Members) -> Agreement:
-    """All keys of the resolved config are equal."""
+    """All keys of the resolved config are equal, but for those of the sources."""
+    return _judge_config_keys("config", members, lambda key: not _OF_A_SOURCE.match(key))
+
+
+def judge_sources(members: Members) -> Agreement:
+    """The sources are read the same way: their number, formats, columns, tags and numbers of rows."""
+    return _judge_config_keys("sources", members, lambda key: _OF_A_SOURCE.match(key) is not None)
+
+
+_OF_A_SOURCE = re.compile(r"data\.(train|eval)\.")
+
+
+def _judge_config_keys(rule: str, members: Members, takes: Callable[[str], bool]) -> Agreement:
     reported = [
-        (who, {key: freeze(value) for key, value in report.config.items()}) for who, report in members
+        (who, {key: freeze(value) for key, value in report.config.items() if takes(key)})
+        for who, report in members
     ]
-    good = f"{len(members[0][1].config)} keys, the same everywhere"
-    return judge_keys(NODE_RULES["config"], reported, Wording(good=good))
+    good = f"{len(reported[0][1])} keys, the same everywhere"
+    return judge_keys(NODE_RULES[rule], reported, Wording(good=good))
 
 
 IN_ORDER: tuple[Callable[[Members], Agreement], ...] = (
@@ -201,6 +215,7 @@ IN_ORDER: tuple[Callable[[Members], Agreement], ...] = (
     judge_environment,
     judge_versions,
     judge_code,
+    judge_sources,
     judge_config,
     lambda members: judge_files(members, "files.data"),
     lambda members: judge_files(members, "files.tokenizer"),

@@ -92,7 +92,9 @@ Share = Annotated[float, BeforeValidator(_float_of_yaml), Field(ge=0.0, lt=1.0)]
 Positive = Annotated[float, BeforeValidator(_float_of_yaml), Field(gt=0.0)]
 NotNegative = Annotated[float, BeforeValidator(_float_of_yaml), Field(ge=0.0)]
 
-Format = Literal["auto", "alpaca", "sharegpt", "messages", "text", "prompt-completion"]
+_ROUNDING = 1e-6  # of a sum of probabilities, which people write with few digits
+
+Format = Literal["auto", "alpaca", "sharegpt", "messages", "openai", "text", "prompt-completion"]
 
 
 class ModelSection(Section):
@@ -174,18 +176,64 @@ class TrainOnlySection(Section):
     )
 
 
+class TagsSection(Section):
+    """The words of a source for the keys of a turn and for its roles; any other role makes a row bad."""
+
+    role_tag: str = Field(default="from", description="the key of a turn's role")
+    content_tag: str = Field(default="value", description="the key of a turn's text")
+    user_tag: str | None = Field(default="human", description="the role of the user; null: none")
+    assistant_tag: str | None = Field(default="gpt", description="the role of the assistant; null: none")
+    observation_tag: str | None = Field(
+        default="observation", description="the role of a tool's answer; null: none"
+    )
+    function_tag: str | None = Field(
+        default="function_call", description="the role of a function call; null: none"
+    )
+    system_tag: str | None = Field(
+        default="system", description="the role of a leading system message; null: none"
+    )
+
+
 class SourceSection(Section):
     """One source of rows."""
 
-    path: str = Field(min_length=1, description="a path, glob, URL or hub id")
+    path: str = Field(min_length=1, description="a path, directory, glob, URL or hub id")
     format: Format = Field(default="auto", description="like data.format, for this source")
     weight: Positive = Field(
         default=1.0,
         description="how often its rows occur in an epoch: 2 is twice, 0.5 is a seeded half of them",
     )
+    rows: int | None = Field(
+        default=None, ge=1, description="the first rows of the source, or of what `samples` picks; null: all"
+    )
+    samples: int | None = Field(
+        default=None,
+        ge=1,
+        description="a seeded pick of this many rows; above the number of rows: all, and the rest drawn with replacement; null: all once",
+    )
     split: str | None = Field(default=None, description="the split of a hub dataset; null: `train`")
-    columns: dict[str, str] = Field(
-        default={}, description="mapping from our column names to those of the file"
+    subset: str | None = Field(default=None, description="the subset (configuration) of a hub dataset")
+    folder: str | None = Field(default=None, description="the directory within a hub dataset")
+    columns: dict[str, str | None] = Field(
+        default={}, description="mapping from our column names to those of the file; null: not read"
+    )
+    tags: TagsSection | None = Field(
+        default=None,
+        description="keys and roles of the turns of `sharegpt` and `openai` rows; null: the usual words",
+    )
+
+
+class MixSection(Section):
+    """How the sources of `data.train` are combined."""
+
+    strategy: Literal["concat", "interleave_under", "interleave_over", "interleave_once"] = Field(
+        default="concat",
+        description="concat: all rows of all sources; interleave: rows are taken from the sources in turn, until the first is exhausted (under),"
+        " until all are, the others starting over (over), or until all are, each row once (once)",
+    )
+    probabilities: list[Positive] | None = Field(
+        default=None,
+        description="of each source, with interleave: drawn with the seed instead of in turn; they sum to 1",
     )
 
 
@@ -197,10 +245,18 @@ class DataSection(Section):
         Takes("a path, a glob, a URL, a hub id, or a list of these and of sections"),
     ] = Field(description="a path, glob, URL (fsspec), hub id, or a list of sources")
     eval: Annotated[
-        Annotated[float, Field(gt=0.0, lt=1.0)] | str | None,
+        Annotated[float, Field(gt=0.0, lt=1.0)]
+        | Annotated[int, Field(ge=1)]
+        | str
+        | list[str | SourceSection]
+        | None,
         BeforeValidator(_float_of_yaml),
-        Takes("a share between 0 and 1 (e.g. 0.05), a path, or null"),
-    ] = Field(default=None, description="a share split off with the run's seed, or a path, or null")
+        Takes("a share between 0 and 1 (e.g. 0.05), a number of rows, a path, a list of sources, or null"),
+    ] = Field(
+        default=None,
+        description="a share (0.05) or a number of rows (500), split off with the run's seed; or a path, or a list of sources; or null",
+    )
+    mix: MixSection = MixSection()
     format: Format = Field(default="auto", description="the format of a row; auto: detected and reported")
     template: str | None = Field(
         default=None, description="a file with a chat template (Jinja); null: the tokenizer's own"
@@ -220,6 +276,22 @@ class DataSection(Section):
         default=True,
         description="reject a template that leaves the stop token of a trained answer out of the loss",
     )
+
+
+def sources_of(data: DataSection) -> list[tuple[str, SourceSection]]:
+    """Key and section of every source, those for training first; `data.format` is applied to those without a format of their own."""
+    found: list[tuple[str, SourceSection]] = []
+    for key, value in (("data.train", data.train), ("data.eval", data.eval)):
+        if isinstance(value, list):
+            entries = [(f"{key}.{number}", entry) for number, entry in enumerate(value)]
+        else:
+            entries = [(key, value)] if isinstance(value, str) else []
+        for own_key, entry in entries:
+            section = SourceSection.model_construct(path=entry) if isinstance(entry, str) else entry
+            if section.format == "auto":
+                section = section.model_copy(update={"format": data.format})
+            found.append((own_key, section))
+    return found
 
 
 class OptimSection(Section):
@@ -499,7 +571,56 @@ def contradictions(config: RunConfig) -> list[str]:
             "data.loss_on: pretraining counts all tokens; remove it, or set `data.loss_on: all`",
         ),
     ]
+    return [text for is_wrong, text in rules if is_wrong] + _source_contradictions(config.data)
+
+
+_FORMATS_WITH_TAGS = ("sharegpt", "openai")
+
+
+def _source_contradictions(data: DataSection) -> list[str]:
+    """The contradictions within the sources, and between them and `data.mix`."""
+    mix, takes_turns = data.mix, data.mix.strategy != "concat"
+    count = len(data.train) if isinstance(data.train, list) else 1
+    given = [] if mix.probabilities is None else mix.probabilities
+    rules = [
+        (
+            bool(given) and not takes_turns,
+            "data.mix.probabilities: concat takes all rows; set `data.mix.strategy` to interleave_under, interleave_over or interleave_once",
+        ),
+        (
+            mix.probabilities is not None and len(given) != count,
+            f"data.mix.probabilities: {len(given)} probabilities for {count} sources; give one for each source of data.train",
+        ),
+        (
+            bool(given) and abs(sum(given) - 1) > _ROUNDING,
+            f"data.mix.probabilities: they sum to {sum(given):g}; make them sum to 1",
+        ),
+    ]
+    for key, source in sources_of(data):
+        rules += _rules_of_source(source, key, data)
     return [text for is_wrong, text in rules if is_wrong]
+
+
+def _rules_of_source(source: SourceSection, key: str, data: DataSection) -> list[tuple[bool, str]]:
+    weighted, is_eval = source.weight != 1.0, key.startswith("data.eval")
+    return [
+        (
+            weighted and is_eval,
+            f"{key}.weight: evaluation takes each row once; remove it",
+        ),
+        (
+            weighted and source.samples is not None,
+            f"{key}.weight: `samples` already says how many rows there are; remove one of them",
+        ),
+        (
+            weighted and not is_eval and data.mix.strategy != "concat",
+            f"{key}.weight: {data.mix.strategy} already says how often rows occur; remove it, or set `data.mix.strategy: concat`",
+        ),
+        (
+            source.tags is not None and source.format not in _FORMATS_WITH_TAGS,
+            f"{key}.tags: only {' and '.join(_FORMATS_WITH_TAGS)} rows have tags; set `format: sharegpt` in this source",
+        ),
+    ]
 
 
 def _divisors(number: int) -> str:

@@ -1,15 +1,18 @@
 """Builds a token table: ingests rows, selects those for training and evaluation, packs them, and writes the table."""
 
+import hashlib
 import math
-from bisect import bisect_left, insort
-from collections.abc import Sequence
+import random
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from unisono.config.schema import RunConfig
+from unisono.config.schema import MixSection, RunConfig, SourceSection
 from unisono.data.encode import Encoder
 from unisono.data.ingest import Ingest, Progress, UsableRows, expected_rows, explain_fit
 from unisono.data.rows import Ledger, Place
@@ -69,16 +72,18 @@ class _Selection:
     """The use of each usable row.
 
     Attributes:
-        repeats: (rows,) int64, how often each row is trained on in an epoch.
-        is_eval: (rows,) bool, True if a row is for evaluation; it is not trained on then.
+        train: (rows,) int64, how often each row is trained on in an epoch.
+        eval: (rows,) int64, how often each row occurs in an evaluation; it is not trained on then.
+        is_picked: (rows,) bool, True unless the `weight` or `samples` of its source has left it out; `data.mix` may leave out more.
     """
 
-    repeats: Ints
-    is_eval: npt.NDArray[np.bool_]
+    train: Ints
+    eval: Ints
+    is_picked: npt.NDArray[np.bool_]
 
     def count(self, split: Split) -> Ints:
         """How often each row occurs in one pass over a split."""
-        return self.is_eval.astype(np.int64) if split == "eval" else np.where(self.is_eval, 0, self.repeats)
+        return self.eval if split == "eval" else self.train
 
 
 def _write_splits(
@@ -128,36 +133,41 @@ def _write_splits(
 
 
 def _select_rows(config: RunConfig, sources: list[Source], source_of: Ints) -> _Selection:
-    repeats = np.zeros(len(source_of), np.int64)
-    is_eval = np.zeros(len(source_of), np.bool_)
+    counts: dict[str, Ints] = {role: np.zeros(len(source_of), np.int64) for role in ("train", "eval")}
+    picks = []
     for number, source in enumerate(sources):
         rows = np.flatnonzero(source_of == number)
-        if source.role == "eval":
-            is_eval[rows] = True
-        else:
-            repeats[rows] = row_repeats(
-                len(rows), weight=source.section.weight, seed=config.seed, source=number
-            )
-    if isinstance(config.data.eval, float):
-        trained = np.flatnonzero(repeats)
-        is_eval[trained[eval_rows(len(trained), share=config.data.eval, seed=config.seed)]] = True
-    return _Selection(repeats, is_eval)
+        picks.append(rows[picked_rows(len(rows), source.section, seed=config.seed, source=number)])
+    is_picked = np.zeros(len(source_of), np.bool_)
+    is_picked[np.concatenate(picks)] = True
+    sizes = [len(pick) for pick, source in zip(picks, sources, strict=True) if source.role == "train"]
+    taken = mixed_counts(sizes, config.data.mix, seed=config.seed)
+    for number, (pick, source) in enumerate(zip(picks, sources, strict=True)):
+        count = taken[number] if source.role == "train" else len(pick)  # sources for training come first
+        np.add.at(counts[source.role], np.resize(pick, count), 1)
+    train, evaluated = counts["train"], counts["eval"]
+    if isinstance(config.data.eval, float | int):
+        trained = np.flatnonzero(train)
+        evaluated[trained[eval_rows(len(trained), share=config.data.eval, seed=config.seed)]] = 1
+    return _Selection(np.where(evaluated, 0, train), evaluated, is_picked)
 
 
 def _note_rows(
     config: RunConfig, sources: list[Source], intake: Ingest, choice: _Selection, ledger: Ledger
 ) -> None:
-    """Enters the rows that a weight below 1 drops, and the changes to rows that are used."""
+    """Enters the rows that are left out, and the changes to rows that are used."""
     rows, names = intake.usable, list(intake.files.items())
-    unused = (choice.repeats == 0) & ~choice.is_eval
+    unused = (choice.train == 0) & (choice.eval == 0)
     changed = np.array(rows.is_cut, dtype=np.bool_) | np.array(rows.is_split, dtype=np.bool_)
     for i in np.flatnonzero(unused | changed):
         counts = ledger.sources[rows.source[i]]
         place = Place(names[rows.file[i]][0], rows.number[i], names[rows.file[i]][1])
         if unused[i]:
-            counts.dropped["weight"] += 1
-            weight = sources[rows.source[i]].section.weight
-            ledger.note(place, "dropped", f"not in the share selected by weight {weight:g}")
+            by, why = _why_left_out(
+                sources[rows.source[i]].section, config.data.mix, is_picked=bool(choice.is_picked[i])
+            )
+            counts.dropped[by] += 1
+            ledger.note(place, "dropped", why)
             continue
         counts.cut += rows.is_cut[i]
         counts.split += rows.is_split[i]
@@ -171,6 +181,15 @@ def _note_rows(
             tokens_cut=rows.tokens_cut[i],
         )
         ledger.note(place, what, why)
+
+
+def _why_left_out(section: SourceSection, mix: MixSection, *, is_picked: bool) -> tuple[str, str]:
+    """The key that left a row out, and the reason for the ledger."""
+    if is_picked:
+        return "mix", f"not reached: {mix.strategy} ends when the first source is exhausted"
+    if section.samples is not None:
+        return "samples", f"not among the {_samples(section)} rows picked by samples"
+    return "weight", f"not in the share selected by weight {section.weight:g}"
 
 
 def _sequences(lengths: Ints, often: Ints, *, packing: bool, limit: int) -> list[list[int]]:
@@ -227,9 +246,66 @@ def _refuse_nothing(config: RunConfig, ledger: Ledger, figures: dict[str, dict[s
 _EVAL, _WEIGHT = -1, -2
 
 
-def eval_rows(n: int, *, share: float, seed: int) -> list[int]:
-    """The rows split off for evaluation, in order: a share of `n`, rounded, at least one. It depends on the seed alone."""
-    return sorted(permutation(n, seed=seed, epoch=_EVAL)[: max(1, round(share * n))])
+def eval_rows(n: int, *, share: float | int, seed: int) -> list[int]:
+    """The rows split off for evaluation, in order: a share of `n`, rounded, at least one; or, as an int, that many. The seed alone decides."""
+    count = share if isinstance(share, int) else max(1, round(share * n))
+    return sorted(permutation(n, seed=seed, epoch=_EVAL)[:count])
+
+
+def picked_rows(n: int, section: SourceSection, *, seed: int, source: int) -> Ints:
+    """The rows of a source with `n` usable rows that are used, in order; a row that is used twice is listed twice.
+
+    With `samples` they are in the order of the pick: all rows in a seeded order, and after these further draws with replacement.
+    """
+    if section.samples is None:
+        counts = row_repeats(n, weight=section.weight, seed=seed, source=source)
+        return np.repeat(np.arange(n), counts)
+    wanted = _samples(section)
+    order = permutation(n, seed=seed, epoch=_WEIGHT - source)[:wanted]
+    draw = _generator("samples", seed, source) if n else None
+    more = [int(draw() * n) for _ in range(wanted - n)] if draw else []
+    return np.array([*order, *more], dtype=np.int64)
+
+
+def _samples(section: SourceSection) -> int:
+    """The size of the pick: `rows` keeps its first rows."""
+    assert section.samples is not None
+    return section.samples if section.rows is None else min(section.samples, section.rows)
+
+
+def _generator(purpose: str, seed: int, number: int) -> Callable[[], float]:
+    """Draws from [0, 1): `random.Random.random`, the one generator whose sequence Python promises to keep."""
+    material = hashlib.sha256(f"unisono {purpose} {seed} {number}".encode()).digest()
+    return random.Random(int.from_bytes(material, "big")).random  # noqa: S311 - a selection, not a secret
+
+
+def mixed_counts(sizes: Sequence[int], mix: MixSection, *, seed: int) -> list[int]:
+    """How many rows are taken from each source, from its beginning; beyond its size it starts over.
+
+    The strategies are those of `datasets.interleave_datasets`: first_exhausted (under), all_exhausted (over), and
+    all_exhausted_without_replacement (once). Without probabilities the sources take turns.
+
+    Args:
+        sizes: rows of each source.
+        mix: the strategy, and the probabilities of the sources.
+        seed: of the draws.
+    """
+    if mix.strategy in ("concat", "interleave_once") or not sizes:
+        return list(sizes)
+    if mix.probabilities is None:
+        count = min(sizes) if mix.strategy == "interleave_under" else max(sizes)
+        return [count if size else 0 for size in sizes]
+    counts, draw = [0] * len(sizes), _generator("mix", seed, 0)
+    borders = list(accumulate(mix.probabilities))[:-1]
+    exhausted = {number for number, size in enumerate(sizes) if not size}
+    enough = 1 if mix.strategy == "interleave_under" else len(sizes)
+    while len(exhausted) < enough:
+        number = bisect_right(borders, draw())
+        if sizes[number]:
+            counts[number] += 1
+        if counts[number] >= sizes[number]:
+            exhausted.add(number)
+    return counts
 
 
 def row_repeats(n: int, *, weight: float, seed: int, source: int) -> list[int]:

@@ -1,14 +1,18 @@
-"""Row formats: alpaca, sharegpt, messages, prompt-completion, text. Detects a source's format, and reads examples from its rows."""
+"""Row formats: alpaca, sharegpt, messages, openai, prompt-completion, text. Detects a source's format, and reads examples from its rows."""
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
+from unisono.config.schema import TagsSection
 from unisono.data.rows import Completion, Conversation, Example, Message, RowError, Text
 from unisono.text import nearest, one_line
 
-FormatName = Literal["alpaca", "sharegpt", "messages", "text", "prompt-completion"]
+FormatName = Literal["alpaca", "sharegpt", "messages", "openai", "text", "prompt-completion"]
+Renamed = Mapping[str, str | None]
+"""The file's column name for each standard name; None: the column is not read."""
 
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 _ROLES = {
@@ -28,12 +32,12 @@ COLUMNS: dict[FormatName, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "messages": (("messages",), ("tools",)),
     "sharegpt": (("conversations",), ("system", "tools")),
     "prompt-completion": (("prompt", "completion"), ("tools",)),
-    "alpaca": (("instruction", "output"), ("input", "history", "system")),
+    "alpaca": (("instruction", "output"), ("input", "history", "system", "tools")),
     "text": (("text",), ()),
 }
 
 
-def detect(row: dict[str, Any], renamed: dict[str, str]) -> tuple[FormatName, str] | None:
+def detect(row: dict[str, Any], renamed: Renamed) -> tuple[FormatName, str] | None:
     """The format of a source by its first row, and why; None if it matches no known format.
 
     Args:
@@ -42,8 +46,8 @@ def detect(row: dict[str, Any], renamed: dict[str, str]) -> tuple[FormatName, st
     """
     columns = list(row)
     for name, (needed, _) in COLUMNS.items():
-        file_column = [renamed.get(column, column) for column in needed]
-        if not all(column in row for column in file_column):
+        file_column = [theirs for column in needed if (theirs := renamed.get(column, column)) in row]
+        if len(file_column) < len(needed):
             continue
         taken, because = _by_its_turns(name, row[file_column[0]])
         others = [shown(c) for c in columns if c not in _file_columns(taken, renamed)]
@@ -67,25 +71,28 @@ def _by_its_turns(name: FormatName, turns: Any) -> tuple[FormatName, str]:
     return ("sharegpt", " with from and value") if "from" in first else (name, "")
 
 
-def _file_columns(name: FormatName, renamed: dict[str, str]) -> list[str]:
+def _file_columns(name: FormatName, renamed: Renamed) -> list[str | None]:
     needed, optional = COLUMNS[name]
     standard = (*needed, *optional, "messages", "conversations")
     return [renamed.get(column, column) for column in standard]
 
 
-def to_example(name: FormatName, row: dict[str, Any], renamed: dict[str, str]) -> Example:
+def to_example(
+    name: FormatName, row: dict[str, Any], renamed: Renamed, tags: TagsSection | None = None
+) -> Example:
     """The example of a row.
 
     Args:
         name: the source's format.
         row: columns and values.
         renamed: the file's column name for each standard name.
+        tags: keys and roles of turns; None: the usual words.
 
     Raises:
         RowError: if a column is missing or has an invalid value.
     """
     try:
-        example = _READ[name](_Columns(row, renamed))
+        example = _READ[name](_Columns(row, renamed, tags))
         _refuse_surrogates(example)
     except RecursionError:
         raise RowError("it is nested too deep", "flatten it") from None
@@ -95,15 +102,30 @@ def to_example(name: FormatName, row: dict[str, Any], renamed: dict[str, str]) -
 class _Columns:
     """A row by standard column names."""
 
-    def __init__(self, row: dict[str, Any], renamed: dict[str, str]) -> None:
+    def __init__(self, row: dict[str, Any], renamed: Renamed, tags: TagsSection | None) -> None:
+        self.tags = tags
         self._row = row
         self._renamed = renamed
 
     def has(self, standard: str) -> bool:
-        return self._row.get(self._renamed.get(standard, standard)) is not None
+        file_column = self._renamed.get(standard, standard)
+        return file_column is not None and self._row.get(file_column) is not None
+
+    def is_named(self, standard: str) -> bool:
+        """Whether `columns` names a column of the file."""
+        return self._renamed.get(standard) is not None
+
+    def is_read(self, standard: str) -> bool:
+        """Whether the column was not switched off."""
+        return self._renamed.get(standard, standard) is not None
 
     def get(self, standard: str) -> Any:
         file_column = self._renamed.get(standard, standard)
+        if file_column is None:
+            raise RowError(
+                f"the column {standard} is not read (columns: {{{standard}: null}})",
+                f"name the file's column for {standard}",
+            )
         if file_column not in self._row:
             near = nearest(file_column, [str(name) for name in self._row])
             known = ", ".join(shown(name) for name in list(self._row)[:8]) or "none"
@@ -126,7 +148,10 @@ class _Columns:
 
 
 def _read_text(row: _Columns) -> Example:
-    return Text(row.text("text"))
+    text = row.text("text")
+    if row.is_named("input"):
+        text = "\n".join(part for part in (text, row.optional_text("input")) if part)
+    return Text(text)
 
 
 def _read_completion(row: _Columns) -> Example:
@@ -152,43 +177,90 @@ def _either(row: _Columns) -> str:
 
 
 def _read_alpaca(row: _Columns) -> Example:
-    system = row.optional_text("system")
-    messages: list[Message] = [{"role": "system", "content": system}] if system else []
+    messages = _system(row)
     history = row.get("history") if row.has("history") else []
     for pair in _list_of(history, "history"):
         if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(side, str) for side in pair)):
             raise RowError("history is not a list of [question, answer]", "write [[question, answer], …]")
         messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
-    question = "\n".join(part for part in (row.text("instruction"), row.optional_text("input")) if part)
+    question = "\n".join(part for part in (_instruction(row), row.optional_text("input")) if part)
     return Conversation(
         [
             *messages,
             {"role": "user", "content": question},
             {"role": "assistant", "content": row.text("output")},
-        ]
+        ],
+        _tools(row),
     )
+
+
+def _instruction(row: _Columns) -> str:
+    """The text of the column, which may be switched off: the question is then in `input` alone."""
+    return row.text("instruction") if row.is_read("instruction") else ""
+
+
+def _system(row: _Columns) -> list[Message]:
+    system = row.optional_text("system")
+    return [{"role": "system", "content": system}] if system else []
 
 
 def _read_sharegpt(row: _Columns) -> Example:
     turns = _list_of(row.get("conversations" if not row.has("messages") else "messages"), "conversations")
-    system = row.optional_text("system")
-    messages: list[Message] = [{"role": "system", "content": system}] if system else []
+    words = _words_of(row.tags)
+    messages: list[Message] = []
     for number, turn in enumerate(turns, 1):
-        if not isinstance(turn, dict) or not isinstance(turn.get("value"), str):
-            raise RowError(f"turn {number} has no text under `value`", "write {from: human, value: …}")
-        role = _ROLES.get(turn["from"]) if isinstance(turn.get("from"), str) else None
-        if role is None:
-            raise RowError(
-                f"turn {number} is from {one_line(repr(turn.get('from')), limit=40)}",
-                f"from is one of {', '.join(_ROLES)}",
-            )
+        role, text = _role_and_text(turn, number, words)
         if role == "function_call":
-            messages.append(
-                {"role": "assistant", "content": "", "tool_calls": _calls_of_text(turn["value"], number)}
-            )
+            messages.append({"role": "assistant", "content": "", "tool_calls": _calls_of_text(text, number)})
         else:
-            messages.append({"role": role, "content": turn["value"]})
-    return Conversation(_checked(messages, "conversations"), _tools(row))
+            messages.append({"role": role, "content": text})
+    return Conversation(_checked(_with_system(messages, row), "conversations"), _tools(row))
+
+
+@dataclass(frozen=True, slots=True)
+class _Words:
+    """The keys of a turn, and the role that each word stands for."""
+
+    role: str
+    text: str
+    roles: dict[str, str]
+
+
+_USUAL_WORDS = _Words("from", "value", _ROLES)
+
+
+def _words_of(tags: TagsSection | None) -> _Words:
+    if tags is None:
+        return _USUAL_WORDS
+    pairs = (
+        (tags.user_tag, "user"),
+        (tags.assistant_tag, "assistant"),
+        (tags.observation_tag, "tool"),
+        (tags.function_tag, "function_call"),
+        (tags.system_tag, "system"),
+    )
+    return _Words(tags.role_tag, tags.content_tag, {word: role for word, role in pairs if word is not None})
+
+
+def _role_and_text(turn: Any, number: int, words: _Words) -> tuple[str, str]:
+    if not isinstance(turn, dict) or not isinstance(turn.get(words.text), str):
+        raise RowError(
+            f"turn {number} has no text under `{shown(words.text)}`",
+            "write {from: human, value: …}, or set the source's tags",
+        )
+    word = turn.get(words.role)
+    role = words.roles.get(word) if isinstance(word, str) else None
+    if role is None:
+        raise RowError(
+            f"turn {number} is from {one_line(repr(word), limit=40)}",
+            f"{shown(words.role)} is one of {', '.join(words.roles)}",
+        )
+    return role, turn[words.text]
+
+
+def _with_system(messages: list[Message], row: _Columns) -> list[Message]:
+    """The messages behind the one in the column `system`. One that leads the conversation takes its place."""
+    return messages if messages and messages[0]["role"] == "system" else [*_system(row), *messages]
 
 
 def _calls_of_text(text: str, number: int) -> list[dict[str, Any]]:

@@ -180,7 +180,7 @@ class Ingest:
         for file in source.files:
             self.files.setdefault(file.name, file.by_line)
             self._file_number.setdefault(file.name, len(self._file_number))
-        rows = islice(chain.from_iterable(read_rows(file) for file in source.files), self._limit_rows)
+        rows = islice(chain.from_iterable(read_rows(file) for file in source.files), self._limit_of(source))
         leading = list(_up_to_first(rows))
         if not leading:
             raise DataError.of(f"{path} has no rows", where=path, fix="use a file with rows")
@@ -189,6 +189,11 @@ class Ingest:
         while batch := list(islice(everything, _BATCH)):
             self._progress.add(len(batch), path)
             self._read_batch(source, name, batch)
+
+    def _limit_of(self, source: Source) -> int | None:
+        """The rows to read. With `samples`, `rows` limits the pick instead, which is made among all."""
+        own = source.section.rows if source.section.samples is None else None
+        return min((limit for limit in (own, self._limit_rows) if limit is not None), default=None)
 
     def refuse(self) -> None:
         """Raises an error for the refused rows, if there are any.
@@ -228,7 +233,11 @@ class Ingest:
         if found is None:
             known = "; ".join(f"{name}: {', '.join(needed)}" for name, (needed, _) in COLUMNS.items())
             columns = ", ".join(shown(name) for name in list(first.value)[:12]) or "none"
-            absent = [theirs for theirs in source.section.columns.values() if theirs not in first.value]
+            absent = [
+                theirs
+                for theirs in source.section.columns.values()
+                if theirs is not None and theirs not in first.value
+            ]
             if absent:
                 columns += f", without {', '.join(absent)} (set in `columns`)"
             raise DataError.of(
@@ -322,7 +331,7 @@ def _up_to_first(rows: Iterator[Row]) -> Iterator[Row]:
 
 def _example(name: FormatName, row: RawRow, source: Source) -> Example | BadRow:
     try:
-        return to_example(name, row.value, source.section.columns)
+        return to_example(name, row.value, source.section.columns, source.section.tags)
     except RowError as error:
         return error.at(row.place)
 

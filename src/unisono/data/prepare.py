@@ -83,15 +83,18 @@ def gather_ingredients(
         DataError: if a file cannot be read.
     """
     data = config.data
-    share = data.eval if isinstance(data.eval, float) else None
+    split_off = data.eval if isinstance(data.eval, float | int) else None
     found: Ingredients = {"encoder version": ENCODER_VERSION, "objective": config.objective}
     found |= {f"the version of {name}": version(name) for name in _PACKAGES}
     keys = ("max_length", "too_long", "on_bad_row", "packing", "loss_on", "check_template")
     found |= {f"data.{key}": getattr(data, key) for key in keys}
-    found["data.eval"] = share
+    found["data.eval"] = split_off
+    if data.mix.strategy != "concat":
+        found["data.mix"] = data.mix.model_dump(mode="json")
     if limit_rows is not None:
         found["limit_rows"] = limit_rows
-    if share is not None or any(source.section.weight % 1 for source in sources):
+    draws = [source.section.weight % 1 or source.section.samples is not None for source in sources]
+    if split_off is not None or any(draws) or data.mix.probabilities is not None:
         found["seed"] = config.seed
     for number, source in enumerate(sources):
         settings = source.section.model_dump(mode="json", exclude={"path"})

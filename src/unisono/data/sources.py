@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unisono.config.schema import DataSection, SourceSection
+from unisono.config.schema import DataSection, SourceSection, sources_of
 from unisono.data.readers import READERS, kind_of
 from unisono.data.rows import RowFile
 from unisono.errors import DataError, Problem
@@ -45,15 +45,14 @@ def find_sources(data: DataSection, *, cache_dir: Path) -> list[Source]:
     Raises:
         DataError: with every source that is unavailable.
     """
-    entries = data.train if isinstance(data.train, list) else [data.train]
-    wanted = [(_section(entry, data), "train", _key(data, i)) for i, entry in enumerate(entries)]
-    if isinstance(data.eval, str):
-        wanted.append((SourceSection(path=data.eval, format=data.format), "eval", "data.eval"))
     found: list[Source] = []
-    problems: list[Problem] = []
-    if not entries:
-        problems.append(Problem("data.train has no source", "data.train", fix="set it to a file"))
-    for section, role, key in wanted:
+    problems = [
+        Problem(f"data.{role} has no source", f"data.{role}", fix="set it to a file")
+        for role in ("train", "eval")
+        if getattr(data, role) == []
+    ]
+    for key, section in sources_of(data):
+        role = key.split(".")[1]
         try:
             found.append(Source(section, _find(section, key, cache_dir, role=role), role))
         except DataError as error:
@@ -63,29 +62,27 @@ def find_sources(data: DataSection, *, cache_dir: Path) -> list[Source]:
     return found
 
 
-def _key(data: DataSection, index: int) -> str:
-    return f"data.train.{index}" if isinstance(data.train, list) else "data.train"
-
-
-def _section(entry: str | SourceSection, data: DataSection) -> SourceSection:
-    if isinstance(entry, str):
-        return SourceSection(path=entry, format=data.format)
-    return entry if entry.format != "auto" else entry.model_copy(update={"format": data.format})
-
-
 def _find(section: SourceSection, key: str, cache_dir: Path, *, role: str) -> list[RowFile]:
     local = find_local(section.path, key)
+    is_url = local is None and _URL.match(section.path)
+    for name in ("subset", "folder"):
+        if getattr(section, name) is not None and (local is not None or is_url):
+            raise DataError.of(
+                f"{key}.{name} is set, and {section.path} is not a hub dataset",
+                where=f"{key}.{name}",
+                fix=f"remove {name}",
+            )
     if local is not None:
         return local
-    if _URL.match(section.path):
+    if is_url:
         return fetch_url(section.path, key, cache_dir)
-
-    splits = [section.split or "train"] if role == "train" else ["validation", "test"]
+    usual = ["train"] if role == "train" else ["validation", "test"]
+    splits = usual if section.split is None else [section.split]
     return fetch_hub(section, key, cache_dir, splits=splits)
 
 
 def find_local(named: str, key: str) -> list[RowFile] | None:
-    """The files of a path or glob on this machine; None for a URL or a hub id.
+    """The files of a path, directory or glob on this machine; None for a URL or a hub id.
 
     Args:
         named: the value in the config.
@@ -102,12 +99,51 @@ def find_local(named: str, key: str) -> list[RowFile] | None:
     fault = fault_of(path, text)
     if fault is None:
         return [RowFile(path, text, kind_of(text))]
+    if fault.is_directory and text:
+        return _files_in(path, text, key)
     if fault.is_missing and _GLOB.search(text):
         return _find_glob(text, path, key)
     if fault.is_missing and _HUB_ID.match(named) and kind_of(named) not in READERS:
         return None
-    fix = f"use a pattern for its files, e.g. {text.rstrip('/')}/*.jsonl" if fault.is_directory else fault.fix
-    raise DataError.of(fault.what, where=key, why=fault.why, fix=fix)
+    raise DataError.of(fault.what, where=key, why=fault.why, fix=fault.fix)
+
+
+_SAME_KIND = {"jsonl": "json", "ndjson": "json"}
+
+
+def _files_in(path: Path, text: str, key: str) -> list[RowFile]:
+    """The files of a directory, sorted by name, all of one type. Hidden files are left out.
+
+    Raises:
+        DataError: if there are none, or of several types, or the directory has directories.
+    """
+    pattern = f"{text.rstrip('/')}/*.jsonl"
+    try:
+        names = sorted(entry.name for entry in path.iterdir() if not entry.name.startswith("."))
+    except OSError as error:
+        raise DataError.of(
+            f"the directory {text} cannot be read", where=key, why=str(error), fix="check its permissions"
+        ) from error
+    files = [RowFile(path / name, f"{text.rstrip('/')}/{name}", kind_of(name)) for name in names]
+    for file in files:
+        fault = fault_of(file.path, file.name)
+        if fault is not None:
+            raise DataError.of(
+                f"the directory {text} cannot be used: {fault.what}",
+                where=key,
+                why="a directory of rows holds files only",
+                fix=f"use a pattern for its files, e.g. {pattern}",
+            )
+    kinds = {_SAME_KIND.get(file.kind, file.kind): file for file in files}
+    if len(kinds) == 1:
+        return files
+    why = f"it has {' and '.join(file.name for file in list(kinds.values())[:3])}" if kinds else "it is empty"
+    raise DataError.of(
+        f"the directory {text} does not hold files of one type",
+        where=key,
+        why=why,
+        fix=f"use a pattern for its files, e.g. {pattern}",
+    )
 
 
 def _find_glob(text: str, path: Path, key: str) -> list[RowFile]:
@@ -272,26 +308,27 @@ def fetch_hub(section: SourceSection, key: str, cache_dir: Path, *, splits: list
     Raises:
         DataError: if it cannot be downloaded.
     """
-    folder = cache_dir / "hub" / _short(f"{section.path} {splits}")
+    part = {name: value for name in ("subset", "folder") if (value := getattr(section, name)) is not None}
+    folder = cache_dir / "hub" / _short(f"{section.path} {splits}" + (f" {part}" if part else ""))
     kept, note = folder / "rows.arrow", folder / "source.json"
     if not (kept.is_file() and note.is_file()):
         folder.mkdir(parents=True, exist_ok=True)
-        split = _write_hub(section.path, key, kept, splits)
+        split = _write_hub(section, key, kept, splits)
         fetched = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
-        write_json(note, {"id": section.path, "split": split, "fetched": fetched})
+        write_json(note, {"id": section.path, **part, "split": split, "fetched": fetched})
     return [RowFile(kept, f"{section.path}:{read_json(note)['split']}", "arrow")]
 
 
-def _write_hub(path: str, key: str, kept: Path, splits: list[str]) -> str:
+def _write_hub(section: SourceSection, key: str, kept: Path, splits: list[str]) -> str:
     """Downloads a dataset and writes one split of it; gives the split's name."""
     import pyarrow as pa
     from datasets import load_dataset
 
-    chosen, rows = "", None
+    path, chosen, rows = section.path, "", None
     try:
         for split in splits:
             try:
-                chosen, rows = split, load_dataset(path, split=split)
+                chosen, rows = split, load_dataset(path, section.subset, data_dir=section.folder, split=split)
                 break
             except ValueError as error:  # raised by datasets for a missing split
                 if split == splits[-1] or not re.search("split", str(error), re.IGNORECASE):
@@ -301,7 +338,7 @@ def _write_hub(path: str, key: str, kept: Path, splits: list[str]) -> str:
             f"{path} is neither a file on this machine nor an accessible dataset of the hub",
             where=key,
             why=f"{type(error).__name__}: {one_line(redact(str(error)), limit=300)}",
-            fix="check the spelling, the network and the source's `split`; for a file give its path with its suffix",
+            fix="check the spelling, the network and the source's `split` and `subset`; for a file give its path with its suffix",
         ) from error
     assert rows is not None
     tables = rows.with_format("arrow")

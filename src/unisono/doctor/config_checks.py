@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unisono.config import LoadedConfig, RunConfig
-from unisono.config.schema import SourceSection
+from unisono.config.schema import sources_of
 from unisono.doctor.check import Check, CheckFunction, Finding, Surroundings, found
 from unisono.errors import Problem, UnisonoError
 from unisono.facts.environment import Hub, is_cached, probe_url, read_hub
@@ -46,10 +46,7 @@ def check_hub(facts: Surroundings) -> list[Finding]:
 def hub_ids(config: RunConfig) -> list[tuple[str, str]]:
     """Kind and id of everything that the config names by Hub id. Paths, URLs and built-in models are not on the Hub."""
     models = [name for name in (config.model.path, config.model.tokenizer) if name and _is_id(name)]
-    train = config.data.train if isinstance(config.data.train, list) else [config.data.train]
-    sources = [entry.path if isinstance(entry, SourceSection) else entry for entry in train]
-    if isinstance(config.data.eval, str):
-        sources.append(config.data.eval)
+    sources = [section.path for _, section in sources_of(config.data)]
     return [("models", name) for name in models] + [("datasets", name) for name in sources if _is_id(name)]
 
 
@@ -310,10 +307,7 @@ def judge_disk(need: int, free: int, *, where: str) -> Finding:
 def _check_packages(facts: Surroundings, loaded: LoadedConfig) -> list[Finding]:
     """Findings on packages that this config needs."""
     config, installed = loaded.config, facts.probes.packages()
-    train = config.data.train if isinstance(config.data.train, list) else [config.data.train]
-    urls = [entry if isinstance(entry, str) else entry.path for entry in train] + [
-        config.checkpoint.storage or ""
-    ]
+    urls = [section.path for _, section in sources_of(config.data)] + [config.checkpoint.storage or ""]
     wanted = {"tensorboard": "track: [tensorboard]"} if "tensorboard" in config.track else {}
     for url in urls:
         scheme, is_url, _ = url.partition("://")

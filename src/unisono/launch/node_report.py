@@ -14,7 +14,7 @@ from unisono.causes import Evidence, Verdict, find_cause
 from unisono.checkpoint.manifest import manifest_digest
 from unisono.checkpoint.retention import max_without_permanent
 from unisono.config import LoadedConfig, RunConfig
-from unisono.config.schema import SourceSection
+from unisono.config.schema import sources_of
 from unisono.errors import Disagreed, UnisonoError
 from unisono.events import Show
 from unisono.facts.environment import code_digests, decisive_versions, read_nccl_files, versions_digest
@@ -142,10 +142,15 @@ def make_node_report(
 def flat_config(config: RunConfig) -> dict[str, Any]:
     """The config without paths, flat: `optim.lr` → 0.0002. What files hold is compared by their contents, not by their names."""
     body = config.model_dump(mode="json", by_alias=True)
-    train = config.data.train if isinstance(config.data.train, list) else [config.data.train]
-    body["data"]["train"] = {str(i): _source(entry, config) for i, entry in enumerate(train)}
-    if isinstance(config.data.eval, str):
-        body["data"]["eval"] = "a file"
+    for role in ("train", "eval"):
+        found = [section for key, section in sources_of(config.data) if key.split(".")[1] == role]
+        if role == "train" or isinstance(config.data.eval, list):
+            # One that is only a path means the same as a section with the defaults.
+            body["data"][role] = {
+                str(i): section.model_dump(mode="json", exclude={"path"}) for i, section in enumerate(found)
+            }
+        elif found:
+            body["data"][role] = "a file"
     flat = _flattened(body)
     return {key: value for key, value in flat.items() if key not in _PATHS and not is_secret(value)}
 
@@ -213,13 +218,6 @@ def reported_device(gpu: Gpu) -> Device:
 
 def _digests(files: Contents, kind: str) -> list[FileDigest]:
     return [FileDigest.model_validate(value) for value in files.get(kind, [])]
-
-
-def _source(entry: str | SourceSection, config: RunConfig) -> dict[str, Any]:
-    """A source without its path; one that is only a path means the same as a section with the defaults."""
-    section = entry if isinstance(entry, SourceSection) else SourceSection(path=entry)
-    body = section.model_dump(mode="json", exclude={"path"})
-    return {**body, "format": config.data.format if section.format == "auto" else section.format}
 
 
 def _flattened(body: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -36,9 +36,10 @@ def with_absolute_paths(config: RunConfig, base: Path) -> RunConfig:
     A name counts as a path if it exists relative to `base`.
     """
     body = config.model_dump(mode="json", by_alias=True)
-    for section, key in (("model", "path"), ("model", "tokenizer"), ("data", "template"), ("data", "eval")):
+    for section, key in (("model", "path"), ("model", "tokenizer"), ("data", "template")):
         body[section][key] = _absolute(body[section][key], base)
-    body["data"]["train"] = _absolute_sources(body["data"]["train"], base)
+    for role in ("train", "eval"):
+        body["data"][role] = _absolute_sources(body["data"][role], base)
     body["output_dir"] = str(_joined(config.output_dir, base))
     return RunConfig.model_validate(body)
 
@@ -53,15 +54,15 @@ def config_yaml(config: RunConfig, *, command: str) -> str:
     )
 
 
-def _absolute_sources(train: Any, base: Path) -> Any:
-    if isinstance(train, list):
+def _absolute_sources(sources: Any, base: Path) -> Any:
+    if isinstance(sources, list):
         return [
             {**entry, "path": _absolute(entry["path"], base)}
             if isinstance(entry, dict)
             else _absolute(entry, base)
-            for entry in train
+            for entry in sources
         ]
-    return _absolute(train, base)
+    return _absolute(sources, base)
 
 
 def _absolute(value: Any, base: Path) -> Any:

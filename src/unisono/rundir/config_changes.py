@@ -89,6 +89,7 @@ RULES: dict[str, Rule] = {
     "train_only": Rule("meaning", "different parameters may be trained, whose state the checkpoint lacks"),
     "data.train": _ROWS,
     "data.eval": _ROWS,
+    "data.mix": _ROWS,
     "data.format": _ROWS,
     "data.template": _ROWS,
     "data.too_long": _ROWS,

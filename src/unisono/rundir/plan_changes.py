@@ -207,7 +207,7 @@ def _effect_of_rows(before: dict[str, Any], after: dict[str, Any]) -> str:
             else f"the same for {new} sequences"
         )
         text = f"{done} sequences are done; the order of an epoch is {how}, and the run continues at position {place + 1} of epoch {epoch + 1}; {text}"
-    if isinstance(_at(after, "config.data.eval"), float):
+    if isinstance(_at(after, "config.data.eval"), float | int):
         text += "; evaluation rows may have been trained on"
     return text
 

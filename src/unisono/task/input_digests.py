@@ -12,7 +12,7 @@ from typing import Any
 
 import xxhash
 
-from unisono.config.schema import AdapterSection, RunConfig, SourceSection
+from unisono.config.schema import AdapterSection, RunConfig, sources_of
 from unisono.data.sources import find_local
 from unisono.errors import UnisonoError
 from unisono.events import Reporter
@@ -241,11 +241,11 @@ def _list(config: RunConfig) -> _InputFiles:
 
 def _sources(config: RunConfig) -> list[tuple[str, str, str]]:
     """Label, key and name of every source of rows."""
-    train = config.data.train if isinstance(config.data.train, list) else [config.data.train]
-    named = [entry.path if isinstance(entry, SourceSection) else entry for entry in train]
-    found = [(f"train[{i}]", f"data.train.{i}", name) for i, name in enumerate(named)]
-    if isinstance(config.data.eval, str):
-        found.append(("eval", "data.eval", config.data.eval))
+    found = []
+    for key, section in sources_of(config.data):
+        _, role, *number = key.split(".")
+        label = f"{role}[{number[0]}]" if number else {"train": "train[0]"}.get(role, role)
+        found.append((label, key, section.path))
     return found
 
 
