@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unisono.config.load import find_secrets
+from unisono.config.problems import find_secrets
 from unisono.config.yaml_file import KeyPath, KeyPlaces
 from unisono.errors import ConfigError, Problem
 from unisono.files import parse_json, read_bytes
