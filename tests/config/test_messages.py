@@ -135,7 +135,7 @@ def test_the_micro_batch_is_answered_with_those_that_divide(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "line",
     [
-        "model: {path: m, weights: random}", "model: {path: m, resize_vocabulary: true}",
+        "model: {path: m, weights: random}", "train_only: {layers: 1}", "optim: {kind: muon}",
         "eval: {stop_after: 3}", "objective: pretrain\ndata: {train: d, loss_on: last-answer}",
     ],
 )  # fmt: skip

@@ -112,7 +112,8 @@ class ModelSection(Section):
         description="random: only config.json is read, for pretraining from random weights",
     )
     resize_vocabulary: bool = Field(
-        default=False, description="grow the embedding to the tokenizer's size (with `adapter: null`)"
+        default=False,
+        description="grow embedding and head to the tokenizer's size; with an adapter both are fully trained and saved with it",
     )
     embedding_noise: NotNegative = Field(
         default=0.0,
@@ -553,10 +554,6 @@ def contradictions(config: RunConfig) -> list[str]:
         (
             config.parallel.strategy == "fsdp" and config.optim.kind == "muon",
             "parallel.strategy: muon needs full matrices, but fsdp shards them; set `parallel.strategy: ddp`, or `optim.kind: adamw`",
-        ),
-        (
-            has_adapter and config.model.resize_vocabulary,
-            "model.resize_vocabulary: new rows of the embedding must be trained; set `adapter: null`, or omit it",
         ),
         (
             config.checkpoint.best is not None and not has_eval,

@@ -308,7 +308,7 @@ def prepare_data(
         if limit_rows is None:
             store_ingredients(cache_dir, ingredients, sources)
     meta = read_json(found.directory / "meta.json")
-    _check_vocabulary(meta, vocab_size, tokenizer, config)
+    _check_vocabulary(meta, vocab_size, tokenizer)
     if ledger is not None:
         with whole_file(ledger) as temporary:
             shutil.copyfile(found.directory / "ledger.json", temporary)
@@ -375,18 +375,15 @@ def _refuse_if_changed(before: Ingredients, after: Ingredients) -> None:
         )
 
 
-def _check_vocabulary(
-    meta: dict[str, Any], vocab_size: int | None, tokenizer: Path, config: RunConfig
-) -> None:
+def _check_vocabulary(meta: dict[str, Any], vocab_size: int | None, tokenizer: Path) -> None:
     highest = meta["highest_id"]
     if vocab_size is None or highest < vocab_size:
         return
-    grow = "" if config.adapter else ", or set model.resize_vocabulary: true"
     raise ModelError.of(
         f"the tokenizer does not match the model: it gives token {highest}, but the model has {vocab_size} tokens (0 to {vocab_size - 1})",
         where=str(tokenizer),
         why="the embedding has no row for it",
-        fix=f"set model.tokenizer to the model's own{grow}",
+        fix="set model.tokenizer to the model's own, or set model.resize_vocabulary: true",
     )
 
 

@@ -10,6 +10,7 @@ part that A and B begin with. The file on disk stays as it is, so the result is 
 
 import hashlib
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,13 +44,16 @@ BaseChanges = dict[str, LowRank]
 """By the layer's name in the peft model; all of one rank k."""
 
 
-def add_adapter(base: Any, section: AdapterSection, *, seed: int) -> tuple[torch.nn.Module, BaseChanges]:
+def add_adapter(
+    base: Any, section: AdapterSection, *, seed: int, grown: bool = False
+) -> tuple[torch.nn.Module, BaseChanges]:
     """The peft model of a transformers model, and what has changed in the base weights.
 
     Args:
         base: its weights may be changed in place.
         section: `adapter` of the config.
         seed: of the run.
+        grown: whether the vocabulary has new rows: embedding and head are trained then.
 
     Raises:
         ModelError: if the section, or an adapter that it names, does not match the model.
@@ -57,7 +61,7 @@ def add_adapter(base: Any, section: AdapterSection, *, seed: int) -> tuple[torch
     stored = find_adapters(section)
     first = stored.pop() if section.from_ is not None else None
     merged = [(adapter, _merge(base, adapter)) for adapter in stored]
-    model = _new_adapter(base, section)
+    model = _new_adapter(base, section, grown=grown)
     layers = _lora_layers(model)
     changes: BaseChanges = {}
     if merged:
@@ -70,19 +74,21 @@ def add_adapter(base: Any, section: AdapterSection, *, seed: int) -> tuple[torch
     return model, changes
 
 
-def _new_adapter(base: Any, section: AdapterSection) -> Any:
+def _new_adapter(base: Any, section: AdapterSection, *, grown: bool) -> Any:
     from peft import LoraConfig, get_peft_model
 
     targets: str | list[str] = "all-linear"
     if section.targets != "all-linear":
         targets = _matching_modules(base, list(section.targets))
     _check_modules_to_save(base, section.modules_to_save)
+    whole = sorted({*section.modules_to_save, *(_vocabulary_modules(base) if grown else ())})
     lora = LoraConfig(
         r=section.rank,
         lora_alpha=section.alpha,
         lora_dropout=section.dropout,
         target_modules=targets,
-        modules_to_save=section.modules_to_save or None,
+        modules_to_save=whole or None,
+        ensure_weight_tying=grown and _is_tied(base),
         use_rslora=section.kind == "rslora",
         use_dora=section.kind == "dora",
         task_type="CAUSAL_LM",
@@ -94,6 +100,32 @@ def _new_adapter(base: Any, section: AdapterSection) -> Any:
         raise ModelError.of(
             "the adapter does not match the model", where="adapter", why=library_words(error)
         ) from error
+
+
+def _vocabulary_modules(base: Any) -> list[str]:
+    """Last names of the embedding and, unless it shares the embedding's matrix, of the head."""
+    names = {id(module): name.rpartition(".")[2] for name, module in base.named_modules()}
+    modules = [base.get_input_embeddings(), *([] if _is_tied(base) else [base.get_output_embeddings()])]
+    return [names[id(module)] for module in modules]
+
+
+def _is_tied(base: Any) -> bool:
+    """Whether embedding and head share one matrix."""
+    return base.get_input_embeddings().weight is base.get_output_embeddings().weight
+
+
+def fit_base_to_adapter(base: Any, rows_of: Mapping[str, tuple[int, ...]]) -> None:
+    """Resizes the embedding of a base model to that which an adapter has saved, if it has.
+
+    Args:
+        base: of transformers.
+        rows_of: the shapes of the adapter's tensors by name.
+    """
+    embedding = base.get_input_embeddings()
+    name = next(name for name, module in base.named_modules() if module is embedding)
+    shape = rows_of.get(f"{_PREFIX}{name}.weight")
+    if shape is not None and shape[0] != embedding.weight.shape[0]:
+        base.resize_token_embeddings(shape[0], mean_resizing=False)  # overwritten by the adapter's rows
 
 
 def _matching_modules(base: torch.nn.Module, patterns: list[str]) -> list[str]:

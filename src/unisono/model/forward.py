@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from peft.tuners.lora.layer import Linear as LoraLinear
+from peft.utils import ModulesToSaveWrapper
 
 from unisono.model.attention import FLAT_ATTENTION, UnsupportedAttentionError, register
 from unisono.model.load import DTYPES, LoadedModel
@@ -83,7 +84,7 @@ class Forward:
         how: Any = {"count": count, "smoothing": smoothing}
         with self._precision(), self._noise(rows):
             if self.head == "chunked":
-                weight = self.loaded.base.get_output_embeddings().weight
+                weight = _head_of(self.loaded.base).weight
                 return head_loss(self._hidden(rows), weight, rows.labels, dtype=self.dtype, **how)
             return logits_loss(self._logits(rows), rows.labels, **how)
 
@@ -205,7 +206,7 @@ def _alone(forward: Forward) -> torch.Tensor:
 
 def _try_head(forward: Forward, wanted: torch.Tensor) -> None:
     """Chooses the chunked head if the model's head is one matrix, and the logits equal the model's own."""
-    head = forward.loaded.base.get_output_embeddings()
+    head = _head_of(forward.loaded.base)
     settings = forward.loaded.base.config.get_text_config()
     # With small logits the test below would not detect that they are capped.
     capped = getattr(settings, "final_logit_softcapping", None) is not None
@@ -220,6 +221,12 @@ def _try_head(forward: Forward, wanted: torch.Tensor) -> None:
         forward.head = "chunked"
     else:
         forward.why = "its logits are more than hidden states times one matrix"
+
+
+def _head_of(base: Any) -> Any:
+    """The head, or what peft trains in its place."""
+    head = base.get_output_embeddings()
+    return head.modules_to_save[head.active_adapters[0]] if isinstance(head, ModulesToSaveWrapper) else head
 
 
 def _try_flat(forward: Forward, wanted: torch.Tensor) -> None:

@@ -85,12 +85,12 @@ def load_for_training(
         random=config.model.weights == "random",
         trust_remote_code=config.model.trust_remote_code,
     )
-    _fit_vocabulary(base, tokenizer, grow=config.model.resize_vocabulary)
+    grown = _fit_vocabulary(base, tokenizer, grow=config.model.resize_vocabulary)
     base.config.use_cache = False
     base.to(device)
     model, changes = base, BaseChanges()
     if config.adapter is not None:
-        model, changes = add_adapter(base, config.adapter, seed=config.seed)
+        model, changes = add_adapter(base, config.adapter, seed=config.seed, grown=grown)
     else:
         _freeze(base, config.freeze)
         if config.train_only is not None:
@@ -268,22 +268,23 @@ def _refuse_gaps(directory: Path, info: dict[str, Any]) -> None:
         raise ModelError(*problems)
 
 
-def _fit_vocabulary(base: Any, tokenizer: Any, *, grow: bool) -> None:
-    """Refuses, or resizes the embedding for, a tokenizer with more tokens than the embedding has rows."""
+def _fit_vocabulary(base: Any, tokenizer: Any, *, grow: bool) -> bool:
+    """Refuses, or resizes the embedding for, a tokenizer with more tokens than the embedding has rows; whether it was resized."""
     rows = base.get_input_embeddings().weight.shape[0]
     wanted = len(tokenizer)
     if wanted <= rows:
-        return
+        return False
     if not grow:
         raise ModelError.of(
             f"the tokenizer does not match the model: it has {wanted} tokens, the model {rows}",
             where="model.tokenizer",
             why="the embedding has no row for the other tokens",
-            fix="use the model's own tokenizer, or set model.resize_vocabulary: true with `adapter: null`",
+            fix="use the model's own tokenizer, or set model.resize_vocabulary: true",
         )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # transformers explains at length that the new rows start at the mean
         base.resize_token_embeddings(wanted)
+    return True
 
 
 def _freeze(base: torch.nn.Module, patterns: list[str]) -> None:

@@ -283,14 +283,15 @@ def merge_adapter(model: Any, *, where: str) -> Any:
 
 
 def _refuse_tied(model: Any, where: str) -> None:
-    """Refuses an adapter on head or embedding if both share one matrix: merging would change both."""
+    """Refuses an adapter on head or embedding if both share one matrix and the adapter's do not: merging would change both."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import ModulesToSaveWrapper
 
     base = model.get_base_model()
-    if not base.config.get_text_config().tie_word_embeddings:
+    both = (base.get_input_embeddings(), base.get_output_embeddings())
+    if not base.config.get_text_config().tie_word_embeddings or both[0].weight is both[1].weight:
         return
-    for module in (base.get_input_embeddings(), base.get_output_embeddings()):
+    for module in both:
         if isinstance(module, BaseTunerLayer | ModulesToSaveWrapper):
             raise ModelError.of(
                 "the adapter changes the embedding or the head, which share one matrix in this model",

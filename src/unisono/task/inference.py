@@ -15,6 +15,8 @@ from unisono.data.template import ChatTemplate, choose_template, fallback_templa
 from unisono.errors import ModelError
 from unisono.events import Reporter
 from unisono.facts import read_machine
+from unisono.model.adapter import fit_base_to_adapter
+from unisono.model.adapter_files import ADAPTER_FILE
 from unisono.model.files import odd_weights, read_contents, read_safetensors_header, weight_files
 from unisono.model.forward import Forward, choose_forward
 from unisono.model.load import (
@@ -166,7 +168,8 @@ def _load(target: Target, *, dtype: str, device: torch.device) -> LoadedModel:
 
     tokenizer = adapter_tokenizer(target)
     base = load_base(target.base, dtype=DTYPES[dtype], trust_remote_code=trusts_code(target)).to(device)
-    read_safetensors_header(target.weights / "adapter_model.safetensors")  # refuses a damaged file
+    header = read_safetensors_header(target.weights / ADAPTER_FILE)  # refuses a damaged file
+    fit_base_to_adapter(base, {tensor.name: tuple(tensor.shape) for tensor in header})
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message=f".*{_MISSING_KEYS}")
