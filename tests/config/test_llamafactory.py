@@ -1,24 +1,376 @@
-"""A LLaMA-Factory file is recognised by its keys, and nothing else is.
+"""A LLaMA-Factory file becomes our config: each of its keys has an effect, does no harm and is listed, or is refused.
 
 Run: pytest tests/config/test_llamafactory.py
 """
 
+import json
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from unisono.cli.app import main
-from unisono.config.load import llamafactory_version, refuse_if_llamafactory
-from unisono.errors import ConfigError
+from unisono.config import RunConfig, load_config
+from unisono.config.llamafactory import Translation, llamafactory_version, translate
+from unisono.config.llamafactory_keys import KEYS, Key
+from unisono.config.load import config_of
+from unisono.config.yaml_file import parse_yaml
+from unisono.errors import ConfigError, Problem
 
-V0 = {
-    "model_name_or_path": "Qwen/Qwen3-4B", "trust_remote_code": True, "stage": "sft", "do_train": True,
-    "finetuning_type": "lora", "lora_rank": 8, "lora_target": "all", "dataset": "identity,alpaca_en_demo",
-    "template": "qwen3_nothink", "cutoff_len": 2048, "learning_rate": 1.0e-4, "num_train_epochs": 3.0,
-    "output_dir": "saves/x",
+TEXT = """\
+model_name_or_path: models/tiny
+stage: sft
+do_train: true
+finetuning_type: lora
+lora_rank: 8
+dataset: identity, alpaca
+template: qwen3_nothink
+cutoff_len: 2048
+output_dir: saves/sft
+learning_rate: 1.0e-4
+num_train_epochs: 3.0
+"""
+BASE = yaml.safe_load(TEXT)
+INFO = {
+    "identity": {"file_name": "identity.json"},
+    "alpaca": {"file_name": "alpaca.json"},
+    "other": {"file_name": "identity.json", "columns": {"prompt": "q", "response": "a"}},
+    "text": {"file_name": "identity.json", "columns": {"prompt": "text"}},
+    "pairs": {"file_name": "identity.json", "ranking": True, "columns": {"prompt": "q", "chosen": "c", "rejected": "r"}},
 }  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The working directory has `data` and `other_data`, each with a dataset_info.json, and a DeepSpeed file."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("data", "other_data"):
+        Path(folder).mkdir()
+        Path(folder, "dataset_info.json").write_text(json.dumps(INFO))
+        for name in ("identity", "alpaca"):
+            Path(folder, f"{name}.json").write_text('[{"instruction": "a", "input": "", "output": "b"}]')
+    Path("z3.json").write_text(json.dumps({"zero_optimization": {"stage": 3}, "bf16": {"enabled": "auto"}}))
+
+
+def read(raw: dict[str, Any], *overrides: str) -> Translation:
+    return translate(raw, {(key,): number for number, key in enumerate(raw, 1)}, "x.yaml", overrides)
+
+
+def config(*overrides: str, **keys: Any) -> dict[str, Any]:
+    """Our config of the base file with these keys, which must be valid."""
+    translation = read({**BASE, **keys}, *overrides)
+    loaded = config_of(translation)
+    return loaded.config.model_dump(mode="json", by_alias=True)
+
+
+def problems(*overrides: str, **keys: Any) -> list[Problem]:
+    with pytest.raises(ConfigError) as caught:
+        config_of(read({**BASE, **keys}, *overrides))
+    assert caught.value.exit_code == 2
+    return list(caught.value.problems)
+
+
+def fate(translation: Translation, key: str) -> str:
+    (found,) = [entry.fate for entry in translation.keys if entry.key == key]
+    return found
+
+
+# ---- every key
+
+WITH: dict[str, dict[str, Any]] = {  # what another key needs to have an effect
+    "eval_dataset": {"val_size": None}, "eval_steps": {"eval_strategy": "steps", "val_size": 0.1},
+    "eval_strategy": {"val_size": 0.1}, "early_stopping_steps": {"eval_strategy": "epoch", "val_size": 0.1},
+    "load_best_model_at_end": {"eval_strategy": "steps", "eval_steps": 500, "val_size": 0.1},
+    "interleave_probs": {"mix_strategy": "interleave_under"}, "lr_scheduler_kwargs": {"lr_scheduler_type": "polynomial"},
+    "freeze_trainable_layers": {"finetuning_type": "freeze"}, "freeze_trainable_modules": {"finetuning_type": "freeze"},
+    "freeze_extra_modules": {"finetuning_type": "freeze"}, "use_llama_pro": {"finetuning_type": "freeze"},
+    "use_muon": {"finetuning_type": "full"}, "train_from_scratch": {"finetuning_type": "full"},
+    "pissa_iter": {"pissa_init": True}, "loraplus_lr_embedding": {"loraplus_lr_ratio": 4.0},
+    "create_new_adapter": {"adapter_name_or_path": "a"}, "gradient_checkpointing": {"disable_gradient_checkpointing": True},
+    "fsdp_config": {"fsdp": "full_shard"}, "save_steps": {"save_strategy": "steps"},
+    "swanlab_project": {"use_swanlab": True}, "max_samples": {"streaming": False},
+}  # fmt: skip
+VALUES: dict[str, Any] = {
+    "dataset": "other", "eval_dataset": "other", "dataset_dir": "other_data", "stage": "pt", "finetuning_type": "full",
+    "template": "llama3", "val_size": 0.1, "interleave_probs": "0.3,0.7", "mix_strategy": "interleave_over",
+    "lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"power": 2}, "optim": "adafactor", "report_to": "tensorboard",
+    "eval_strategy": "epoch", "save_strategy": "epoch", "warmup_ratio": 0.1, "warmup_steps": 10, "deepspeed": "z3.json",
+    "fsdp": "full_shard", "fsdp_config": {"offload_params": True}, "adam_beta1": 0.8, "adam_beta2": 0.99,
+    "metric_for_best_model": "rouge", "infer_backend": "vllm", "freeze_trainable_layers": -1, "data_seed": 7,
+    "rope_scaling": "linear", "max_grad_norm": 0.5, "lora_dropout": 0.1, "label_smoothing_factor": 0.1,
+    "load_best_model_at_end": True, "bf16": True, "adam_epsilon": 1e-6, "save_steps": 100,
+}  # fmt: skip
+
+
+def another(key: Key) -> Any:
+    """A value that is not LLaMA-Factory's default."""
+    if key.name in VALUES:
+        return VALUES[key.name]
+    if key.words:
+        return next(word for word in key.words if word != key.default)
+    simple = {"bool": not key.default, "text": "other", "list": ["other"], "any": "other", "numbers": [1.0]}
+    if key.type in simple:
+        return simple[key.type]
+    return (key.default or 0) + (1 if key.type == "int" else 0.5)
+
+
+def for_key(key: Key) -> dict[str, Any]:
+    base = {**BASE, **WITH.get(key.name, {})}
+    if key.name == "stage":
+        base |= {"dataset": "text"}
+    return {k: v for k, v in base.items() if v is not None}
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_every_key_is_refused_or_has_an_effect_or_is_listed_as_ignored(name: str) -> None:
+    key = KEYS[KEYS[name].same_as or name]
+    base = for_key(key)
+    base.pop(key.name, None)
+    if key.name in ("model_name_or_path", "dataset", "output_dir"):  # required
+        base[key.name] = BASE[key.name]
+    elif key.name in BASE and key.name != "do_train" and another(key) == BASE[key.name]:
+        raise AssertionError(f"{name}: the value is that of the base")
+    given = {**{k: v for k, v in base.items() if k != key.name}, name: another(key)}
+    if key.name == "dataset":
+        given["dataset"] = "other"
+    without, found = read(base), read(given)
+    became = fate(found, name)
+    if became == "refused":
+        assert any(name in problem.what or key.name in problem.what for problem in found.problems)
+    elif became == "ignored":
+        assert found.config == without.config
+        assert next(entry.note for entry in found.keys if entry.key == name)
+    else:
+        assert not found.problems
+        assert config_of(found).config != config_of(without).config
+        for ours in next(entry.ours for entry in found.keys if entry.key == name).split(", "):
+            assert ours.split(".")[0] in RunConfig.model_fields
+
+
+@pytest.mark.parametrize("name", [name for name, key in KEYS.items() if not key.same_as])
+def test_a_key_at_its_default_is_never_refused(name: str) -> None:
+    key = KEYS[name]
+    value = "none" if name == "report_to" else key.default
+    found = read({**for_key(key), name: value} if value is not None or name not in BASE else BASE)
+    assert not any(name in problem.what for problem in found.problems), found.problems
+
+
+def test_misspelt_keys_are_refused_with_the_nearest() -> None:
+    chance = random.Random(5)
+    names = [name for name in KEYS if len(name) > 5]
+    wrong: dict[str, str] = {}
+    while len(wrong) < 200:
+        name = chance.choice(names)
+        place = chance.randrange(1, len(name) - 1)
+        misspelt = chance.choice(
+            [name[:place] + name[place + 1 :], name[:place] + "x" + name[place:], name[:place] + name[place + 1] + name[place] + name[place + 2 :]]
+        )  # fmt: skip
+        if misspelt not in KEYS:
+            wrong[misspelt] = name
+    near = 0
+    for misspelt, name in wrong.items():
+        found = read({**BASE, misspelt: 1})
+        (problem,) = [p for p in found.problems if p.what == f"unknown key `{misspelt}`"]
+        assert problem.where.startswith("x.yaml:")
+        assert fate(found, misspelt) == "refused"
+        near += problem.fix == f"did you mean `{name}`?"
+    assert near > 180
+
+
+def test_the_table_has_every_key_of_llama_factory_once() -> None:
+    """269 rows, of which two names are shared by LoRA and OFT, and one by the evaluation and the training."""
+    own = [key for key in KEYS.values() if key.group not in ("Seq2SeqTrainingArguments", "OldNames")]
+    assert len(own) == 269 - 3
+    for key in KEYS.values():
+        assert key.same_as or key.note or key.fate in ("carried", "translated"), key.name
+
+
+# ---- what the values mean
+
+
+def test_what_llama_factory_does_by_default_is_written_out() -> None:
+    found = config()
+    assert (
+        found["adapter"] | {"rank": 8, "alpha": 16.0, "dropout": 0.0, "targets": "all-linear"}
+        == found["adapter"]
+    )
+    optim = {"lr": 1e-4, "schedule": "linear", "warmup": "0 steps", "betas": [0.9, 0.999], "eps": 1e-8, "schedule_start": 0,
+             "weight_decay": 0.0, "max_grad_norm": 1.0, "kind": "adamw"}  # fmt: skip
+    assert found["optim"] | optim == found["optim"]
+    data = {"template": "lf:qwen3_nothink", "max_length": 2048, "too_long": "balanced", "on_bad_row": "skip", "packing": False,
+            "loss_on": "answers", "eval": None, "thinking": True}  # fmt: skip
+    assert found["data"] | data == found["data"]
+    assert (found["duration"], found["seed"], found["eval"]["every"]) == ("3 epochs", 42, None)
+    assert found["batch"] | {"per_rank": 8, "accumulate": 1} == found["batch"]
+    assert found["checkpoint"] | {"every": "500 steps", "keep_every": "500 steps"} == found["checkpoint"]
+    assert found["memory"] == {"gradient_checkpointing": True}
+    assert found["model"]["dtype"] == "auto"
+    assert [source["path"] for source in found["data"]["train"]] == ["data/identity.json", "data/alpaca.json"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "ours", "value"),
+    [
+        ({"lora_rank": 4}, "adapter.alpha", 8.0),
+        ({"lora_alpha": 5}, "adapter.alpha", 5.0),
+        ({"lora_target": "q_proj,v_proj"}, "adapter.targets", [r"(^|\.)q_proj$", r"(^|\.)v_proj$"]),
+        ({"use_dora": True}, "adapter.kind", "dora"),
+        ({"use_rslora": True}, "adapter.kind", "rslora"),
+        ({"pissa_init": True}, "adapter.init", "pissa"),
+        ({"pissa_init": True}, "adapter.init_steps", 16),
+        ({"pissa_init": True, "pissa_iter": -1}, "adapter.init_steps", None),
+        ({"adapter_name_or_path": "a, b"}, "adapter.merge", ["a"]),
+        ({"adapter_name_or_path": "a, b"}, "adapter.from", "b"),
+        ({"adapter_name_or_path": "a", "create_new_adapter": True}, "adapter.merge", ["a"]),
+        ({"loraplus_lr_ratio": "16"}, "optim.lora_b_ratio", 16.0),
+        ({"learning_rate": "1e-4"}, "optim.lr", 1e-4),
+        ({"neftune_noise_alpha": 5}, "model.embedding_noise", 5.0),
+        ({"bf16": True}, "model.dtype", "bfloat16"),
+        ({"fp16": True}, "model.dtype", "float16"),
+        ({"pure_bf16": True}, "model.dtype", "bfloat16"),
+        ({"train_on_prompt": True}, "data.loss_on", "all"),
+        ({"mask_history": True}, "data.loss_on", "last-answer"),
+        ({"enable_thinking": None}, "data.thinking", None),
+        ({"enable_thinking": False}, "data.thinking", False),
+        ({"packing": True}, "data.max_length", 2047),
+        ({"neat_packing": True}, "data.packing", True),
+        ({"neat_packing": True}, "data.max_length", 2047),
+        ({"stage": "pt", "dataset": "text"}, "data.packing", True),
+        ({"stage": "pt", "dataset": "text"}, "data.max_length", 2048),
+        ({"stage": "pt", "dataset": "text"}, "data.too_long", "split"),
+        ({"stage": "pt", "dataset": "text", "packing": False}, "data.too_long", "cut"),
+        ({"stage": "pt", "dataset": "text"}, "objective", "pretrain"),
+        ({"val_size": 0.1}, "data.eval", 0.1),
+        ({"val_size": 20}, "data.eval", 20),
+        ({"max_samples": 7}, "data.train.0.rows", 7),
+        ({"mix_strategy": "interleave_over", "interleave_probs": "0.3, 0.7"}, "data.mix.probabilities", [0.3, 0.7]),
+        ({"max_steps": 9}, "duration", "9 steps"),
+        ({"num_train_epochs": 0.5}, "duration", "0.5 epochs"),
+        ({"warmup_ratio": 0.1}, "optim.warmup", "10%"),
+        ({"warmup_ratio": 0.03, "warmup_steps": 5}, "optim.warmup", "3%"),
+        ({"warmup_steps": 5}, "optim.warmup", "5 steps"),
+        ({"warmup_steps": 0.2}, "optim.warmup", "20%"),
+        ({"lr_scheduler_type": "constant", "warmup_steps": 5}, "optim.warmup", "0 steps"),
+        ({"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 5}, "optim.warmup", "5 steps"),
+        ({"lr_scheduler_type": "cosine_with_restarts", "lr_scheduler_kwargs": {"num_cycles": 3}}, "optim.cycles", 3),
+        ({"lr_scheduler_type": "polynomial"}, "optim.min_lr", pytest.approx(1e-3)),
+        ({"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-5}}, "optim.min_lr", pytest.approx(0.1)),
+        ({"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.2}}, "optim.min_lr", 0.2),
+        ({"max_grad_norm": 0}, "optim.max_grad_norm", None),
+        ({"save_strategy": "epoch"}, "checkpoint.every", "1 epochs"),
+        ({"save_strategy": False}, "checkpoint.every", "3 epochs"),
+        ({"save_steps": 0.25}, "checkpoint.every", "0.75 epochs"),
+        ({"save_steps": 0.25, "max_steps": 10}, "checkpoint.every", "3 steps"),
+        ({"save_total_limit": 2}, "checkpoint.keep", 2),
+        ({"save_total_limit": 2}, "checkpoint.keep_every", None),
+        ({"val_size": 0.1, "eval_strategy": "steps", "eval_steps": 50}, "eval.every", "50 steps"),
+        ({"val_size": 0.1, "evaluation_strategy": "epoch"}, "eval.every", "1 epochs"),
+        ({"disable_gradient_checkpointing": True}, "memory.gradient_checkpointing", False),
+        ({"finetuning_type": "full"}, "adapter", None),
+        ({"finetuning_type": "full", "use_muon": True}, "optim.kind", "muon"),
+        ({"finetuning_type": "freeze", "freeze_trainable_layers": -3}, "train_only.layers", -3),
+        ({"finetuning_type": "freeze", "freeze_trainable_modules": "mlp, self_attn"}, "train_only.modules", ["mlp", "self_attn"]),
+        ({"finetuning_type": "freeze"}, "train_only.layers", 2),
+        ({"deepspeed": "z3.json"}, "parallel.strategy", "fsdp"),
+        ({"deepspeed": {"zero_optimization": {"stage": 0}}}, "parallel.strategy", "ddp"),
+        ({"fsdp": "full_shard auto_wrap"}, "parallel.strategy", "fsdp"),
+        ({"report_to": ["tensorboard", "none"]}, "track", ["tensorboard"]),
+        ({"use_cpu": True}, "device", "cpu"),
+    ],
+)  # fmt: skip
+def test_a_value_is_carried_over(keys: dict[str, Any], ours: str, value: Any) -> None:
+    found: Any = config(**keys)
+    for part in ours.split("."):
+        found = found[int(part) if part.isdigit() else part]
+    assert found == value
+
+
+@pytest.mark.parametrize(
+    ("keys", "what"),
+    [
+        ({"finetuning_type": "full", "adapter_name_or_path": "a"}, "adapter_name_or_path: only with"),
+        ({"finetuning_type": "full", "use_dora": True}, "use_dora: only with"),
+        ({"finetuning_type": "full", "loraplus_lr_ratio": 4}, "loraplus_lr_ratio: only with"),
+        ({"use_dora": True, "use_rslora": True}, "use_rslora: an adapter is"),
+        ({"stage": "pt", "dataset": "text", "mask_history": True}, "mask_history: only with `stage: sft`"),
+        ({"stage": "pt", "dataset": "text", "neat_packing": True}, "neat_packing: only with"),
+        ({"mask_history": True, "train_on_prompt": True}, "mask_history: it trains"),
+        ({"streaming": True}, "streaming: it needs max_steps"),
+        ({"streaming": True, "max_steps": 5, "val_size": 0.1}, "val_size: with streaming"),
+        ({"streaming": True, "max_steps": 5, "max_samples": 5}, "max_samples: not with streaming"),
+        ({"eval_dataset": "other", "val_size": 0.1}, "val_size: eval_dataset is set"),
+        ({"interleave_probs": "0.5,0.5"}, "interleave_probs: only with"),
+        ({"mix_strategy": "interleave_under", "interleave_probs": "0.5"}, "interleave_probs: 1 probabilities for 2"),
+        ({"do_eval": True}, "do_eval: there are no rows"),
+        ({"eval_strategy": "epoch"}, "eval_strategy: there are no rows"),
+        ({"bf16": True, "fp16": True}, "fp16: bf16 is set"),
+        ({"load_best_model_at_end": True}, "load_best_model_at_end: save_strategy is steps"),
+        ({"dataset": "pairs"}, "the dataset pairs has pairs"),
+        ({"stage": "dpo", "dataset": "pairs"}, "`stage: dpo` cannot be trained"),
+        ({"stage": "ppo"}, "`stage: ppo` is not available"),
+        ({"finetuning_type": "oft"}, "`finetuning_type: oft` is not available"),
+        ({"lr_scheduler_type": "inverse_sqrt"}, "`lr_scheduler_type: inverse_sqrt` is not available"),
+        ({"optim": "adafactor"}, "`optim: adafactor` is not available"),
+        ({"report_to": "mlflow"}, "`report_to: mlflow` is not available"),
+        ({"deepspeed": "none.json"}, "deepspeed: none.json cannot be read"),
+        ({"deepspeed": {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}}, "deepspeed: `offload_param` to cpu"),
+        ({"fsdp": "full_shard offload"}, "fsdp: offloading"),
+        ({"learning_rate": -1}, "learning_rate → optim.lr: must be a number above 0"),
+        ({"use_muon": True}, "use_muon → optim.kind: muon trains full matrices"),
+        ({"cutoff_len": "long"}, "cutoff_len: must be a whole number"),
+        ({"packing": "perhaps"}, "packing: must be true or false"),
+        ({"stage": "stf"}, "stage: must be one of pt, sft, rm, ppo, dpo, kto, got 'stf'; did you mean `sft`?"),
+        ({"evaluation_strategy": "no", "eval_strategy": "no"}, "eval_strategy: also given as"),
+        ({"model_name_or_path": None}, "the key `model_name_or_path` is missing"),
+        ({"output_dir": None}, "the key `output_dir` is missing"),
+        ({"dataset": None}, "dataset: there is no dataset"),
+        ({"dataset": "identiti"}, "there is no dataset 'identiti'"),
+    ],
+)  # fmt: skip
+def test_one_problem_is_named_once(keys: dict[str, Any], what: str) -> None:
+    (problem,) = problems(**keys)
+    assert problem.what.startswith(what)
+    given = [key for key, value in keys.items() if value is not None]
+    assert problem.where.startswith("x.yaml:" if given else "x.yaml") or problem.where.startswith("data/")
+
+
+def test_all_problems_come_at_once_each_with_its_line() -> None:
+    text = TEXT + "quantization_bit: 4\nlearning_rat: 1\nlora_dropout: 2\nuse_kt: true\n"
+    raw, lines = parse_yaml(text, name="x.yaml")
+    with pytest.raises(ConfigError) as caught:
+        config_of(translate(raw, lines, "x.yaml", ("nonsense=1",)))
+    assert [problem.where for problem in caught.value.problems] == [
+        "x.yaml:12", "x.yaml:13", "x.yaml:14", "x.yaml:15", "command line",
+    ]  # fmt: skip
+
+
+def test_overrides_use_its_names_and_those_with_a_dot_are_ours() -> None:
+    found = config(
+        "learning_rate=1e-4", "lora_rank=4", "optim.weight_decay=0.5", "dataset=[identity]", "restarts=7"
+    )
+    assert found["optim"]["lr"] == 1e-4
+    assert found["adapter"] | {"rank": 4, "alpha": 8.0} == found["adapter"]
+    assert (found["optim"]["weight_decay"], found["restarts"]) == (0.5, 7)
+    assert len(found["data"]["train"]) == 1
+    (problem,) = problems("optim.lr=-1")
+    assert problem.where == "command line"
+
+
+def test_a_secret_is_refused_and_never_shown() -> None:
+    (problem,) = problems(hf_hub_token="hf_" + "a" * 30)
+    assert "token" in problem.what
+    shown = json.dumps(read({**BASE, "swanlab_api_key": "abc123"}).to_json())
+    assert "abc123" not in shown
+
+
+def test_added_tokens_are_no_secret() -> None:
+    (problem,) = problems(add_special_tokens="<a>,<b>")
+    assert "is not available" in problem.what
+
+
+# ---- files
+
 V1 = {
     "model": "Qwen/Qwen3-4B",
     "train_dataset": "data/v1.yaml",
@@ -28,52 +380,94 @@ V1 = {
 CHAT = {"model_name_or_path": "Qwen/Qwen3-4B", "template": "qwen3_nothink", "infer_backend": "huggingface"}
 
 
-@pytest.mark.parametrize(("raw", "version"), [(V0, "v0"), (CHAT, "v0"), (V1, "v1")])
-def test_both_generations_are_recognised(raw: dict[str, Any], version: str) -> None:
+@pytest.mark.parametrize(
+    ("raw", "version"),
+    [
+        (BASE, "v0"),
+        (CHAT, "v0"),
+        (V1, "v1"),
+        ({}, None),
+        ({"model": "m", "data": {"train": "d"}, "output_dir": "o"}, None),
+        ({"model": "m", "data": {"train": "d"}, "stage": "sft", "template": "x"}, None),
+        (
+            {"model_name_or_path": "m", "dataset_name": "d", "learning_rate": 1e-4, "max_length": 5},
+            None,
+        ),  # TRL's
+        ({"template": "x"}, None),
+    ],
+)
+def test_both_generations_are_recognised(raw: dict[str, Any], version: str | None) -> None:
     assert llamafactory_version(raw) == version
 
 
-@pytest.mark.parametrize(
-    "raw",
-    [
-        {},
-        {"model": "m", "data": {"train": "d"}, "output_dir": "o"},
-        {
-            "model": "m",
-            "data": {"train": "d"},
-            "stage": "sft",
-            "template": "x",
-        },  # ours, with two foreign keys
-        {"model_name_or_path": "m", "dataset_name": "d", "learning_rate": 1e-4},  # TRL's
-        {"template": "x"},
-    ],
-)
-def test_other_files_pass(raw: dict[str, Any]) -> None:
-    refuse_if_llamafactory(raw, "x.yaml")
-
-
-def test_the_refusal_is_one_sentence_with_our_names_for_the_keys() -> None:
+def test_a_v1_file_is_refused_with_our_names_for_its_keys() -> None:
+    Path("v1.yaml").write_text(yaml.safe_dump(V1))
     with pytest.raises(ConfigError) as caught:
-        refuse_if_llamafactory(V0, "qwen3_lora_sft.yaml")
-    assert caught.value.exit_code == 2
+        load_config(Path("v1.yaml"))
     (problem,) = caught.value.problems
-    assert problem.what.startswith("qwen3_lora_sft.yaml is a LLaMA-Factory file (v0)")
-    assert "unisono init" in problem.fix
-    for pair in ("cutoff_len → data.max_length", "learning_rate → optim.lr", "dataset → data.train"):
+    assert "is a LLaMA-Factory v1 file" in problem.what
+    for pair in ("train_dataset → data.train", "micro_batch_size → batch.micro", "peft_config → adapter"):
         assert pair in problem.fix
-    assert "save_steps" not in problem.fix  # only what the file has
 
 
-@pytest.mark.parametrize("command", [["train"], ["train", "--dry-run"], ["data", "preview"]])
-def test_every_command_that_reads_a_config_refuses_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str]
-) -> None:
-    file = tmp_path / "lf.yaml"
-    file.write_text(yaml.safe_dump(V0))
-    with pytest.raises(SystemExit) as ended:
-        main([*command, str(file)])
-    assert ended.value.code == 2
-    printed = capsys.readouterr().err
-    assert printed.count("error:") == 1
-    assert "is a LLaMA-Factory file (v0)" in printed
-    assert list(tmp_path.iterdir()) == [file]
+def test_json_is_read_too() -> None:
+    Path("x.json").write_text(json.dumps(BASE, indent="\t"))
+    assert load_config(Path("x.json")).config.optim.lr == 1e-4
+
+
+@pytest.mark.parametrize(
+    ("keys", "verb", "command"),
+    [
+        ({"export_dir": "merged"}, "export", "unisono export x.yaml --out merged"),
+        ({"do_predict": True, "predict_with_generate": True, "eval_dataset": "other"}, "predict", "unisono eval x.yaml"),
+        ({}, "chat", "unisono chat x.yaml"),
+    ],
+)  # fmt: skip
+def test_a_file_of_another_verb_names_its_command(keys: dict[str, Any], verb: str, command: str) -> None:
+    raw = {key: value for key, value in BASE.items() if key not in ("do_train", "dataset")} | keys
+    translation = read(raw)
+    assert translation.verb == verb
+    with pytest.raises(ConfigError) as caught:
+        config_of(translation)
+    (problem,) = caught.value.problems
+    assert f"`{command}`" in problem.fix
+
+
+def test_what_other_verbs_need_is_there() -> None:
+    raw = {key: value for key, value in BASE.items() if key != "do_train"}
+    found = read(
+        raw
+        | {
+            "adapter_name_or_path": "a, b",
+            "temperature": 0.5,
+            "top_p": 0.9,
+            "max_new_tokens": 9,
+            "export_dir": "m",
+        }
+    )
+    assert (found.model, found.adapters, found.template) == ("models/tiny", ["a", "b"], "lf:qwen3_nothink")
+    assert found.generation == {"max_tokens": 9, "temperature": 0.5, "top_p": 0.9, "top_k": 50}
+    assert read(raw | {"do_sample": False}).generation["temperature"] == 0.0
+    assert (found.values["export_dir"], found.values["export_size"]) == ("m", 5)
+
+
+def test_the_rows_of_a_preference_file_can_be_previewed() -> None:
+    translation = read({**BASE, "stage": "dpo", "dataset": "pairs"})
+    loaded = config_of(translation, verb="preview")
+    assert (loaded.translation and loaded.translation.stage) == "dpo"
+
+
+def test_the_origin_of_a_value_is_its_line_there() -> None:
+    Path("x.yaml").write_text(TEXT)
+    loaded = load_config(Path("x.yaml"), ("lora_rank=4",))
+    assert loaded.origins["optim.lr"] == "x.yaml:10"
+    assert loaded.origins["adapter.rank"] == "command line"
+    assert "default" in loaded.origins["optim.eps"]
+
+
+def test_the_config_is_runnable_as_it_is() -> None:
+    Path("x.yaml").write_text(TEXT)
+    loaded = load_config(Path("x.yaml"))
+    Path("ours.yaml").write_text(yaml.safe_dump(loaded.config.model_dump(mode="json", by_alias=True)))
+    again = load_config(Path("ours.yaml"))
+    assert (again.config, again.translation) == (loaded.config, None)

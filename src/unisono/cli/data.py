@@ -29,11 +29,15 @@ def preview(
     from unisono.supervise.task_process import run_task
 
     printer = output()
-    loaded = load_config(config, tuple(overrides or ()))
+    loaded = load_config(config, tuple(overrides or ()), verb="preview")
+    translation = loaded.translation
+    for text in translation.notes() if translation else []:
+        printer.notify(text)
     request = {
         "config": loaded.config.model_dump(mode="json", by_alias=True),
         "cache_dir": str(read_environment().cache_dir),
         "rows": rows,
+        "stage": translation.stage if translation else None,
     }
     found = run_task("preview", request)
     if printer.json:

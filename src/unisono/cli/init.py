@@ -21,8 +21,20 @@ def init(
         Path | None, typer.Option("--out", help="write to this file, which must not exist; default: stdout")
     ] = None,
     listing: Annotated[bool, typer.Option("--list", help="list the templates")] = False,
+    from_llamafactory: Annotated[
+        Path | None,
+        typer.Option(
+            "--from-llamafactory",
+            metavar="FILE",
+            help="translate this file of LLaMA-Factory (YAML or JSON)",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Writes a commented config to start from, or a job file for a cluster."""
+    if from_llamafactory is not None:
+        _translate(from_llamafactory, template, out)
+        return
     if listing:
         _list_templates()
         return
@@ -81,6 +93,43 @@ def _configs() -> Traversable:
 
 def _names_in(folder: Traversable) -> list[str]:
     return [item.name.removesuffix(".yaml") for item in folder.iterdir() if item.name.endswith(".yaml")]
+
+
+def _translate(path: Path, template: str | None, out: Path | None) -> None:
+    """Writes the config of a LLaMA-Factory file; with --json lists the fate of each key.
+
+    Raises:
+        UnisonoError: with all that is wrong with the file.
+    """
+    from unisono.cli.translated_config import config_text
+    from unisono.config.load import config_of, read_llamafactory
+    from unisono.errors import UnisonoError, UsageError
+
+    if template is not None:
+        raise UsageError.of(
+            "a template and --from-llamafactory are given", where="command line", fix="remove one of them"
+        )
+    translation = read_llamafactory(path)
+    try:
+        loaded = config_of(translation, verb="init")
+    except UnisonoError as error:
+        if not output().json:
+            raise
+        for line in error.lines():
+            output().warn(line)
+        output().emit({"schema": 1, **translation.to_json(), "problems": error.to_json()["problems"]})
+        raise typer.Exit(error.exit_code) from None
+    text = config_text(translation, loaded)
+    if output().json:
+        output().emit({"schema": 1, **translation.to_json()})
+    elif out is None:
+        output().verbatim(text.rstrip("\n"))
+    if out is not None:
+        _write_new(out, text)
+    for line in translation.warnings:
+        output().notify(line)
+    if out is not None:
+        output().notify(f"wrote {out}: `unisono train {out}` starts it")
 
 
 def _list_templates() -> None:

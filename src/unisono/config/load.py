@@ -1,6 +1,6 @@
 """From a YAML file and `key.sub=value` overrides to a RunConfig, or to all that is wrong with them at once.
 
-A file of LLaMA-Factory is recognized and refused.
+A file of LLaMA-Factory is recognized, and translated first.
 """
 
 import math
@@ -11,28 +11,17 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from unisono.config.llamafactory import (
+    Translation,
+    Verb,
+    llamafactory_version,
+    refuse_v1,
+    translate,
+)
 from unisono.config.problems import find_secrets, problems_of
 from unisono.config.schema import RunConfig
 from unisono.config.yaml_file import COMMAND_LINE, KeyPath, KeyPlaces, parse_value, read_yaml
 from unisono.errors import ConfigError, Problem
-
-# Keys that only LLaMA-Factory has (not those of transformers' TrainingArguments), and the equivalent keys of unisono.
-# fmt: off
-_OWN_KEYS = {
-    "model_name_or_path": "model", "stage": "objective", "finetuning_type": "adapter.kind", "dataset": "data.train",
-    "dataset_dir": "data.train", "eval_dataset": "data.eval", "val_size": "data.eval", "template": "data.template",
-    "cutoff_len": "data.max_length", "lora_rank": "adapter.rank", "lora_alpha": "adapter.alpha",
-    "lora_dropout": "adapter.dropout", "lora_target": "adapter.targets", "adapter_name_or_path": "", "max_samples": "",
-    "preprocessing_num_workers": "", "overwrite_cache": "", "plot_loss": "", "quantization_bit": "", "export_dir": "",
-    "infer_backend": "", "neat_packing": "data.packing", "train_on_prompt": "data.loss_on", "mask_history": "data.loss_on",
-}
-_SHARED_KEYS = {
-    "learning_rate": "optim.lr", "num_train_epochs": "duration", "max_steps": "duration", "lr_scheduler_type": "optim.schedule",
-    "warmup_ratio": "optim.warmup", "per_device_train_batch_size": "batch.micro", "gradient_accumulation_steps": "batch.global",
-    "save_steps": "checkpoint.every", "eval_steps": "eval.every",
-}
-# fmt: on
-_ENOUGH_KEYS = 2
 
 
 @dataclass(frozen=True)
@@ -43,17 +32,74 @@ class LoadedConfig:
     path: Path | None
     origins: dict[str, str]
     """Key, e.g. `batch.micro`: `train.yaml:7` or `command line`. Keys at their default are omitted."""
+    translation: Translation | None = None
+    """What was read from a file of LLaMA-Factory; None: the file is ours."""
 
 
-def load_config(path: Path, overrides: tuple[str, ...] = ()) -> LoadedConfig:
+def load_config(path: Path, overrides: tuple[str, ...] = (), *, verb: Verb = "train") -> LoadedConfig:
     """Reads a config file and applies overrides of the form `key.sub=value`, the value in YAML.
 
+    Args:
+        path: our config, or a file of LLaMA-Factory, whose overrides without a dot use its names.
+        overrides: from the command line.
+        verb: what a LLaMA-Factory file is read for; `preview` also takes one that cannot be trained here.
+
     Raises:
-        ConfigError: with all problems found, or because it is a file of a different tool.
+        ConfigError: with all problems found.
     """
     raw, lines = read_yaml(path)
-    refuse_if_llamafactory(raw, str(path))
+    if is_llamafactory(raw):
+        return config_of(_translated(raw, lines, path, overrides), path=path, verb=verb)
     return build_config(raw, lines=lines, name=str(path), path=path, overrides=overrides)
+
+
+def is_llamafactory(raw: dict[str, Any]) -> bool:
+    """Whether a mapping is a file of LLaMA-Factory, of either generation."""
+    return "data" not in raw and llamafactory_version(raw) is not None
+
+
+def read_llamafactory(path: Path, overrides: tuple[str, ...] = ()) -> Translation:
+    """A file of LLaMA-Factory in our terms; its `problems` are not raised.
+
+    Raises:
+        ConfigError: if it cannot be read, is of the generation v1, or is not LLaMA-Factory's.
+    """
+    raw, lines = read_yaml(path)
+    if not is_llamafactory(raw):
+        raise ConfigError.of(
+            f"{path} is not a file of LLaMA-Factory",
+            where=str(path),
+            why="it has no `model_name_or_path` with one of its other keys",
+            fix="give such a file; our own config needs no translation",
+        )
+    return _translated(raw, lines, path, overrides)
+
+
+def _translated(
+    raw: dict[str, Any], lines: dict[KeyPath, int], path: Path, overrides: tuple[str, ...]
+) -> Translation:
+    if llamafactory_version(raw) == "v1":
+        raise refuse_v1(raw, lines, str(path))
+    return translate(raw, lines, str(path), overrides)
+
+
+def config_of(translation: Translation, *, path: Path | None = None, verb: Verb = "train") -> LoadedConfig:
+    """The config of a translated file, with the overrides of our own keys applied.
+
+    Raises:
+        ConfigError: with all problems of the file, in the names of its keys.
+    """
+    places = KeyPlaces.of_origins(translation.origins, translation.name)
+    problems = [*translation.problems, *translation.refusals(verb)]
+    if translation.lacks_config:
+        raise ConfigError(*sorted(problems, key=_line))
+    try:
+        loaded = _build(
+            translation.config, places, path=path, overrides=translation.our_overrides, problems=problems
+        )
+    except ConfigError as error:
+        raise ConfigError(*translation.in_its_names(error.problems)) from None
+    return LoadedConfig(loaded.config, path, loaded.origins, translation)
 
 
 def build_config(
@@ -69,10 +115,20 @@ def build_config(
     Raises:
         ConfigError: with all problems found.
     """
-    places = KeyPlaces(lines, name)
-    raw, problems = apply_overrides(raw, overrides, places)
+    return _build(raw, KeyPlaces(lines, name), path=path, overrides=overrides, problems=[])
+
+
+def _build(
+    raw: dict[str, Any],
+    places: KeyPlaces,
+    *,
+    path: Path | None,
+    overrides: tuple[str, ...],
+    problems: list[Problem],
+) -> LoadedConfig:
+    raw, wrong = apply_overrides(raw, overrides, places)
     secrets = find_secrets(raw, places)
-    problems += secrets.values()
+    problems = [*problems, *wrong, *secrets.values()]
     try:
         config = RunConfig.model_validate(raw)
     except ValidationError as error:
@@ -147,39 +203,3 @@ def _replaced(base: Any, key: KeyPath, value: Any, text: str) -> Any:
     inner = base if isinstance(base, dict) else {}
     name = str(head)
     return {**inner, name: _replaced(inner.get(name), tuple(rest), value, text)}
-
-
-# ---- files of LLaMA-Factory
-
-
-def llamafactory_version(raw: dict[str, Any]) -> str | None:
-    """`v0` or `v1` if the mapping is a LLaMA-Factory file, else None."""
-    if "data" in raw:  # required here, unknown there
-        return None
-    if "model" in raw:
-        return "v1" if "train_dataset" in raw else None
-    return "v0" if len(_OWN_KEYS.keys() & raw.keys()) >= _ENOUGH_KEYS else None
-
-
-def refuse_if_llamafactory(raw: dict[str, Any], name: str) -> None:
-    """Rejects a LLaMA-Factory file with one error.
-
-    Args:
-        raw: the mapping from the file.
-        name: the file's name, for the message.
-
-    Raises:
-        ConfigError: if it is one.
-    """
-    version = llamafactory_version(raw)
-    if version is None:
-        return
-    ours = [
-        f"{key} → {target}" for key, target in (_OWN_KEYS | _SHARED_KEYS).items() if target and key in raw
-    ]
-    carry = f", and transfer {', '.join(ours)}" if ours else ""
-    raise ConfigError.of(
-        f"{name} is a LLaMA-Factory file ({version}), which unisono does not read",
-        where=name,
-        fix=f"create a config with `unisono init --out train.yaml`{carry}",
-    )

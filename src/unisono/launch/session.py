@@ -14,7 +14,7 @@ from unisono.launch.head_run import HeadRun
 from unisono.launch.meeting_entry import is_about_nodes, party_of, report_early_refusal
 from unisono.launch.outcome import NOTHING_DONE, Ending, result_of
 from unisono.launch.planning import LocalNode, look_around, prepare
-from unisono.launch.train_request import TrainRequest, load_requested, refuse_live_launcher
+from unisono.launch.train_request import TrainRequest, load_requested, refuse_live_launcher, show_notes
 from unisono.plan import RunPlan
 from unisono.plan.placement import lay_out
 from unisono.remote_checkpoint.storage_trial import storage_tried
@@ -69,6 +69,7 @@ def plan_only(request: TrainRequest, show: Show) -> RunPlan:
         UnisonoError: whatever the start itself would be refused for before its ranks.
     """
     loaded, local_node = _look(request, read_environment())
+    show_notes(loaded, show)
     run = RunDir(Path(loaded.config.output_dir))
     with as_usage_error():
         decision = decide_start(
@@ -107,6 +108,8 @@ def _start(
     except UnisonoError as error:
         report_early_refusal(request, environment, error, token=token, show=show)
         raise
+    if local_node.topology.is_head:
+        show_notes(loaded, show)
     party = None
     if local_node.topology.nodes > 1:
         if request.programs.fork_server is not None:

@@ -14,7 +14,9 @@ from unisono.causes import Verdict
 from unisono.config import LoadedConfig, RunConfig
 from unisono.config.load import load_config
 from unisono.errors import UsageError
+from unisono.events import Show, notify
 from unisono.facts import Environment, Probes
+from unisono.facts.environment import all_variables
 from unisono.facts.slurm import SlurmStep
 from unisono.plan.placement import device_words
 from unisono.plan.topology import TopologyRequest, parse_hosts
@@ -202,6 +204,13 @@ def load_requested(request: TrainRequest) -> LoadedConfig:
     loaded = load_config(request.config_path, overrides)
     origins = loaded.origins if request.origins is None else request.origins
     return replace(loaded, config=with_absolute_paths(loaded.config, Path.cwd()), origins=origins)
+
+
+def show_notes(loaded: LoadedConfig, show: Show) -> None:
+    """Says once that a file of LLaMA-Factory was read, what of it was ignored, and what differs."""
+    if loaded.translation is not None:
+        for text in loaded.translation.notes(all_variables()):
+            notify(show, text)
 
 
 def refuse_live_launcher(environment: Environment, request: TrainRequest) -> None:

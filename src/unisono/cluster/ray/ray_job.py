@@ -18,7 +18,7 @@ from unisono.facts.machine import Gpu
 from unisono.launch.outcome import NOTHING_DONE, Ending, result_of
 from unisono.launch.run_claim import Claim, claim
 from unisono.launch.run_records import read_progress
-from unisono.launch.train_request import TrainRequest, load_requested
+from unisono.launch.train_request import TrainRequest, load_requested, show_notes
 from unisono.plan.topology import Accelerators, Topology, TopologyRequest, read_topology
 from unisono.rendezvous.meeting_rules import show_verdicts
 from unisono.rendezvous.remote_fronts import forwarded_variables
@@ -43,6 +43,7 @@ def train(request: TrainRequest, show: Show) -> dict[str, Any]:
     began = time.monotonic()
     environment = read_environment()
     loaded = load_requested(request)
+    show_notes(loaded, show)
     body = _driver_request(request, loaded, environment)
     with Interrupts() as interrupts:
         try:
