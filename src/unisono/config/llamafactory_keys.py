@@ -33,9 +33,10 @@ class Key:
 
 def _read_table() -> dict[str, Key]:
     text = resources.files("unisono.config").joinpath("llamafactory_keys.toml").read_text(encoding="utf-8")
+    groups: dict[str, dict[str, dict[str, Any]]] = tomllib.loads(text)
     return {
         name: Key(name, group, **{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
-        for group, keys in tomllib.loads(text).items()
+        for group, keys in groups.items()
         for name, fields in keys.items()
     }
 

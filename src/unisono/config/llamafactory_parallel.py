@@ -92,10 +92,10 @@ def _read_fsdp(values: Values) -> tuple[str, str]:
         else []
     )
     config = _mapping(values["fsdp_config"], "fsdp_config") if values["fsdp_config"] else {}
-    if "offload" in words or any(
-        config.get(k) for k in ("offload_params", "fsdp_offload_params", "cpu_offload")
-    ):
+    if "offload" in words:
         raise _Refused("fsdp: offloading is not available", _OFFLOAD, "remove it")
+    if any(config.get(key) for key in ("offload_params", "fsdp_offload_params", "cpu_offload")):
+        raise _Refused("fsdp_config: offloading is not available", _OFFLOAD, "remove it")
     if "no_shard" in words:
         return "ddp", "parallel.strategy is ddp: as with no_shard, each rank has the whole model"
     partly = next(

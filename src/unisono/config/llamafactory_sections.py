@@ -5,12 +5,17 @@ What LLaMA-Factory does by default and we do not is written out, so that the con
 
 import math
 import re
-from typing import Any
+from typing import Any, get_args
 
 from unisono.config.dataset_info import read_datasets
 from unisono.config.llamafactory_keys import Fate, Values
 from unisono.config.llamafactory_parallel import read_strategy
+from unisono.config.schema import DataSection, RunConfig
+from unisono.config.yaml_file import all_keys
 from unisono.errors import ConfigError, Problem
+
+_OURS = set(all_keys(RunConfig))
+_TOO_LONG = get_args(DataSection.model_fields["too_long"].annotation)
 
 
 class Sections:
@@ -49,6 +54,10 @@ class Sections:
 
     def _put(self, ours: str, value: Any, *keys: str) -> None:
         """Sets one of our keys; `keys` are those of the file that decide it, the first given one is its origin."""
+        if ours not in _OURS:  # comes with its feature
+            if keys and self._values.is_set(keys[0]):
+                self._refuse(keys[0], "it is not here yet", "remove it")
+            return
         *sections, last = ours.split(".")
         target = self.config
         for section in sections:
@@ -177,7 +186,7 @@ class Sections:
             if self.eval_sources:
                 self._put("data.train", self.eval_sources, "eval_dataset")
         else:
-            self._put("data.train", sources or ["?"], "dataset", "dataset_dir", "max_samples")
+            self._put("data.train", sources or "?", "dataset", "dataset_dir", "max_samples")
             if self.eval_sources:
                 self._put("data.eval", self.eval_sources, "eval_dataset")
             elif values["val_size"]:
@@ -221,7 +230,8 @@ class Sections:
         asked = values["neat_packing"] or bool(values["packing"])
         # LLaMA-Factory takes one off where packing is asked for, and not where pretraining brings it.
         self._put("data.max_length", values["cutoff_len"] - (1 if asked else 0), "cutoff_len")
-        too_long = "balanced" if not pretrain else "split" if packed else "cut"
+        balanced = "balanced" if "balanced" in _TOO_LONG else "cut"  # comes with its feature
+        too_long = balanced if not pretrain else "split" if packed else "cut"
         self._put("data.too_long", too_long, "cutoff_len")
         self._put("data.on_bad_row", "skip")
         self._put("data.packing", bool(packed), "neat_packing", "packing", "stage")
@@ -315,6 +325,12 @@ class Sections:
             self._put("duration", f"{_plain(epochs)} epochs", "num_train_epochs")
             self._ignore("max_steps", "0 and below: num_train_epochs decides")
         each, times = values["per_device_train_batch_size"], values["gradient_accumulation_steps"]
+        if "batch.per_rank" not in _OURS:  # comes with its feature
+            self._put("batch.micro", each, "per_device_train_batch_size")
+            self._put(
+                "batch.global", each * times, "gradient_accumulation_steps", "per_device_train_batch_size"
+            )
+            return
         self._put("batch.per_rank", each, "per_device_train_batch_size")
         self._put("batch.accumulate", times, "gradient_accumulation_steps")
 
@@ -410,9 +426,8 @@ class Sections:
             track.append("swanlab")
         unknown = [name for name in track if name not in _TRACKERS]
         if unknown:
-            self._refuse(
-                "report_to", f"there is no tracker {unknown[0]} here", f"use none or {', '.join(_TRACKERS)}"
-            )
+            key = "report_to" if values.is_set("report_to") else "use_swanlab"
+            self._refuse(key, f"there is no tracker {unknown[0]} here", f"use none or {', '.join(_TRACKERS)}")
         elif track:
             self._put("track", track, "report_to", "use_swanlab")
 
@@ -421,7 +436,7 @@ _SCHEDULES = {
     "linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant",
     "cosine_with_restarts": "cosine_with_restarts", "polynomial": "polynomial", "cosine_with_min_lr": "cosine",
 }  # fmt: skip
-_TRACKERS = ("tensorboard", "wandb", "swanlab")
+_TRACKERS = get_args(get_args(RunConfig.model_fields["track"].annotation)[0])
 
 
 def _plain(number: float) -> str:
