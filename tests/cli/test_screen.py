@@ -298,3 +298,12 @@ def test_a_start_that_the_head_refused_does_not_speak_for_nodes_that_train() -> 
     assert ending({"outcome": "disagreed", "verdict": of_all}, Path("/")) == [
         "disagreed: nothing was trained, on any node"
     ]
+
+
+def test_the_first_screen_shows_how_the_ranks_make_the_batch() -> None:
+    (line,) = (
+        line
+        for line in first_screen(plan(batch={"per_rank": 4, "accumulate": 8}), {})
+        if line.startswith("batch")
+    )
+    assert "32 packed sequences a step = 4 × 8 × 1 rank ·" in line

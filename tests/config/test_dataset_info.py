@@ -49,9 +49,11 @@ def problems(*names: str, stage: str = "sft") -> list[Problem]:
     return list(caught.value.problems)
 
 
-def source(entry: dict[str, Any], *, stage: str = "sft", **options: bool) -> dict[str, Any]:
+def source(
+    entry: dict[str, Any], *, stage: str = "sft", options: dict[str, bool] | None = None
+) -> dict[str, Any]:
     write({"d": {"file_name": "rows.json"} | entry})
-    (found,) = read("d", stage=stage, **options)
+    (found,) = read("d", stage=stage, **(options or {}))
     return found
 
 
@@ -110,7 +112,7 @@ def test_other_hubs_are_refused_unless_there_is_one_that_we_read() -> None:
     assert source(entry)["path"] == "org/name"
     for option, url in (("use_modelscope", "ms_hub_url"), ("use_openmind", "om_hub_url")):
         with pytest.raises(ConfigError) as caught:
-            source(entry, **{option: True})
+            source(entry, options={option: True})
         assert caught.value.problems[0].where == f"data/dataset_info.json:{[*entry].index(url) + 4}"
     write({"d": {"ms_hub_url": "ms/name", "file_name": "rows.json"}})
     assert "ModelScope" in problems("d")[0].what

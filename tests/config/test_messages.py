@@ -126,6 +126,56 @@ def test_contradictions_come_together_each_at_its_own_line(tmp_path: Path) -> No
     assert all(problem.fix for problem in problems)
 
 
+@pytest.mark.parametrize(
+    ("batch", "what"),
+    [
+        ("{per_rank: 2, global: 16}", "batch.per_rank: `global` already says how many sequences a step has"),
+        ("{per_rank: 2, micro: 2}", "batch.micro: `per_rank` already says how many sequences a forward has"),
+        ("{accumulate: 2}", "batch.accumulate: it counts forwards of `per_rank` sequences"),
+    ],
+)
+def test_the_two_forms_of_the_batch_exclude_each_other(tmp_path: Path, batch: str, what: str) -> None:
+    problem = the_one(tmp_path, GOOD + f"batch: {batch}")
+    assert problem.what == what
+    assert problem.fix
+
+
+def test_sources_that_contradict_themselves_are_refused_each_with_its_line(tmp_path: Path) -> None:
+    text = """model: m
+output_dir: o
+data:
+  train:
+  - {path: a, samples: 3, weight: 2}
+  - path: b
+    tags: {user_tag: u}
+  eval:
+  - {path: c, weight: 2}
+  mix: {probabilities: [0.5]}
+"""
+    found = {
+        problem.what.partition(":")[0]: problem.where.removeprefix(f"{tmp_path}/")
+        for problem in refused(tmp_path, text)
+    }
+    assert found == {
+        "data.train.0.weight": "t.yaml:5", "data.train.1.tags": "t.yaml:7", "data.eval.0.weight": "t.yaml:9",
+        "data.mix.probabilities": "t.yaml:10",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("mix", "words"),
+    [
+        ("{strategy: interleave_over, probabilities: [0.5, 0.4]}", "they sum to 0.9"),
+        ("{strategy: interleave_over, probabilities: [1.0]}", "1 probabilities for 2 sources"),
+        ("{probabilities: [0.5, 0.5]}", "concat takes all rows"),
+        ("{strategy: interleave}", "must be one of"),
+    ],
+)
+def test_a_mix_that_cannot_be_is_refused(tmp_path: Path, mix: str, words: str) -> None:
+    text = f"model: m\noutput_dir: o\ndata: {{train: [a, b], mix: {mix}}}\n"
+    assert words in the_one(tmp_path, text).what
+
+
 def test_the_micro_batch_is_answered_with_those_that_divide(tmp_path: Path) -> None:
     problem = the_one(tmp_path, GOOD + "batch: {micro: 3, global: 64}")
     assert problem.what == "batch.micro: 3 does not divide the global batch of 64 sequences"

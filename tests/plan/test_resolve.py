@@ -63,6 +63,58 @@ def plan(*arguments: Any, **keys: Any) -> RunPlan:
     return resolve_plan(inputs(*arguments, **keys))
 
 
+def on_ranks(ranks: int, **keys: Any) -> PlanInputs:
+    given_inputs = inputs(**keys)
+    places = [
+        RankPlace(rank=rank, node_rank=0, local_rank=rank, host="h", device=given_inputs.device)
+        for rank in range(ranks)
+    ]
+    return replace(given_inputs, ranks=places)
+
+
+@given(st.integers(1, 8), st.integers(1, 8), st.integers(1, 6), st.integers(1, 6))
+def test_sequences_of_a_rank_times_forwards_times_ranks_are_the_global_batch(
+    per_rank: int, accumulate: int, ranks: int, later_ranks: int
+) -> None:
+    of_ranks = {"per_rank": per_rank, "accumulate": accumulate}
+    made = resolve_plan(on_ranks(ranks, batch=of_ranks))
+    size = per_rank * accumulate * ranks
+    assert (made.global_batch, made.micro_batch, made.batch_of_ranks) == (
+        size,
+        per_rank,
+        (per_rank, accumulate),
+    )
+    # config.yaml says it with the keys that mean the same on any number of ranks
+    assert made.config.model_dump(by_alias=True)["batch"] == {"global": size, "micro": per_rank}
+    same = resolve_plan(on_ranks(ranks, batch={"global": size, "micro": per_rank}))
+    assert (same.config_digest, same.total_steps) == (made.config_digest, made.total_steps)
+    # a run that continues on other ranks
+    later = resolve_plan(
+        replace(on_ranks(later_ranks, batch=of_ranks), earlier_batch=(size, made.batch_of_ranks))
+    )
+    assert (later.global_batch, later.micro_batch, later.config) == (size, per_rank, made.config)
+    by_its_config = replace(
+        on_ranks(later_ranks, batch={"global": size, "micro": per_rank}), earlier_batch=(size, (2, 3))
+    )
+    assert resolve_plan(by_its_config).batch_of_ranks == (2, 3)
+
+
+def test_tokens_become_steps_of_the_batch_that_the_ranks_make() -> None:
+    """Before the plan the number of ranks is unknown, so the data are counted in sequences."""
+    made = resolve_plan(
+        on_ranks(2, batch={"per_rank": 2, "accumulate": 3}, duration="1M tokens", total_steps=121)
+    )
+    assert (made.total_steps, made.data.total_steps) == (11, 11)
+    assert (
+        resolve_plan(on_ranks(2, batch={"per_rank": 2}, duration="9 steps", total_steps=9)).total_steps == 9
+    )
+
+
+def test_a_product_beyond_any_batch_is_refused() -> None:
+    with pytest.raises(ConfigError, match="1,000,000 × 2 × 3 ranks"):
+        resolve_plan(on_ranks(3, batch={"per_rank": 1_000_000, "accumulate": 2}))
+
+
 @settings(deadline=None)
 @given(st.integers(1, 5000), st.integers(1, 300), st.integers(1, 12))
 def test_epochs_see_every_sequence_that_often_and_the_last_step_may_be_short(

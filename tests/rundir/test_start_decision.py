@@ -74,6 +74,32 @@ def test_where_nothing_is_a_run_begins_also_with_resume(there: str, tmp_path: Pa
     assert decision.run_id
 
 
+def _write_run_of_ranks(root: Path, *, of_ranks: tuple[int, int] | None, world_size: int, size: int) -> None:
+    run = _write_run(root, batch={"global": size, "micro": 2})
+    plan = json.loads(run.plan.read_text())
+    run.plan.write_text(
+        json.dumps(plan | {"global_batch": size, "batch_of_ranks": of_ranks, "world_size": world_size})
+    )
+
+
+@pytest.mark.parametrize("of_ranks", [(2, 4), None])
+def test_a_batch_of_ranks_is_the_same_on_any_number_of_them(
+    tmp_path: Path, of_ranks: tuple[int, int] | None
+) -> None:
+    root = tmp_path / "out"
+    _write_run_of_ranks(root, of_ranks=of_ranks, world_size=2, size=16)
+    assert _decide(root, batch={"per_rank": 2, "accumulate": 4}).earlier_batch == (16, of_ranks)
+    for batch in ({"global": 16, "micro": 2}, {"per_rank": 1, "accumulate": 8}):
+        assert _decide(root, batch=batch).kind == "resume"
+    for batch in (
+        {"per_rank": 2, "accumulate": 8},
+        {"per_rank": 3, "accumulate": 4},
+        {"global": 8, "micro": 2},
+    ):
+        with pytest.raises(UsageError, match="batch"):
+            _decide(root, batch=batch)
+
+
 def test_two_fresh_runs_have_two_names(tmp_path: Path) -> None:
     assert _decide(tmp_path / "out").run_id != _decide(tmp_path / "out").run_id
 

@@ -1,5 +1,6 @@
 """The first screen: the plan of a run in at most twelve lines, before it starts. Pure."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -144,7 +145,10 @@ def _batch(plan: RunPlan) -> str:
     packed = "packed sequences" if plan.config.data.packing else "sequences"
     share, rest = divmod(plan.global_batch, plan.world_size)
     micro_steps = -(-(share + bool(rest)) // plan.micro_batch)
-    if plan.world_size == 1:
+    factors = (*(plan.batch_of_ranks or (0, 0)), plan.world_size)
+    if plan.global_batch == math.prod(factors):  # not in a run that continues on other ranks
+        cut = " × ".join(map(str, factors)) + f" rank{'s' if plan.world_size > 1 else ''}"
+    elif plan.world_size == 1:
         cut = f"{micro_steps} × {plan.micro_batch}"
     else:
         each = f"{share} or {share + 1}" if rest else str(share)

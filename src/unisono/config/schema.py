@@ -8,7 +8,16 @@ import json
 import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from unisono.config.yaml_file import Takes
 from unisono.text import Duration, Warmup, parse_bytes, parse_seconds
@@ -362,6 +371,27 @@ class BatchSection(Section):
     micro: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         default="auto", description="sequences per rank and forward; divides global"
     )
+    per_rank: int | None = Field(
+        default=None,
+        ge=1,
+        le=1_000_000,
+        description="instead of `global` and `micro`: sequences per rank and forward. The plan sets `global` to per_rank × accumulate × ranks;"
+        " a run that resumes on other ranks keeps it",
+    )
+    accumulate: int | None = Field(
+        default=None, ge=1, le=1_000_000, description="with per_rank: forwards per optimizer step; null: 1"
+    )
+
+    @property
+    def of_ranks(self) -> tuple[int, int] | None:
+        """`per_rank` and `accumulate`; None if `global` says the size."""
+        return None if self.per_rank is None else (self.per_rank, self.accumulate or 1)
+
+    @model_serializer(mode="wrap")
+    def _without_unset(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Only one of the two forms, so that what was not set does not read as set."""
+        other = ("per_rank", "accumulate") if self.per_rank is None else ("global", "global_", "micro")
+        return {key: value for key, value in dump(self).items() if key not in other}
 
 
 class EvalSection(Section):
@@ -509,11 +539,24 @@ class RunConfig(Section):
 
 def contradictions(config: RunConfig) -> list[str]:
     """Keys that contradict each other, each as `key: problem; remedy` on one line."""
+    batch, set_in_batch = config.batch, config.batch.model_fields_set
     has_adapter, has_eval = config.adapter is not None, config.data.eval is not None
     micro, global_batch = config.batch.micro, config.batch.global_
     rules = [
         (
-            micro != "auto" and global_batch % micro != 0,
+            batch.per_rank is not None and "global_" in set_in_batch,
+            "batch.per_rank: `global` already says how many sequences a step has; remove one of them",
+        ),
+        (
+            batch.per_rank is not None and micro != "auto",
+            "batch.micro: `per_rank` already says how many sequences a forward has; remove one of them",
+        ),
+        (
+            batch.per_rank is None and batch.accumulate is not None,
+            "batch.accumulate: it counts forwards of `per_rank` sequences; set `batch.per_rank`, or remove it",
+        ),
+        (
+            micro != "auto" and batch.per_rank is None and global_batch % micro != 0,
             f"batch.micro: {micro} does not divide the global batch of {global_batch} sequences; "
             f"set batch.micro to {_divisors(global_batch)}",
         ),

@@ -263,6 +263,90 @@ def _with_system(messages: list[Message], row: _Columns) -> list[Message]:
     return messages if messages and messages[0]["role"] == "system" else [*_system(row), *messages]
 
 
+_OPENAI_TAGS = TagsSection(
+    role_tag="role",
+    content_tag="content",
+    user_tag="user",
+    assistant_tag="assistant",
+    observation_tag="tool",
+    function_tag="function",
+    system_tag="system",
+)
+_BETWEEN_ANSWERS = "\n</tool_response>\n<tool_response>\n"
+_NO_THINKING = "detailed thinking off"
+
+
+def _read_openai(row: _Columns) -> Example:
+    """OpenAI messages as LLaMA-Factory 0.9.5 reads them.
+
+    Answers of tools that follow each other are joined to one, those at the end are dropped, a turn with tool calls loses its text, and
+    the system message asks for no thinking. `messages` changes nothing of this.
+    """
+    words = _words_of(row.tags or _OPENAI_TAGS)
+    turns: list[Message] = []
+    answers: list[str] = []
+    for number, turn in enumerate(_list_of(row.get("messages"), "messages"), 1):
+        message = _openai_turn(turn, number, words)
+        if message["role"] == "tool":
+            answers.append(message["content"])
+            continue
+        if answers:
+            turns.append({"role": "tool", "content": _BETWEEN_ANSWERS.join(answers)})
+            answers = []
+        turns.append(message)
+    leading = turns.pop(0)["content"] if turns and turns[0]["role"] == "system" else None
+    _refuse_disorder(turns)
+    has_tools = row.has("tools") and row.get("tools") != ""
+    system = _without_thinking(
+        row.optional_text("system") if leading is None else leading, has_tools=has_tools
+    )
+    return Conversation([*([{"role": "system", "content": system}] if system else []), *turns], _tools(row))
+
+
+def _openai_turn(turn: Any, number: int, words: _Words) -> Message:
+    calls = turn.get("tool_calls") if isinstance(turn, dict) else None
+    if isinstance(turn, dict) and turn.get(words.text) is None and calls:
+        turn = {**turn, words.text: ""}
+    role, text = _role_and_text(turn, number, words)
+    if role not in ("assistant", "function_call"):
+        return {"role": role, "content": text}
+    if calls:
+        functions = [
+            call.get("function") if isinstance(call, dict) else None for call in _list_of(calls, "tool_calls")
+        ]
+        if not all(isinstance(one, dict) and isinstance(one.get("name"), str) for one in functions):
+            raise RowError(
+                f"a tool call of turn {number} has no function name",
+                "write {function: {name: …, arguments: …}}",
+            )
+        calls = [{"type": "function", "function": function} for function in functions]
+    elif role == "function_call":
+        calls = _calls_of_text(text, number)
+    else:
+        return {"role": "assistant", "content": text}
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def _refuse_disorder(turns: list[Message]) -> None:
+    """Turns of the user or a tool, and of the assistant, take turns; the last one is the assistant's."""
+    for number, turn in enumerate(turns, 1):
+        if (turn["role"] in ("user", "tool")) != (number % 2 == 1):
+            raise RowError(
+                f"turn {number} is from {turn['role']}, out of turn", "user and assistant take turns"
+            )
+    if not turns or len(turns) % 2:
+        raise RowError(f"it has {len(turns)} turns, and no answer at the end", "end it with an answer")
+
+
+def _without_thinking(system: str, *, has_tools: bool) -> str:
+    if has_tools:
+        return f"{system}\n" if system else ""
+    if not system:
+        return _NO_THINKING
+    knows = "detailed thinking on" in system or _NO_THINKING in system
+    return system if knows else f"{system}\n{_NO_THINKING}"
+
+
 def _calls_of_text(text: str, number: int) -> list[dict[str, Any]]:
     try:
         value = json.loads(text)
@@ -412,6 +496,7 @@ def _collect(value: Any, found: list[str]) -> None:
 
 _READ: dict[FormatName, Callable[[_Columns], Example]] = {
     "messages": _read_messages,
+    "openai": _read_openai,
     "sharegpt": _read_sharegpt,
     "prompt-completion": _read_completion,
     "alpaca": _read_alpaca,

@@ -423,7 +423,7 @@ def _digest(*parts: str) -> str:
 
 def _total_steps(config: RunConfig, train: SplitSummary, directory: Path) -> int:
     duration = Duration.parse(config.duration)
-    batch = config.batch.global_
+    batch = 1 if config.batch.per_rank is not None else config.batch.global_  # the plan divides by it
     if duration.unit == "steps":
         return int(duration.amount)
     if duration.unit == "epochs":

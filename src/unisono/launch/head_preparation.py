@@ -110,6 +110,7 @@ def plan_start(
         run_id=decision.run_id,
         resume=resume,
         resume_reason=reason,
+        earlier_batch=decision.earlier_batch,
     )
     plan = with_changes(plan, run, decision, request)
     refuse_if_shrunk(decision, done_steps=resume.step if resume else 0, total_steps=plan.total_steps)

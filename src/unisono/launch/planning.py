@@ -145,6 +145,7 @@ def make_plan(
     run_id: str,
     resume: ResumePoint | None,
     resume_reason: str,
+    earlier_batch: tuple[int, tuple[int, int] | None] | None = None,
 ) -> RunPlan:
     """Decides everything.
 
@@ -157,6 +158,7 @@ def make_plan(
         run_id: the same over all starts of a run.
         resume: the checkpoint to resume from, or None.
         resume_reason: a line for people.
+        earlier_batch: as in the StartDecision.
 
     Raises:
         UnisonoError: if the request does not fit the devices or the data.
@@ -177,6 +179,7 @@ def make_plan(
             data=DataSummary.model_validate(prepared["data"]),
             resume=resume,
             resume_reason=resume_reason,
+            earlier_batch=earlier_batch,
             settings=_set_by_hand(local_node.environment, loaded.config.reasons),
             ignored_variables=misleading_variables(local_node.leftovers, world_size=layout.world_size),
             origins=_origins(loaded, local_node, layout),
@@ -250,6 +253,8 @@ def accept_plan(
         plan = RunPlan.model_validate(value)
     except ValidationError as error:
         raise _mismatch(where, host, "the head's plan cannot be read", validation_words(error)) from error
+    if own.batch.of_ranks is not None and own.batch.of_ranks == plan.batch_of_ranks:
+        own = own.model_copy(update={"batch": plan.config.batch})  # the head knows the number of ranks
     for problem in _problems(plan, own=own, node_rank=node_rank, devices=devices, prepared=prepared):
         raise _mismatch(where, host, *problem)
     data = DataSummary.model_validate(prepared["data"])

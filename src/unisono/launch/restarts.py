@@ -248,7 +248,7 @@ class Restarts:
             f"{plan.world_size}, the same {plan.global_batch} sequences a step"
         )
         meeting.note(line, everywhere=True)
-        config = self.loaded.config
+        config = plan.config
         pinned = config.model_copy(
             update={
                 "model": config.model.model_copy(update={"dtype": plan.dtype}),
@@ -264,6 +264,7 @@ class Restarts:
             run_id=plan.run_id,
             resume=resume,
             resume_reason="",
+            earlier_batch=(plan.global_batch, plan.batch_of_ranks),
         )
         made = made.model_copy(update={"config": config, "allowed": plan.allowed})
         return with_changes(made, self.run, self._decision(plan), self.request)

@@ -2,10 +2,10 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from unisono.config.schema import RunConfig, Section, config_digest
+from unisono.config.schema import BatchSection, RunConfig, Section, config_digest
 from unisono.errors import ConfigError
 from unisono.plan.run_plan import (
     DataSummary,
@@ -27,6 +27,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 _ENOUGH_TOKENS = {"cpu": 8_192, "cuda": 65_536}
 _SHARE_OF_MEMORY = 0.8
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_LARGEST_BATCH = 1_000_000  # as in the schema
 _HEAD_CHUNK = 128  # rows of logits alive at a time; see model.forward
 FUSED_TYPES = frozenset({"hrm_text"})
 """Model types whose files fuse several tensors of the model: transformers needs all of them together to write one."""
@@ -56,6 +57,8 @@ class PlanInputs:
     ranks: list[RankPlace] = field(default_factory=list)
     """Empty: one rank, on `device`."""
     store_host: str = "127.0.0.1"
+    earlier_batch: tuple[int, tuple[int, int] | None] | None = None
+    """`global_batch` and `batch_of_ranks` of the plan of a run that continues."""
 
     @property
     def world_size(self) -> int:
@@ -74,6 +77,7 @@ def resolve_plan(given: PlanInputs) -> RunPlan:
     Raises:
         ConfigError: if the config is impossible on these devices with this data.
     """
+    given, of_ranks = _with_global_batch(given)
     config, data = given.config, given.data
     origins = dict(given.origins) | {"threads": given.threads_origin}
     dtype = _dtype(config, given.devices, origins)
@@ -99,6 +103,7 @@ def resolve_plan(given: PlanInputs) -> RunPlan:
         model=given.model,
         data=data,
         global_batch=config.batch.global_,
+        batch_of_ranks=of_ranks,
         micro_batch=micro,
         gradient_checkpointing=checkpointing,
         total_steps=total_steps,
@@ -127,6 +132,32 @@ def resolve_plan(given: PlanInputs) -> RunPlan:
         + _reasons_for_nothing(config, given.settings),
         faults=given.faults,
     )
+
+
+def _with_global_batch(given: PlanInputs) -> tuple[PlanInputs, tuple[int, int] | None]:
+    """The inputs with `batch.global` in place of `batch.per_rank`, and what it was made from.
+
+    Raises:
+        ConfigError: if the product is beyond any batch.
+    """
+    config, data = given.config, given.data
+    of_ranks = config.batch.of_ranks
+    earlier, earlier_of_ranks = given.earlier_batch or (None, None)
+    if of_ranks is None:
+        return given, earlier_of_ranks
+    per_rank, accumulate = of_ranks
+    size = earlier or per_rank * accumulate * given.world_size
+    if size > _LARGEST_BATCH:
+        raise ConfigError.of(
+            f"the global batch has {size:,} sequences: {per_rank:,} × {accumulate:,} × {given.world_size} ranks",
+            where="batch.per_rank",
+            why=f"the limit is {_LARGEST_BATCH:,}",
+            fix="lower batch.per_rank or batch.accumulate",
+        )
+    batch = BatchSection.model_validate({"global": size, "micro": per_rank})
+    if Duration.parse(config.duration).unit != "steps":
+        data = data.model_copy(update={"total_steps": -(-data.total_steps // size)})
+    return replace(given, config=config.model_copy(update={"batch": batch}), data=data), of_ranks
 
 
 def _extent(config: RunConfig, data: DataSummary) -> tuple[int, int]:

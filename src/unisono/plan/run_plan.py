@@ -68,7 +68,7 @@ class DataSummary(Part):
     template: str
     """The origin of the chat template."""
     total_steps: int
-    """Optimizer steps of the whole duration."""
+    """Optimizer steps of the whole duration; before the plan, with `batch.per_rank`, its sequences, unless it is given in steps."""
     digest: str
     """Of the rows as the model sees them, their order, and the tokenizer."""
     rows_digest: str = ""
@@ -183,6 +183,8 @@ class RunPlan(Part):
     model: ModelFacts
     data: DataSummary
     global_batch: int
+    batch_of_ranks: tuple[int, int] | None = None
+    """`batch.per_rank` and `batch.accumulate`, from which the first start of the run has made the global batch."""
     micro_batch: int
     gradient_checkpointing: bool
     total_steps: int

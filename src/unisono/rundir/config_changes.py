@@ -45,6 +45,9 @@ class Rule:
 _TENSORS_DIFFER = "tensor names or shapes differ from those of the checkpoint"
 _ONLY_MEASUREMENT = "metrics change, training does not"
 _ROWS = Rule("contents", name="data")
+_OLD_SIZE = Rule(
+    "fixed", "the position in the data is counted in steps of the old size: rows would be repeated or skipped"
+)
 
 # fmt: off
 RULES: dict[str, Rule] = {
@@ -114,7 +117,9 @@ RULES: dict[str, Rule] = {
     "optim.eps": Rule("meaning", "updates differ slightly from here on"),
     "optim.label_smoothing": Rule("meaning", "the loss in training differs from here on"),
     "optim.max_grad_norm": Rule("meaning", "gradients are clipped differently from here on"),
-    "batch.global": Rule("fixed", "the position in the data is counted in steps of the old size: rows would be repeated or skipped"),
+    "batch.global": _OLD_SIZE,
+    "batch.per_rank": _OLD_SIZE,
+    "batch.accumulate": _OLD_SIZE,
     "seed": Rule("meaning", "order, dropout and the evaluation split are drawn again: rows of this epoch may be repeated or skipped,"
                  " and evaluation rows may have been trained on"),
 }

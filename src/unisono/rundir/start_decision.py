@@ -3,12 +3,13 @@
 The decision reads files and changes nothing. Only `set_aside` changes something, for `--fresh`.
 """
 
+import math
 import os
 import re
 import secrets
 import shlex
 import stat
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +17,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from unisono.config import RunConfig
-from unisono.config.schema import config_digest
+from unisono.config.schema import BatchSection, config_digest
 from unisono.errors import UsageError
 from unisono.files import fsync_dir, kind_of, read_object
 from unisono.rundir import RunDir
@@ -41,12 +42,14 @@ class StartDecision:
         run_id: the same over all starts of a run.
         reason: one line for the first screen.
         done_steps: steps of the finished run that is extended; 0 otherwise.
+        earlier_batch: `global_batch` and `batch_of_ranks` of the plan of the run that continues.
     """
 
     kind: Literal["fresh", "resume", "extend"]
     run_id: str
     reason: str
     done_steps: int = 0
+    earlier_batch: tuple[int, tuple[int, int] | None] | None = None
 
 
 def decide_start(
@@ -76,7 +79,17 @@ def decide_start(
         _refuse_special_files(run)
     if fresh or plan is None:
         return StartDecision("fresh", _new_run_id(), _why_fresh(run, fresh=fresh and plan is not None))
-    return _decide_resume(run, plan, config, resume=resume, allow=allow)
+    decision = _decide_resume(run, plan, config, resume=resume, allow=allow)
+    return decision if decision.kind == "fresh" else replace(decision, earlier_batch=_batch_of(plan))
+
+
+def _batch_of(plan: dict[str, Any]) -> tuple[int, tuple[int, int] | None] | None:
+    size, of_ranks = plan.get("global_batch"), plan.get("batch_of_ranks")
+    if not isinstance(size, int):
+        return None
+    if isinstance(of_ranks, list) and [type(part) for part in of_ranks] == [int, int]:
+        return size, (of_ranks[0], of_ranks[1])
+    return size, None
 
 
 def set_aside(run: RunDir) -> Path:
@@ -259,7 +272,7 @@ def _why_fresh(run: RunDir, *, fresh: bool) -> str:
 def _decide_resume(
     run: RunDir, plan: dict[str, Any], config: RunConfig, *, resume: bool, allow: frozenset[str]
 ) -> StartDecision:
-    before = _config_of(run, plan)
+    before = _in_form_of(config, _config_of(run, plan), plan)
     if config_digest(before) != config_digest(config):
         if not _has_trained(run):  # so a fix, e.g. a smaller micro batch, can be tried in place
             return StartDecision(
@@ -337,6 +350,25 @@ def _config_of(run: RunDir, plan: dict[str, Any]) -> RunConfig:
             why=validation_words(error),
             fix="resume with the version that started it (environment.json), or set a different output_dir, or pass --fresh",
         ) from error
+
+
+def _in_form_of(config: RunConfig, before: RunConfig, plan: dict[str, Any]) -> RunConfig:
+    """The earlier config with its batch as `per_rank` and `accumulate`, if the new one has it so: only these are compared, not the ranks."""
+    asked, earlier = config.batch.of_ranks, _batch_of(plan)
+    if asked is None or earlier is None:
+        return before
+    size, of_ranks = earlier
+    if of_ranks is None and size == math.prod((*asked, _int_or_zero(plan.get("world_size")))):
+        of_ranks = asked  # the run was started with this `global`
+    if of_ranks is None:
+        return before
+    # The same product in other factors is the same run: a smaller `per_rank` after running out of memory.
+    batch = (
+        config.batch
+        if math.prod(of_ranks) == math.prod(asked)
+        else BatchSection(per_rank=of_ranks[0], accumulate=of_ranks[1])
+    )
+    return before.model_copy(update={"batch": batch})
 
 
 def _starts_with(path: Path, text: str) -> bool:
