@@ -106,6 +106,18 @@ _ROUNDING = 1e-6  # of a sum of probabilities, which people write with few digit
 Format = Literal["auto", "alpaca", "sharegpt", "messages", "openai", "text", "prompt-completion"]
 
 
+class RopeSection(Section):
+    """Scaling of rotary position embeddings, for rows that are longer than the model was trained on."""
+
+    kind: Literal["linear", "dynamic", "yarn", "llama3"] = Field(
+        description="linear: arXiv:2306.15595; dynamic: NTK-aware, by the length of each row; yarn: arXiv:2309.00071; llama3: as in Llama 3.1"
+    )
+    factor: Annotated[float, BeforeValidator(_float_of_yaml), Field(gt=1.0)] | Literal["auto"] = Field(
+        default="auto",
+        description="how many times longer rows may be; auto: as data.max_length needs, in whole multiples of the model's positions",
+    )
+
+
 class ModelSection(Section):
     """The model to train, and how it is loaded."""
 
@@ -123,6 +135,9 @@ class ModelSection(Section):
     resize_vocabulary: bool = Field(
         default=False,
         description="grow embedding and head to the tokenizer's size; with an adapter both are fully trained and saved with it",
+    )
+    rope: RopeSection | None = Field(
+        default=None, description="scaled RoPE, stored with the result; null: as in the model's config.json"
     )
     embedding_noise: NotNegative = Field(
         default=0.0,

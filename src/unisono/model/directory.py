@@ -250,6 +250,7 @@ def inspect_model(
         linear_in_out=sum(sum(shape) for shape in matrices),
         weight_bytes=sum(file.stat().st_size for file in files),
         digest=_digest(digests),
+        positions=_positions(text),
     )
 
 
@@ -315,6 +316,7 @@ def _facts_from_config(directory: Path, settings: dict[str, Any], text: dict[str
         linear_in_out=layers * in_out,
         weight_bytes=0,
         digest=_digest({"config.json": _digest_file(directory / "config.json")}),
+        positions=_positions(text),
     )
 
 
@@ -331,6 +333,16 @@ def _positive_int(settings: dict[str, Any], *names: str, default: int | None = N
         why=_why_no_number(settings, names),
         fix="use a causal language model in the Hugging Face layout",
     )
+
+
+def _positions(text: dict[str, Any]) -> int:
+    """The positions that RoPE is scaled from: the original ones if it is already scaled."""
+    for value in (text.get("rope_parameters"), text.get("rope_scaling"), text):
+        if isinstance(value, dict):
+            name = "max_position_embeddings" if value is text else "original_max_position_embeddings"
+            if isinstance(value.get(name), int):
+                return int(value[name])
+    return 0
 
 
 def _why_no_number(settings: dict[str, Any], names: tuple[str, ...]) -> str:

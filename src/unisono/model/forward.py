@@ -11,15 +11,17 @@ its own head: slower, but correct.
 import contextlib
 import types
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 import torch
 from peft.tuners.lora.layer import Linear as LoraLinear
 from peft.utils import ModulesToSaveWrapper
 
+from unisono.errors import ModelError
 from unisono.model.attention import FLAT_ATTENTION, UnsupportedAttentionError, register
 from unisono.model.load import DTYPES, LoadedModel
+from unisono.model.rope import scale_rows_apart, scale_rows_together
 
 Layout = Literal["flat", "padded"]
 Head = Literal["chunked", "model"]
@@ -60,6 +62,8 @@ class Forward:
     """The model's own attention; generation uses it."""
     why: str = ""
     """Why the fast implementation is not used, if so."""
+    rows_apart: list[torch.nn.Module] = field(default_factory=list)
+    """Modules of dynamic RoPE, which is scaled row by row except in generation."""
     root: torch.nn.Module | None = None
     """Set if weights are sharded over ranks: every use of them goes through it (`model.sharding`)."""
 
@@ -134,12 +138,14 @@ class Forward:
         base = self.loaded.base
         if self.layout == "flat":
             base.set_attn_implementation(self.own_attention)
+        scale_rows_together(self.rows_apart)
         try:
             with self._precision():
                 yield self.loaded.model
         finally:
             if self.layout == "flat":
                 base.set_attn_implementation(FLAT_ATTENTION)
+            self.rows_apart = scale_rows_apart(base)
 
 
 def choose_forward(
@@ -158,6 +164,9 @@ def choose_forward(
         quick_adapter: whether only plain LoRA matrices are trained.
         gradient_checkpointing: whether activations are recomputed in the backward pass.
         root: the root of sharded weights; all ranks must call this function then.
+
+    Raises:
+        ModelError: if rows would influence each other.
     """
     register()
     base = loaded.base
@@ -169,6 +178,7 @@ def choose_forward(
     quick = quick_adapter and speed_up_lora(loaded.model) * 2 == len(loaded.trainable)
     autocast = dtype != "float32" and not quick
     forward = Forward(loaded, "padded", "model", DTYPES[dtype], autocast, own, root=root)
+    forward.rows_apart = scale_rows_apart(base)
     was_training = loaded.model.training
     loaded.model.eval()
     with torch.no_grad():
@@ -176,6 +186,13 @@ def choose_forward(
         forward.within(lambda: _try_head(forward, wanted))
         forward.within(lambda: _try_flat(forward, wanted))
     loaded.model.train(was_training)
+    if forward.rows_apart and forward.layout == "padded":
+        raise ModelError.of(
+            "dynamic RoPE would make rows depend on each other in this model",
+            where="model.rope",
+            why=f"its rows are padded to the longest of a batch: {forward.why}",
+            fix="use kind: yarn, linear or llama3",
+        )
     return forward
 
 

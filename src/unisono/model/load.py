@@ -2,7 +2,9 @@
 
 import re
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from unisono.errors import ModelError, Problem
 from unisono.model.adapter import BaseChanges, add_adapter
 from unisono.model.directory import read_model_config
 from unisono.model.files import check_tokenizer_files, read_json_object, read_safetensors_header, weight_files
+from unisono.model.rope import scale_rope
 from unisono.text import library_words, nearest
 
 LIBRARY_ERRORS = (
@@ -84,6 +87,7 @@ def load_for_training(
         dtype=torch.float32 if full else DTYPES[dtype],
         random=config.model.weights == "random",
         trust_remote_code=config.model.trust_remote_code,
+        adjust=partial(_adjust, config),
     )
     grown = _fit_vocabulary(base, tokenizer, grow=config.model.resize_vocabulary)
     base.config.use_cache = False
@@ -133,10 +137,27 @@ def load_tokenizer(directory: Path, *, trust_remote_code: bool = False) -> Any:
         ) from error
 
 
+def _adjust(config: RunConfig, settings: Any) -> None:
+    if config.model.rope is not None:
+        scale_rope(settings, config.model.rope, max_length=config.data.max_length)
+
+
 def load_base(
-    directory: Path, *, dtype: torch.dtype, random: bool = False, trust_remote_code: bool = False
+    directory: Path,
+    *,
+    dtype: torch.dtype,
+    random: bool = False,
+    trust_remote_code: bool = False,
+    adjust: Callable[[Any], None] = lambda _settings: None,
 ) -> Any:
     """The transformers model of a directory, with all weights found and of the right shape.
+
+    Args:
+        directory: of the model.
+        dtype: of the weights in memory.
+        random: draw the weights instead of reading them.
+        trust_remote_code: whether the model's own Python code may run.
+        adjust: changes the model's config before the model is made from it.
 
     Raises:
         ModelError: with the type, the file or the tensors that are wrong.
@@ -154,11 +175,13 @@ def load_base(
         read_json_object(generation, fix="copy it again, or delete it: the model works without it")
     try:
         settings = AutoConfig.from_pretrained(str(directory), trust_remote_code=trust_remote_code)
+        adjust(settings)
         if random:
             model = AutoModelForCausalLM.from_config(settings, trust_remote_code=trust_remote_code)
             return model.to(dtype)
         model, info = AutoModelForCausalLM.from_pretrained(
             str(directory),
+            config=settings,
             dtype=dtype,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,

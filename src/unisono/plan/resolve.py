@@ -123,7 +123,7 @@ def resolve_plan(given: PlanInputs) -> RunPlan:
         ],
         ignored_variables=given.ignored_variables,
         origins=origins,
-        warnings=_without_effect(config, data, strategy)
+        warnings=_without_effect(config, data, strategy, given.model)
         + _too_many_layers(config, given.model)
         + _silent(given, strategy)
         + _gathered_whole(given, strategy)
@@ -367,7 +367,7 @@ def _gathered_whole(given: PlanInputs, strategy: Strategy) -> list[str]:
     ]
 
 
-def _without_effect(config: RunConfig, data: DataSummary, strategy: Strategy) -> list[str]:
+def _without_effect(config: RunConfig, data: DataSummary, strategy: Strategy, model: ModelFacts) -> list[str]:
     """A warning for each setting without effect in this run."""
     found = []
     if strategy == "single" and config.parallel.strategy in ("ddp", "fsdp"):
@@ -389,6 +389,11 @@ def _without_effect(config: RunConfig, data: DataSummary, strategy: Strategy) ->
         and config.adapter.init_steps is not None
     ):
         found.append("adapter.init_steps has no effect: adapter.init is default")
+    rope, positions = config.model.rope, model.positions
+    if rope is not None and rope.factor == "auto" and 0 < config.data.max_length <= positions:
+        found.append(
+            f"model.rope has no effect: data.max_length is {config.data.max_length}, and the model has {positions} positions"
+        )
     found += [
         f"optim.{key} has no effect: optim.schedule is {config.optim.schedule}"
         for key, schedule in (("cycles", "cosine_with_restarts"), ("power", "polynomial"))

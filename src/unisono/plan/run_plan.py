@@ -37,6 +37,8 @@ class ModelFacts(Part):
     weight_bytes: int
     digest: str
     """Of config.json and of the weights' names, shapes, sizes and contents."""
+    positions: int = 0
+    """Tokens of a row that the model was trained on, by its config.json; 0 if it has no such number."""
 
 
 class SplitSummary(Part):

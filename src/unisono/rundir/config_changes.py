@@ -75,6 +75,7 @@ RULES: dict[str, Rule] = {
     "model.tokenizer": Rule("contents", name="tokenizer"),
     "model.weights": Rule("meaning", "weights that are not trained differ"),
     "model.resize_vocabulary": Rule("fixed", _TENSORS_DIFFER),
+    "model.rope": Rule("meaning", "the model computes different positions"),
     "model.embedding_noise": Rule("meaning", "the noise in training differs from here on"),
     "model.trust_remote_code": Rule("meaning", "different code may compute the model"),
     "adapter": Rule("fixed", _TENSORS_DIFFER),

@@ -41,7 +41,7 @@ from unisono.text import parse_bytes
 from unisono.train.weights import Entries, entries_of, write_model, write_weights
 
 _MODEL_FILES = ("config.json", "*.safetensors", "*.safetensors.index.json", "*.py")
-_ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "README.md")
+_ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "config.json", "README.md")
 # Root mean square of the difference of logits, relative to their spread: rounding of one addition, or of a 16-bit weight.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.06, "float16": 0.06}
 

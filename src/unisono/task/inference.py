@@ -5,6 +5,7 @@ import re
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from unisono.model.load import (
     load_tokenizer,
     odd_parameters,
 )
+from unisono.model.rope import context_of, take_rope
 from unisono.task.target import Target, find_target, verify_target
 from unisono.text import library_words
 
@@ -167,7 +169,12 @@ def _load(target: Target, *, dtype: str, device: torch.device) -> LoadedModel:
     from peft import PeftModel
 
     tokenizer = adapter_tokenizer(target)
-    base = load_base(target.base, dtype=DTYPES[dtype], trust_remote_code=trusts_code(target)).to(device)
+    base = load_base(
+        target.base,
+        dtype=DTYPES[dtype],
+        trust_remote_code=trusts_code(target),
+        adjust=partial(take_rope, directory=target.weights),
+    ).to(device)
     header = read_safetensors_header(target.weights / ADAPTER_FILE)  # refuses a damaged file
     fit_base_to_adapter(base, {tensor.name: tuple(tensor.shape) for tensor in header})
     try:
@@ -308,6 +315,9 @@ def _is_plain_lora(loaded: LoadedModel) -> bool:
 
 def _context(base: Any) -> int:
     settings = base.config.get_text_config()
+    scaled = context_of(settings)
+    if scaled is not None:
+        return scaled
     for name in ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"):
         value = getattr(settings, name, None)
         if isinstance(value, int) and value > 0:

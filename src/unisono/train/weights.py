@@ -209,12 +209,21 @@ def write_weights(loaded: LoadedModel, plan: RunPlan, directory: Path, *, writes
         loaded.base.config.use_cache = True
         entries = write_model(loaded.base, target, dtype=stored_dtype(plan), max_file_bytes=limit)
         loaded.base.config.use_cache = False
+    if target is not None and plan.config.adapter is not None and plan.config.model.rope is not None:
+        _write_settings(loaded.base, target)
     if target is not None:
         _set_template(loaded.tokenizer, plan)
         loaded.tokenizer.save_pretrained(str(target))
         if loaded.base.generation_config is not None and plan.config.adapter is not None:
             loaded.base.generation_config.save_pretrained(str(target))
     return entries
+
+
+def _write_settings(base: Any, directory: Path) -> None:
+    """Writes the config of the base model in memory, which differs from its file, beside the adapter."""
+    base.config.use_cache = True
+    base.config.save_pretrained(str(directory))
+    base.config.use_cache = False
 
 
 def write_model(base: Any, directory: Path | None, *, dtype: str, max_file_bytes: int) -> Entries:
