@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Any, Literal, Self
 
 Message = dict[str, Any]
 """A message of a conversation in OpenAI's format: role, content, tool_calls."""
@@ -126,7 +126,34 @@ class Text:
     text: str
 
 
-Example = Conversation | Completion | Text
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A turn as text. `content` of a function turn is JSON: a call {name, arguments}, or a list of calls."""
+
+    role: Literal["user", "assistant", "function", "observation"]
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A conversation up to a question, and its answers.
+
+    Attributes:
+        prompt: questions and answers in turn, beginning and ending with a question (or an observation).
+        answers: one; none if there is only text; of a preference pair two, the chosen one and the rejected one.
+        system: the system message, or "".
+        tools: function schemas as JSON, or "".
+        desirable: whether the answer is a good one; None if the row does not say.
+    """
+
+    prompt: list[Turn]
+    answers: list[Turn]
+    system: str = ""
+    tools: str = ""
+    desirable: bool | None = None
+
+
+Example = Conversation | Completion | Text | Exchange
 
 
 _COUNTS = ("rows", "used", "cut", "split", "bad", "eval", "tokens", "tokens_cut", "loss_tokens")

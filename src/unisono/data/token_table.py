@@ -239,10 +239,12 @@ class Encoded:
     Attributes:
         ids: (L,) int32.
         targets: (L,) bool, True where the token is predicted and counts in the loss; targets[0] is False.
+        cut: tokens of the row that the encoder has left out.
     """
 
     ids: npt.NDArray[np.int32]
     targets: npt.NDArray[np.bool_]
+    cut: int = 0
 
 
 class TokenWriter:

@@ -1,0 +1,551 @@
+"""From rows to tokens as LLaMA-Factory encodes them: piece by piece, with its loss mask and its cut.
+
+A row is a list of pairs (source, target): a question with all that stands before it, and its answer. Both are lists of pieces, and
+each piece is tokenized for itself. Only targets count in the loss. `data.too_long: balanced` cuts pairs, not the row's end (`balance`).
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import date
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from unisono.data.encode import LossOn, encode_texts
+from unisono.data.formats import holds_surrogate
+from unisono.data.lf_rows import read_exchange
+from unisono.data.lf_template import (
+    CONTENT,
+    PREFIX,
+    LfTemplate,
+    Slots,
+    Token,
+    adapt_tokenizer,
+    jinja_of,
+    stop_ids,
+)
+from unisono.data.lf_tools import Call, write_calls, write_tools
+from unisono.data.rows import Example, Exchange, Message, RowError, Turn
+from unisono.data.template import ChatTemplate
+from unisono.data.template_limits import CHARACTERS
+from unisono.data.token_table import Encoded
+from unisono.errors import DataError
+
+_TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_KL_GROUP = 1000  # rows among which the answers are exchanged for KTO
+_BATCH_CHARACTERS = 1 << 22  # characters encoded at once
+NO_TOKEN = -1
+"""In place of a template's token that the tokenizer does not have."""
+
+Piece = str | Token
+Pieces = list[Piece]
+Ids = list[int]
+
+
+Part = TypeVar("Part", Pieces, Ids)
+Found = TypeVar("Found")
+
+
+@dataclass
+class Pair(Generic[Part]):
+    """A question with all that stands before it, and its answer: as pieces, or as tokens."""
+
+    source: Part
+    target: Part
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedRating:
+    """A rated answer for KTO.
+
+    Attributes:
+        row: the prompt with its answer.
+        mismatched: the prompt with the answer of another row, for the estimate of the divergence.
+        desirable: whether the answer is a good one.
+    """
+
+    row: Encoded
+    mismatched: Encoded
+    desirable: bool
+
+
+# ---- from turns to pieces
+
+
+@dataclass(frozen=True)
+class Writer:
+    """Writes turns as pieces.
+
+    Attributes:
+        template: of LLaMA-Factory.
+        thinking: data.thinking: whether an answer without a thought gets an empty one that is trained (true), or one that belongs to
+            the question (false, null); false also removes thoughts.
+        today: the date that some tool prompts state.
+    """
+
+    template: LfTemplate
+    thinking: bool | None
+    today: date
+
+    def pairs(self, exchange: Exchange, *, last_only: bool) -> list[Pair[Pieces]]:
+        """All questions and answers of a conversation.
+
+        Args:
+            exchange: with one answer.
+            last_only: whether only the last answer is trained; then the others have no thoughts.
+
+        Raises:
+            RowError: if the template has no way to write a turn.
+        """
+        turns = [*exchange.prompt, exchange.answers[0]]
+        places = range(1, len(turns), 2)
+        if self.template.reasoning:
+            bare = places if self.thinking is False else places[:-1] if last_only else []
+            turns = self._without_thoughts(turns, bare)
+        written = self._written(turns, exchange)
+        pairs = [Pair(written[i - 1], written[i]) for i in places]
+        for pair, i in list(zip(pairs, places, strict=True))[-1 if last_only else 0 :]:
+            self._add_thought(pair, turns[i])
+        return pairs
+
+    def question(self, exchange: Exchange, answer: Turn) -> Pair[Pieces]:
+        """The whole prompt and one answer; earlier answers have no thoughts.
+
+        Raises:
+            RowError: if the template has no way to write a turn.
+        """
+        turns = [*exchange.prompt, answer]
+        if self.template.reasoning:
+            places = range(1, len(turns), 2)
+            turns = self._without_thoughts(turns, places if self.thinking is False else places[:-1])
+        *before, last = self._written(turns, exchange)
+        pair = Pair([piece for pieces in before for piece in pieces], last)
+        self._add_thought(pair, turns[-1])
+        return pair
+
+    def _without_thoughts(self, turns: list[Turn], places: Iterable[int]) -> list[Turn]:
+        changed = list(turns)
+        for i in places:
+            changed[i] = replace(turns[i], content=self.template.without_thought(turns[i].content))
+        return changed
+
+    def _add_thought(self, pair: Pair[Pieces], answer: Turn) -> None:
+        if not self.template.reasoning or self.template.has_thought(answer.content):
+            return
+        if self.thinking:
+            pair.target = [self.template.empty_thought, *pair.target]
+        else:
+            pair.source = [*pair.source, self.template.empty_thought]
+
+    def _written(self, turns: list[Turn], exchange: Exchange) -> list[Pieces]:
+        """The pieces of each turn; those of the first begin with prefix, system message and tools."""
+        template = self.template
+        system = exchange.system or template.default_system
+        before: Pieces = list(template.prefix)
+        in_user = ""
+        if system or exchange.tools:
+            tools = ""
+            if exchange.tools:
+                tools = write_tools(template.tool_format, exchange.tools, today=self.today)
+            pieces = _filled(template.system, system + tools)
+            if template.system_in_user:
+                in_user = str(pieces[0])
+            else:
+                before += pieces
+        written = [self._turn(turn, i, in_user if i == 0 else "") for i, turn in enumerate(turns)]
+        return [before + written[0], *written[1:]]
+
+    def _turn(self, turn: Turn, i: int, in_user: str) -> Pieces:
+        template = self.template
+        if turn.role == "user":
+            pieces = _filled(template.user, in_user + turn.content)
+            if template.system_in_user:
+                return pieces
+            # LLaMA-Factory numbers questions: its slots may have {{idx}}, and so may a text
+            return [
+                piece.replace("{{idx}}", str(i // 2), 1) if isinstance(piece, str) else piece
+                for piece in pieces
+            ]
+        if turn.role == "assistant":
+            return _filled(template.assistant, turn.content)
+        if turn.role == "observation":
+            return _filled(template.observation, turn.content)
+        return _filled(template.function, self._calls(turn.content))
+
+    def _calls(self, content: str) -> str:
+        """The text of a function turn, with the thought or text around its JSON."""
+        template = self.template
+        around, body = "", content
+        if not template.system_in_user:
+            marked, thought = _TOOL_CALL.search(content), template.thought_pattern.search(content)
+            if marked:
+                around, body = content.replace(marked[0], ""), marked[1]
+            elif thought:
+                around, body = thought[0], content.replace(thought[0], "")
+        return around + write_calls(template.tool_format, _parsed_calls(body))
+
+
+def _filled(slots: Slots, content: str) -> Pieces:
+    return [slot.replace(CONTENT, content, 1) if isinstance(slot, str) else slot for slot in slots]
+
+
+def _parsed_calls(text: str) -> list[Call]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        raise RowError(
+            "a function call is not valid JSON", 'write {"name": …, "arguments": {…}}'
+        ) from None
+    calls = value if isinstance(value, list) else [value]
+    if not all(isinstance(call, dict) and "name" in call and "arguments" in call for call in calls):
+        raise RowError(
+            "a function call has no name or no arguments", 'write {"name": …, "arguments": {…}}'
+        )
+    return [Call(call["name"], call["arguments"]) for call in calls]
+
+
+# ---- from pieces to tokens
+
+
+class PieceTokens:
+    """Tokenizes pieces, many at once, equal ones once.
+
+    Attributes:
+        absent: names of tokens that the template writes and the tokenizer does not have.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.absent: list[str] = []
+        self._tokens: dict[Token, Ids] = {}
+
+    def of(self, rows: Iterable[Pieces]) -> list[Ids]:
+        """The tokens of each list of pieces."""
+        rows = list(rows)
+        texts = list(dict.fromkeys(piece for row in rows for piece in row if isinstance(piece, str) and piece))
+        known: dict[Piece, Ids] = {"": []}
+        for group in _groups(texts):
+            known.update(zip(group, self._encoded(group), strict=True))
+        for row in rows:
+            for piece in row:
+                if isinstance(piece, Token) and piece not in known:
+                    known[piece] = self._single(piece)
+        return [[i for piece in row for i in known[piece]] for row in rows]
+
+    def _encoded(self, texts: list[str]) -> list[Ids]:
+        if not self._tokenizer.is_fast:
+            return [tokens.ids for tokens in encode_texts(self._tokenizer, texts, special=False)]
+        backend = self._tokenizer.backend_tokenizer
+        backend.no_truncation()
+        backend.no_padding()
+        return [found.ids for found in backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def _single(self, token: Token) -> Ids:
+        if token not in self._tokens:
+            self._tokens[token] = self._looked_up(token)
+        return self._tokens[token]
+
+    def _looked_up(self, token: Token) -> Ids:
+        tokenizer = self._tokenizer
+        if token.special:
+            special = tokenizer.bos_token_id if token.name == "bos" else tokenizer.eos_token_id
+            return [] if special is None else [special]
+        found = tokenizer.convert_tokens_to_ids(token.name)
+        if found is None:
+            self.absent.append(token.name)
+        return [NO_TOKEN if found is None else found]
+
+
+def _groups(texts: list[str]) -> Iterator[list[str]]:
+    group: list[str] = []
+    size = 0
+    for text in texts:
+        if group and size + len(text) > _BATCH_CHARACTERS:
+            yield group
+            group, size = [], 0
+        group.append(text)
+        size += len(text)
+    if group:
+        yield group
+
+
+def balance(source: int, target: int, limit: int) -> tuple[int, int]:
+    """How many tokens of a source and of its target fit into `limit`.
+
+    The target stays whole if it takes less than half of the limit, the source if it does; else both are cut in proportion.
+    """
+    if 2 * target < limit:
+        most = limit
+    elif 2 * source < limit:
+        most = limit - source
+    else:
+        most = int(limit * (target / (source + target)))
+    kept = min(most, target)
+    return min(max(limit - kept, 0), source), kept
+
+
+class LfEncoder:
+    """Encodes rows with a template of LLaMA-Factory; used in place of data.encode.Encoder.
+
+    Attributes:
+        tokenizer: of transformers, adapted to the template.
+        template: the same prompts as a chat template.
+        stop_ids: the tokens that end an answer.
+        warnings: warnings for the user, each once.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        template: LfTemplate,
+        *,
+        loss_on: LossOn = "answers",
+        thinking: bool | None = True,
+        cut_at: int | None = None,
+        pretrain: bool = False,
+        today: date | None = None,
+    ) -> None:
+        """Adapts the tokenizer to the template.
+
+        Args:
+            tokenizer: of transformers.
+            template: of LLaMA-Factory.
+            loss_on: data.loss_on.
+            thinking: data.thinking.
+            cut_at: data.max_length with `too_long: balanced`; None: rows stay whole.
+            pretrain: whether rows are plain text, of which every token is trained.
+            today: the date that the tool prompt of Llama 3 states; None: that of this machine.
+
+        Raises:
+            DataError: if the template cannot train on prompts.
+        """
+        if loss_on == "all" and template.efficient_eos and not pretrain:
+            raise DataError.of(
+                f"{PREFIX}{template.name} cannot train on prompts",
+                where="data.loss_on",
+                why="its answers end with the first token of the next question",
+                fix="set data.loss_on: answers",
+            )
+        self.warnings = adapt_tokenizer(tokenizer, template)
+        self.tokenizer = tokenizer
+        self.stop_ids = stop_ids(tokenizer, template)
+        self._writer = Writer(template, thinking, today or date.today())
+        self._pieces = PieceTokens(tokenizer)
+        self.template: ChatTemplate | None = lf_chat_template(tokenizer, template, thinking=thinking)
+        self._template = template
+        self._loss_on = loss_on
+        self._cut_at = cut_at
+        self._pretrain = pretrain
+
+    @property
+    def absent_tokens(self) -> list[str]:
+        """Tokens that the template writes and the tokenizer does not have; NO_TOKEN is in their places."""
+        return self._pieces.absent
+
+    def read_row(
+        self,
+        name: str,
+        row: Mapping[str, Any],
+        columns: Mapping[str, str | None],
+        tags: Mapping[str, str | None] | None = None,
+    ) -> Example:
+        """The example of a row.
+
+        Raises:
+            RowError: if LLaMA-Factory skips such a row, or cannot read it.
+        """
+        exchange = read_exchange(name, row, columns, tags)
+        texts = [exchange.system, exchange.tools, *(turn.content for turn in exchange.prompt + exchange.answers)]
+        if any(map(holds_surrogate, texts)):
+            raise RowError("it has an unpaired surrogate, which is not valid text", "write the full character")
+        size = sum(map(len, texts))
+        if size > CHARACTERS:
+            raise RowError(
+                f"it has {size:,} characters; the maximum is {CHARACTERS:,}", "split it into several rows"
+            )
+        return exchange
+
+    def encode(self, examples: Sequence[Example]) -> list[Encoded | RowError]:
+        """The tokens of each example, or its error."""
+        if self._pretrain:
+            return self._encode_texts(examples)
+        return self._each(examples, self._conversation, self._row)
+
+    def encode_pairs(self, examples: Sequence[Example]) -> list[tuple[Encoded, Encoded] | RowError]:
+        """For each example the prompt with the chosen answer, and with the rejected one; or its error.
+
+        Both are cut alike, at what the longer answer leaves to the prompt.
+        """
+
+        def pieces(_: int, example: Exchange) -> list[Pair[Pieces]]:
+            if len(example.answers) != 2:
+                raise RowError("the row has no chosen and rejected answer", "set columns: {chosen: NAME, rejected: NAME}")
+            return [self._writer.question(example, answer) for answer in example.answers]
+
+        def finish(pairs: list[Pair[Ids]]) -> tuple[Encoded, Encoded]:
+            chosen, rejected = pairs
+            rejected.source = chosen.source
+            longest = max(len(self._ended(pair)) for pair in pairs)
+            return self._question(chosen, longest), self._question(rejected, longest)
+
+        return self._each(examples, pieces, finish)
+
+    def encode_ratings(self, examples: Sequence[Example]) -> list[EncodedRating | RowError]:
+        """For each example the prompt with its answer, and with that of the row before it; or its error.
+
+        The first of a group of 1000 rows gets the last one's answer. Rows with an error take no part.
+        """
+        rated = [i for i, example in enumerate(examples) if isinstance(example, Exchange) and _is_rated(example)]
+        others: dict[int, Turn] = {}
+        for first in range(0, len(rated), _KL_GROUP):
+            group = rated[first : first + _KL_GROUP]
+            for i, before in zip(group, [group[-1], *group[:-1]], strict=True):
+                others[i] = examples[before].answers[0]  # type: ignore[union-attr]  # rated examples are exchanges
+
+        def pieces(i: int, example: Exchange) -> list[Pair[Pieces]]:
+            if i not in others:
+                raise RowError("the row has no label with its answer", "set columns: {label: NAME}")
+            return [self._writer.question(example, answer) for answer in (example.answers[0], others[i])]
+
+        def finish(pairs: list[Pair[Ids]]) -> tuple[Encoded, Encoded]:
+            own, other = (self._question(pair, len(self._ended(pair))) for pair in pairs)
+            return own, other
+
+        found = self._each(examples, pieces, finish)
+        return [
+            row if isinstance(row, RowError) else EncodedRating(row[0], row[1], _is_desirable(example))
+            for row, example in zip(found, examples, strict=True)
+        ]
+
+    def _each(
+        self,
+        examples: Sequence[Example],
+        write: Callable[[int, Exchange], list[Pair[Pieces]]],
+        finish: Callable[[list[Pair[Ids]]], Found],
+    ) -> list[Found | RowError]:
+        """Writes each example as pairs of pieces, tokenizes the pieces of all, and finishes the pairs of tokens."""
+        written = [_caught(write, i, example) for i, example in enumerate(examples)]
+        flat = [
+            side for row in written if not isinstance(row, RowError) for pair in row for side in (pair.source, pair.target)
+        ]
+        tokens = iter(self._pieces.of(flat))
+        return [
+            row if isinstance(row, RowError) else finish([Pair(next(tokens), next(tokens)) for _ in row])
+            for row in written
+        ]
+
+    def _conversation(self, _: int, example: Exchange) -> list[Pair[Pieces]]:
+        if len(example.answers) != 1:
+            why = "no answer" if not example.answers else "a pair of answers, which is for preference training"
+            raise RowError(f"the row has {why}", "write one answer, or remove the row")
+        return self._writer.pairs(example, last_only=self._loss_on == "last-answer")
+
+    def _row(self, pairs: list[Pair[Ids]]) -> Encoded:
+        """The row of a conversation. With `loss_on: last-answer` pairs are taken from the end, so that the cut spares the last."""
+        eos: Ids = [self.tokenizer.eos_token_id] if self._template.efficient_eos else []
+        last_only = self._loss_on == "last-answer"
+        whole = sum(len(pair.source) + len(pair.target) for pair in pairs) + len(eos)
+        room = whole if self._cut_at is None else self._cut_at
+        room -= len(eos)
+        parts: list[tuple[Ids, list[bool]]] = []
+        for number, pair in enumerate(reversed(pairs) if last_only else pairs):
+            if room <= 0:
+                break
+            source, target = balance(len(pair.source), len(pair.target), room)
+            room -= source + target
+            loss = [self._loss_on == "all"] * source + [number == 0 or not last_only] * target
+            if source and eos and number:
+                loss[0] = True  # the first token of a question ends the answer before it
+            parts.append((pair.source[:source] + pair.target[:target], loss))
+        if last_only:
+            parts.reverse()
+        ids = [i for part, _ in parts for i in part] + eos
+        return _encoded(ids, [flag for _, part in parts for flag in part] + [True] * len(eos), whole=whole)
+
+    def _ended(self, pair: Pair[Ids]) -> Ids:
+        return [*pair.target, self.tokenizer.eos_token_id] if self._template.efficient_eos else pair.target
+
+    def _question(self, pair: Pair[Ids], longest: int) -> Encoded:
+        """A prompt with one answer; `longest` is the length of the answer to leave room for."""
+        target = self._ended(pair)
+        whole = len(pair.source) + len(target)
+        limit = len(pair.source) + longest if self._cut_at is None else self._cut_at
+        first, kept = balance(len(pair.source), longest, limit)
+        ids = pair.source[:first] + target[:kept]
+        return _encoded(ids, [False] * first + [True] * (len(ids) - first), whole=whole)
+
+    def _encode_texts(self, examples: Sequence[Example]) -> list[Encoded | RowError]:
+        """Texts with their end of sequence; Llama 3's is that of texts, not that of turns."""
+        tokenizer = self.tokenizer
+        end = "<|end_of_text|>" if self._template.name == "llama3" else tokenizer.eos_token
+        begin = tokenizer.bos_token if getattr(tokenizer, "add_bos_token", False) else ""
+        texts: list[Pieces] = [
+            [begin + example.prompt[0].content + end] if isinstance(example, Exchange) else []
+            for example in examples
+        ]
+        found: list[Encoded | RowError] = []
+        for ids in self._pieces.of(texts):
+            kept = ids if self._cut_at is None else ids[: self._cut_at]
+            found.append(_encoded(kept, [True] * len(kept), whole=len(ids)))
+        return found
+
+
+def _caught(
+    write: Callable[[int, Exchange], list[Pair[Pieces]]], i: int, example: Example
+) -> list[Pair[Pieces]] | RowError:
+    assert isinstance(example, Exchange)
+    try:
+        return write(i, example)
+    except RowError as error:
+        return error
+
+
+def _is_rated(example: Exchange) -> bool:
+    return example.desirable is not None and len(example.answers) == 1
+
+
+def _is_desirable(example: Example) -> bool:
+    """An empty answer is not desirable, whatever its label."""
+    return isinstance(example, Exchange) and bool(example.desirable and example.answers[0].content)
+
+
+def _encoded(ids: Ids, loss: list[bool], *, whole: int) -> Encoded:
+    targets = np.array(loss, dtype=np.bool_)
+    targets[:1] = False
+    return Encoded(np.array(ids, dtype=np.int32), targets, whole - len(ids))
+
+
+# ---- as a chat template
+
+
+@dataclass(frozen=True)
+class LfChatTemplate(ChatTemplate):
+    """A template of LLaMA-Factory as a chat template, which gives prompts in exactly the tokens of training.
+
+    Attributes:
+        writer: of the prompts.
+    """
+
+    writer: Writer | None = None
+
+    def prompt_ids(self, messages: Sequence[Message]) -> Ids:
+        """The tokens of a conversation up to an answer.
+
+        Raises:
+            RowError: if the template has no way to write a message.
+        """
+        assert self.writer is not None
+        asked = [*messages, {"role": "assistant", "content": ""}]
+        exchange = read_exchange("messages", {"messages": asked}, {})
+        pair = self.writer.question(exchange, exchange.answers[0])
+        return PieceTokens(self.tokenizer).of([pair.source])[0]
+
+
+def lf_chat_template(tokenizer: Any, template: LfTemplate, *, thinking: bool | None) -> LfChatTemplate:
+    """The chat template of an adapted tokenizer."""
+    stops = tuple(str(tokenizer.convert_ids_to_tokens(i)) for i in sorted(stop_ids(tokenizer, template)))
+    text = jinja_of(template, tokenizer, thinking=thinking)
+    writer = Writer(template, thinking, date.today())
+    return LfChatTemplate(tokenizer, text, f"LLaMA-Factory's {template.name}", stops, writer)

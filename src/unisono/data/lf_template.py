@@ -1,0 +1,249 @@
+"""The templates of LLaMA-Factory: their names, their pieces, their changes to a tokenizer, and their form as a chat template.
+
+`data.template: lf:NAME` selects one. Its table, lf_templates.toml, has the slots; data.lf_encoder makes tokens of them.
+"""
+
+import re
+import tomllib
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from importlib.resources import files
+from typing import Any
+
+from unisono.data.rows import RowError
+from unisono.errors import DataError
+from unisono.text import nearest
+
+PREFIX = "lf:"
+LF_VERSION = 1
+"""Part of the cache's key: incremented whenever the same rows could give different tokens or a different loss mask."""
+
+CONTENT = "{{content}}"
+_CLOSEST = 0.6
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A slot of one token: `name` in the vocabulary, or `bos` or `eos` of the tokenizer."""
+
+    name: str
+    special: bool = False
+
+
+Slot = str | Token
+Slots = tuple[Slot, ...]
+
+
+@dataclass(frozen=True)
+class LfTemplate:
+    """One template. The fields are explained in lf_templates.toml."""
+
+    name: str
+    user: Slots
+    assistant: Slots
+    system: Slots
+    function: Slots
+    observation: Slots
+    prefix: Slots = ()
+    default_system: str = ""
+    stop_words: tuple[str, ...] = ()
+    thought: tuple[str, str] = ("<think>\n", "\n</think>\n\n")
+    tool_format: str = "default"
+    efficient_eos: bool = False
+    replace_eos: bool = False
+    system_in_user: bool = False
+    reasoning: bool = False
+
+    @cached_property
+    def thought_pattern(self) -> re.Pattern[str]:
+        """Matches a thought; its group is the text between begin and end."""
+        begin, end = map(re.escape, self.thought)
+        return re.compile(f"{begin}(.*?){end}", re.DOTALL)
+
+    @property
+    def empty_thought(self) -> str:
+        """A thought without text."""
+        return "".join(self.thought)
+
+    def without_thought(self, content: str) -> str:
+        """An answer without its thoughts, and without the line ends before it."""
+        return self.thought_pattern.sub("", content).lstrip("\n")
+
+    def has_thought(self, content: str) -> bool:
+        """Whether an answer has the begin or the end of a thought."""
+        return any(word.strip() in content for word in self.thought)
+
+
+@cache
+def _table() -> dict[str, Any]:
+    return tomllib.loads(files("unisono.data").joinpath("lf_templates.toml").read_text(encoding="utf-8"))
+
+
+def lf_name(template: str | None) -> str | None:
+    """The name behind `lf:` in data.template; None if it is a file, or not set."""
+    return template.removeprefix(PREFIX) if template is not None and template.startswith(PREFIX) else None
+
+
+def find_lf_template(name: str) -> LfTemplate | None:
+    """The template of a name; None if there is none whose name is similar.
+
+    Raises:
+        DataError: if the name is nearly that of a template.
+    """
+    table = _table()
+    if name in table:
+        return _template(name, table[name])
+    near = nearest(name, list(table))
+    if near is not None:
+        raise DataError.of(
+            f"there is no template {PREFIX}{name}",
+            where="data.template",
+            why=f"the nearest is {PREFIX}{near}; there are {', '.join(table)}",
+            fix=f"set data.template: {PREFIX}{near}, or a file with a chat template",
+        )
+    return None
+
+
+def _template(name: str, entry: dict[str, Any]) -> LfTemplate:
+    found = dict(entry)
+    user = _slots(found.pop("user", [CONTENT]))
+    bare: list[Any] = [CONTENT] if entry.get("efficient_eos") else [CONTENT, {"special": "eos"}]
+    assistant = _slots(found.pop("assistant", bare))
+    return LfTemplate(
+        name,
+        user=user,
+        assistant=assistant,
+        system=_slots(found.pop("system", [CONTENT])),
+        function=_slots(found.pop("function")) if "function" in found else assistant,
+        observation=_slots(found.pop("observation")) if "observation" in found else user,
+        prefix=_slots(found.pop("prefix", [])),
+        stop_words=tuple(found.pop("stop_words", ())),
+        **{key: tuple(value) if isinstance(value, list) else value for key, value in found.items()},
+    )
+
+
+def _slots(values: list[Any]) -> Slots:
+    return tuple(
+        value
+        if isinstance(value, str)
+        else Token(value["token"])
+        if "token" in value
+        else Token(value["special"], special=True)
+        for value in values
+    )
+
+
+def adapt_tokenizer(tokenizer: Any, template: LfTemplate) -> list[str]:
+    """Changes a tokenizer of transformers as the template needs it; gives warnings.
+
+    The end of sequence may be replaced; stop words become special tokens, and are added if they are not in the vocabulary; a
+    tokenizer without padding pads with the end of sequence.
+    """
+    vocabulary = tokenizer.get_vocab()
+    absent = [word for word in template.stop_words if word not in vocabulary]
+    rest = list(template.stop_words)
+    if template.replace_eos:
+        _set_eos(tokenizer, rest.pop(0))
+    if tokenizer.eos_token_id is None:
+        _set_eos(tokenizer, "<|endoftext|>")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if rest:
+        tokenizer.add_tokens(rest, special_tokens=True)
+    if not absent:
+        return []
+    return [
+        f"{PREFIX}{template.name} ends answers with {' and '.join(absent)}, which "
+        f"{'is not one token' if len(absent) == 1 else 'are not one token each'} of the tokenizer: template and model are of different "
+        "families. Added to the tokenizer; the model has not learned it"
+    ]
+
+
+def _set_eos(tokenizer: Any, word: str) -> None:
+    if tokenizer.eos_token != word:
+        tokenizer.add_special_tokens({"eos_token": word})
+
+
+def stop_ids(tokenizer: Any, template: LfTemplate) -> set[int]:
+    """The tokens that end an answer, of an adapted tokenizer."""
+    return {
+        tokenizer.eos_token_id,
+        *(tokenizer.convert_tokens_to_ids(word) for word in template.stop_words),
+    }
+
+
+# ---- as a chat template
+
+
+_JINJA = """\
+{PREFIX}{DEFAULT}{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}\
+{% set system_message = messages[0]['content'] or system_message %}{% else %}{% set loop_messages = messages %}{% endif %}\
+{% if tools %}{{ raise_exception('this template writes no tools') }}{% endif %}\
+{SYSTEM}{% for message in loop_messages %}{% set content = message['content'] or '' %}\
+{FIRST}{% if message['role'] == 'user' %}{USER}{% elif message['role'] == 'tool' %}{OBSERVATION}\
+{% elif message['role'] == 'assistant' %}\
+{% if message['tool_calls'] %}{{ raise_exception('this template writes no tool calls') }}{% endif %}\
+{THOUGHT}{ASSISTANT}{% else %}{{ raise_exception('a message has the role ' ~ message['role']) }}{% endif %}{% endfor %}{PROMPT}"""
+"""Names in braces are replaced by `jinja_of`. The begin of an answer is a part of the question before it, as in the slots."""
+
+
+def jinja_of(template: LfTemplate, tokenizer: Any, *, thinking: bool | None) -> str:
+    """The text of a chat template that renders questions and answers as the slots do.
+
+    Thoughts of earlier answers are left out, and the prompt has an empty thought if `thinking` is not true: this is how a model
+    that was trained with the template is asked. Tools are not rendered: their formats are not those of chat templates.
+
+    Args:
+        template: of LLaMA-Factory.
+        tokenizer: adapted to it.
+        thinking: data.thinking.
+    """
+
+    def written(slots: Slots, value: str) -> str:
+        parts = [_expression(slot, tokenizer, value) for slot in slots]
+        return "{{ " + " ~ ".join(part for part in parts if part) + " }}" if any(parts) else ""
+
+    whole_system = written(template.system, "system_message")
+    first = ""
+    if template.system_in_user:
+        joined = _expression(template.system[0], tokenizer, "system_message")
+        first = f"{{% if loop.first and system_message %}}{{% set content = {joined} ~ content %}}{{% endif %}}"
+        whole_system = ""
+    elif whole_system:
+        whole_system = f"{{% if system_message %}}{whole_system}{{% endif %}}"
+    thought = ""
+    if template.reasoning:
+        begin, end = (_quoted(word) for word in template.thought)
+        thought = f"{{% if {begin} in content and {end} in content %}}{{% set content = content.split({end})[-1] %}}{{% endif %}}"
+        thought += "{% set content = content.lstrip('\\n') %}"
+        if thinking is not False:
+            thought = "{% if not loop.last %}" + thought + "{% endif %}"
+    asks = template.reasoning and not thinking
+    prompt = "{% if add_generation_prompt %}{{ " + _quoted(template.empty_thought) + " }}{% endif %}"
+    parts = {
+        "{PREFIX}": written(template.prefix, "''"),
+        "{DEFAULT}": f"{{% set system_message = {_quoted(template.default_system)} %}}",
+        "{SYSTEM}": whole_system,
+        "{FIRST}": first,
+        "{USER}": written(template.user, "content"),
+        "{OBSERVATION}": written(template.observation, "content"),
+        "{THOUGHT}": thought,
+        "{ASSISTANT}": written(template.assistant, "content"),
+        "{PROMPT}": prompt if asks else "",
+    }
+    return re.sub(r"\{[A-Z]+\}", lambda found: parts[found[0]], _JINJA)
+
+
+def _expression(slot: Slot, tokenizer: Any, value: str) -> str:
+    """A slot as a Jinja expression; "" for a special token that the tokenizer does not have."""
+    if isinstance(slot, Token):
+        text = (tokenizer.bos_token if slot.name == "bos" else tokenizer.eos_token) if slot.special else slot.name
+        return _quoted(text) if text else ""
+    before, found, after = slot.partition(CONTENT)
+    parts = [_quoted(before) if before else "", value if found else "", _quoted(after) if after else ""]
+    return " ~ ".join(part for part in parts if part)
+
+
+def _quoted(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n")
+    return f"'{escaped}'"
