@@ -21,6 +21,9 @@ def preview(
     config: Annotated[Path, typer.Argument(help="The config, as for `unisono train`.", show_default=False)],
     overrides: Annotated[list[str] | None, typer.Argument(help="key.sub=value …", show_default=False)] = None,
     rows: Annotated[int, typer.Option(min=0, help="Number of rows to show.")] = 5,
+    ids: Annotated[
+        bool, typer.Option("--ids", help="With --json: add token ids, and which count in the loss.")
+    ] = False,
 ) -> None:
     """Shows the first rows as the model sees them, the loss tokens, lengths, and the ledger of rows."""
     from unisono.cli.output import output
@@ -38,12 +41,13 @@ def preview(
         "cache_dir": str(read_environment().cache_dir),
         "rows": rows,
         "stage": translation.stage if translation else None,
+        "ids": ids,
     }
     found = run_task("preview", request)
     if printer.json:
         printer.emit({"schema": 1, **found})
         return
-    for warning in found["data"]["warnings"]:
+    for warning in found["data"]["warnings"] if "data" in found else found["warnings"]:
         printer.warn(f"warning: {warning}")
     _show(found)
 
@@ -78,15 +82,28 @@ Line = list[tuple[str, bool]]
 
 def preview_lines(found: dict[str, Any], *, width: int = 0) -> list[Line]:
     """The lines of a preview, without control characters; bars fit a terminal of `width` columns if not 0."""
-    data = found["data"]
     lines: list[Line] = []
     for row in found["rows"]:
-        lines += [*_row_lines(row), [("", False)]]
+        for part in _parts(row):
+            lines += [*_row_lines(part), [("", False)]]
+    if "data" not in found:
+        return [*lines, *([(text, False)] for text in _note_lines(found))]
+    data = found["data"]
     lines += [
         [(text, False)]
         for text in (*_length_lines(found["lengths"], width), "", *_figure_lines(data), *_ledger_lines(found))
     ]
     return lines
+
+
+def _parts(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows to show of a row: of a preference row both."""
+    if "chosen" in row:
+        return [row[name] | {"row": f"{row['row']} {name}"} for name in ("chosen", "rejected")]
+    if "kl" in row:
+        name = "desirable" if row["desirable"] else "undesirable"
+        return [row | {"row": f"{row['row']} {name}"}, row["kl"] | {"row": f"{row['row']} mismatched"}]
+    return [row]
 
 
 def _row_lines(row: dict[str, Any]) -> list[Line]:
@@ -128,6 +145,15 @@ def _figure_lines(data: dict[str, Any]) -> list[str]:
     return [*lines, f"cache     {'hit' if data['cache_hit'] else 'miss'}: {one_line(data['cache_reason'])}"]
 
 
+def _note_lines(found: dict[str, Any]) -> list[str]:
+    from unisono.text import one_line
+
+    return [
+        f"  {note['what']:<8} {one_line(note['file'])}:{note['line']}: {one_line(note['why'], limit=160)}"
+        for note in found["notes"]
+    ]
+
+
 def _ledger_lines(found: dict[str, Any]) -> list[str]:
     from unisono.text import one_line
 
@@ -138,10 +164,7 @@ def _ledger_lines(found: dict[str, Any]) -> list[str]:
             f"ledger    {one_line(source['path'])}: {source['rows']:,} rows = {source['used']:,} used{dropped}, {source['bad']:,} bad; "
             f"of the used {source['cut']:,} cut ({source['tokens_cut']:,} tokens lost), {source['split']:,} split, {source['eval']:,} for evaluation"
         )
-    lines += [
-        f"  {note['what']:<8} {one_line(note['file'])}:{note['line']}: {one_line(note['why'], limit=160)}"
-        for note in found["notes"]
-    ]
+    lines += _note_lines(found)
     rest = sum(found["data"]["ledger"][name] for name in ("bad", "dropped", "cut", "split")) - len(
         found["notes"]
     )

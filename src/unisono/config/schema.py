@@ -6,6 +6,7 @@ Quantities keep their text (`3 epochs`, `3%`); `Duration`, `Warmup` and similar 
 import hashlib
 import json
 import re
+from datetime import date
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -19,6 +20,7 @@ from pydantic import (
     model_validator,
 )
 
+from unisono.config.lf_template import lf_name
 from unisono.config.yaml_file import Takes
 from unisono.text import Duration, Warmup, parse_bytes, parse_seconds
 
@@ -46,6 +48,18 @@ def _check_seconds(text: str) -> str:
 
 def _check_bytes(text: str) -> str:
     parse_bytes(text)
+    return text
+
+
+def _text_of_yaml(value: Any) -> Any:
+    """The text where YAML reads a date."""
+    return value.isoformat() if isinstance(value, date) else value
+
+
+def _check_date(text: str) -> str:
+    if not re.fullmatch(r"\d{4}-\d\d-\d\d", text):
+        raise ValueError(f"{text!r} is not a date; write YYYY-MM-DD")
+    date.fromisoformat(text)
     return text
 
 
@@ -96,6 +110,9 @@ BytesText = Annotated[str, AfterValidator(_check_bytes), Takes("a size, e.g. `1 
 StorageText = Annotated[
     str, AfterValidator(_check_storage), Takes("a URL, e.g. `s3://bucket/runs` or `file:///mnt/copies`")
 ]
+DateText = Annotated[
+    str, BeforeValidator(_text_of_yaml), AfterValidator(_check_date), Takes("a date as YYYY-MM-DD")
+]
 Pattern = Annotated[str, AfterValidator(_check_pattern), Takes("a regular expression")]
 Share = Annotated[float, BeforeValidator(_float_of_yaml), Field(ge=0.0, lt=1.0)]
 Positive = Annotated[float, BeforeValidator(_float_of_yaml), Field(gt=0.0)]
@@ -103,7 +120,9 @@ NotNegative = Annotated[float, BeforeValidator(_float_of_yaml), Field(ge=0.0)]
 
 _ROUNDING = 1e-6  # of a sum of probabilities, which people write with few digits
 
-Format = Literal["auto", "alpaca", "sharegpt", "messages", "openai", "text", "prompt-completion"]
+Format = Literal[
+    "auto", "alpaca", "sharegpt", "messages", "openai", "text", "prompt-completion", "preference"
+]
 
 
 class RopeSection(Section):
@@ -244,7 +263,7 @@ class SourceSection(Section):
     )
     tags: TagsSection | None = Field(
         default=None,
-        description="keys and roles of the turns of `sharegpt` and `openai` rows; null: the usual words",
+        description="keys and roles of the turns of `sharegpt`, `openai` and `preference` rows; null: the usual words",
     )
 
 
@@ -284,11 +303,24 @@ class DataSection(Section):
     mix: MixSection = MixSection()
     format: Format = Field(default="auto", description="the format of a row; auto: detected and reported")
     template: str | None = Field(
-        default=None, description="a file with a chat template (Jinja); null: the tokenizer's own"
+        default=None,
+        description="a file with a chat template (Jinja); or `lf:NAME`, a template of LLaMA-Factory, which encodes rows as it does, e.g."
+        " `lf:qwen3_nothink`; null: the tokenizer's own",
+    )
+    thinking: bool | None = Field(
+        default=True,
+        description="with `lf:` templates of reasoning models: an answer without a thought gets an empty one, which counts in the loss"
+        " (true), or belongs to the prompt (false, null); false also removes thoughts",
+    )
+    date: DateText | None = Field(
+        default=None,
+        description="the date in the tool prompt of `lf:llama3` and `lf:llama4`, as YYYY-MM-DD; null: the day on which rows are tokenized",
     )
     max_length: int = Field(default=1024, ge=8, description="tokens of a row, and of a packed sequence")
-    too_long: Literal["error", "cut", "drop", "split"] = Field(
-        default="error", description="what happens to longer rows; recorded row by row in the ledger"
+    too_long: Literal["error", "cut", "drop", "split", "balanced"] = Field(
+        default="error",
+        description="what happens to longer rows; recorded row by row in the ledger. cut: their end; balanced: as LLaMA-Factory, turn by"
+        " turn, a question and its answer in proportion",
     )
     on_bad_row: Literal["error", "skip"] = Field(
         default="error", description="what happens to a row that cannot be read or has no answer"
@@ -622,6 +654,14 @@ def contradictions(config: RunConfig) -> list[str]:
             "eval.stop_after: there is no evaluation data; set `data.eval`",
         ),
         (
+            config.data.thinking is not True and lf_name(config.data.template) is None,
+            "data.thinking: only templates of LLaMA-Factory take it; set `data.template: lf:NAME`, or remove it",
+        ),
+        (
+            config.data.date is not None and lf_name(config.data.template) is None,
+            "data.date: only templates of LLaMA-Factory take it; set `data.template: lf:NAME`, or remove it",
+        ),
+        (
             config.objective == "pretrain" and config.data.loss_on == "last-answer",
             "data.loss_on: pretraining counts all tokens; remove it, or set `data.loss_on: all`",
         ),
@@ -629,7 +669,7 @@ def contradictions(config: RunConfig) -> list[str]:
     return [text for is_wrong, text in rules if is_wrong] + _source_contradictions(config.data)
 
 
-_FORMATS_WITH_TAGS = ("sharegpt", "openai")
+_FORMATS_WITH_TAGS = ("sharegpt", "openai", "preference")
 
 
 def _source_contradictions(data: DataSection) -> list[str]:
@@ -673,7 +713,7 @@ def _rules_of_source(source: SourceSection, key: str, data: DataSection) -> list
         ),
         (
             source.tags is not None and source.format not in _FORMATS_WITH_TAGS,
-            f"{key}.tags: only {' and '.join(_FORMATS_WITH_TAGS)} rows have tags; set `format: sharegpt` in this source",
+            f"{key}.tags: only {', '.join(_FORMATS_WITH_TAGS)} rows have tags; set `format: sharegpt` in this source",
         ),
     ]
 

@@ -6,15 +6,19 @@ import random
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from datetime import date
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from unisono.config.lf_template import lf_name, lf_template_of
 from unisono.config.schema import MixSection, RunConfig, SourceSection
-from unisono.data.encode import Encoder
+from unisono.data.encode import Encoder, RowEncoder
 from unisono.data.ingest import Ingest, Progress, UsableRows, expected_rows, explain_fit
+from unisono.data.lf_encoder import LfEncoder
 from unisono.data.rows import Ledger, Place
 from unisono.data.sources import Source
 from unisono.data.token_table import Split, TokenWriter, write_meta, write_split
@@ -25,10 +29,47 @@ from unisono.plan.run_plan import permutation
 Ints = npt.NDArray[np.int64]
 
 
+def make_encoder(
+    config: RunConfig, tokenizer: Any, directory: Path, *, objective: str | None = None
+) -> Encoder | LfEncoder:
+    """The encoder of a config's rows.
+
+    Args:
+        config: of the run.
+        tokenizer: of transformers; a template of LLaMA-Factory changes it.
+        directory: of the tokenizer.
+        objective: in place of the config's.
+
+    Raises:
+        DataError: if the template is missing, is not valid, or does not match the other settings.
+    """
+    data, pretrain = config.data, (objective or config.objective) == "pretrain"
+    name, template = lf_name(data.template), lf_template_of(data.template)
+    if template is not None:
+        return LfEncoder(
+            tokenizer,
+            template,
+            loss_on="all" if pretrain else data.loss_on,
+            thinking=data.thinking,
+            cut_at=data.max_length if data.too_long == "balanced" else None,
+            pretrain=pretrain,
+            today=None if data.date is None else date.fromisoformat(data.date),
+        )
+    unknown = f"there is no template lf:{name} here; rows are rendered with the tokenizer's own chat template"
+    return Encoder(
+        tokenizer,
+        directory=directory,
+        template_file=data.template if name is None else None,
+        loss_on="all" if pretrain else data.loss_on,
+        check_template=data.check_template and not pretrain,
+        show_first=None if name is None else unknown,
+    )
+
+
 def build_table(
     config: RunConfig,
     sources: list[Source],
-    encoder: Encoder,
+    encoder: RowEncoder,
     *,
     directory: Path,
     report: Reporter,
@@ -62,6 +103,7 @@ def build_table(
         "digest": writer.digest.hexdigest(),
         "warnings": encoder.warnings,
         "stop_ids": sorted(encoder.stop_ids),
+        "absent_tokens": encoder.absent_tokens,
         "template": template.origin if template else "none: rows are plain text",
     }
     write_meta(directory, meta, files=list(intake.files.items()))

@@ -8,8 +8,10 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from unisono.config.schema import SourceSection
 from unisono.data.answer_spans import Span, render_answers
-from unisono.data.rows import Completion, Conversation, Example, RowError, Text
+from unisono.data.formats import FormatName, to_example
+from unisono.data.rows import Completion, Conversation, Example, Exchange, RowError, Text
 from unisono.data.template import ChatTemplate, choose_template, fallback_template, known_stop_ids
 from unisono.data.template_limits import CHARACTERS, timers_armed
 from unisono.data.token_table import Encoded
@@ -99,6 +101,8 @@ ENCODER_VERSION = 1
 
 _BATCH_CHARACTERS = 1 << 22  # characters encoded at once; the tokenizer takes about 180 bytes for each
 
+_SHOWN = 400  # characters of a rendered row in a warning
+
 LossOn = Literal["answers", "last-answer", "all"]
 
 
@@ -115,6 +119,36 @@ class _Job:
     text: str
     answers: list[Span] | None
     whole: bool
+
+
+class RowEncoder(Protocol):
+    """Encodes rows: an Encoder, or a data.lf_encoder.LfEncoder."""
+
+    tokenizer: Any
+    stop_ids: set[int]
+    warnings: list[str]
+
+    @property
+    def template(self) -> ChatTemplate | None:
+        """The chat template; None as long as there is none and no row needed one."""
+        ...
+
+    @property
+    def absent_tokens(self) -> list[str]:
+        """Tokens that the template writes and the tokenizer does not have; -1 is in their places."""
+        ...
+
+    def read_row(self, name: FormatName, row: dict[str, Any], source: SourceSection) -> Example:
+        """The example of a row of a source.
+
+        Raises:
+            RowError: if a column is missing or has an invalid value.
+        """
+        ...
+
+    def encode(self, examples: Sequence[Example]) -> list[Encoded | RowError]:
+        """The tokens of each example, or its error."""
+        ...
 
 
 class Encoder:
@@ -135,6 +169,7 @@ class Encoder:
         template_file: str | None = None,
         loss_on: LossOn = "answers",
         check_template: bool = True,
+        show_first: str | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.stop_ids = known_stop_ids(tokenizer, directory)
@@ -147,6 +182,20 @@ class Encoder:
         self._loss_on = loss_on
         self._check = check_template
         self._probed = False
+        self._show_first = show_first
+
+    @property
+    def absent_tokens(self) -> list[str]:
+        """None: a chat template is text, which any tokenizer has tokens for."""
+        return []
+
+    def read_row(self, name: FormatName, row: dict[str, Any], source: SourceSection) -> Example:
+        """The example of a row of a source.
+
+        Raises:
+            RowError: if a column is missing or has an invalid value.
+        """
+        return to_example(name, row, source.columns, source.tags)
 
     def encode(self, examples: Sequence[Example]) -> list[Encoded | RowError]:
         """The tokens of each example, or its error.
@@ -159,6 +208,7 @@ class Encoder:
             self._probe(examples)
         with timers_armed():
             jobs = [_bounded(self._job(example)) for example in examples]
+        self._show([job for job in jobs if isinstance(job, _Job)])
         encoded: dict[int, Encoded | RowError] = {}
         for whole in (False, True):
             chosen = [(i, job) for i, job in enumerate(jobs) if isinstance(job, _Job) and job.whole is whole]
@@ -167,6 +217,12 @@ class Encoder:
                 for (i, job), tokens in zip(group, texts, strict=True):
                     encoded[i] = self._finish(job, tokens)
         return [job if isinstance(job, RowError) else encoded[i] for i, job in enumerate(jobs)]
+
+    def _show(self, jobs: list[_Job]) -> None:
+        """Adds the first rendered row to the warning that asks for it."""
+        if self._show_first is not None and jobs:
+            self.warnings.append(f"{self._show_first}, e.g. {one_line(jobs[0].text, limit=_SHOWN)}")
+            self._show_first = None
 
     def _use(self, template: ChatTemplate | None) -> None:
         self.template = template
@@ -216,6 +272,7 @@ class Encoder:
         try:
             if isinstance(example, Text):
                 return _text_job(example)
+            assert not isinstance(example, Exchange)  # only LfEncoder.read_row gives them
             if isinstance(example, Completion):
                 if self.template is None:
                     return self._completion_job(example)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from unisono.config.schema import TagsSection
-from unisono.data.rows import Completion, Conversation, Example, Message, RowError, Text
+from unisono.data.rows import Completion, Conversation, Example, Exchange, Message, RowError, Text
 from unisono.text import nearest, one_line
 
-FormatName = Literal["alpaca", "sharegpt", "messages", "openai", "text", "prompt-completion"]
+FormatName = Literal["alpaca", "sharegpt", "messages", "openai", "text", "prompt-completion", "preference"]
 Renamed = Mapping[str, str | None]
 """The file's column name for each standard name; None: the column is not read."""
 
@@ -93,7 +93,7 @@ def to_example(
     """
     try:
         example = _READ[name](_Columns(row, renamed, tags))
-        _refuse_surrogates(example)
+        refuse_surrogates(example)
     except RecursionError:
         raise RowError("it is nested too deep", "flatten it") from None
     return example
@@ -152,6 +152,13 @@ def _read_text(row: _Columns) -> Example:
     if row.is_named("input"):
         text = "\n".join(part for part in (text, row.optional_text("input")) if part)
     return Text(text)
+
+
+def _refuse_preference(row: _Columns) -> Example:
+    del row
+    raise RowError(
+        "it has several answers, or a rated one", "set data.template: lf:NAME, which reads such rows"
+    )
 
 
 def _read_completion(row: _Columns) -> Example:
@@ -458,7 +465,7 @@ def _kind(value: Any) -> str:
     return names.get(type(value), "a number" if isinstance(value, int | float) else type(value).__name__)
 
 
-def _refuse_surrogates(example: Example) -> None:
+def refuse_surrogates(example: Example) -> None:
     """Refuses unpaired surrogates, which JSON allows: the tokenizer would fail on them with an error of its own."""
     if holds_surrogate(all_text(example)):
         raise RowError("it has an unpaired surrogate, which is not valid text", "write the full character")
@@ -473,6 +480,9 @@ def all_text(example: Example) -> str:
     """All strings of an example, joined."""
     if isinstance(example, Text):
         return example.text
+    if isinstance(example, Exchange):
+        turns = (turn.content for turn in (*example.prompt, *example.answers))
+        return "\0".join((example.system, example.tools, *turns))
     if isinstance(example, Completion):
         return example.prompt + "\0" + example.completion
     found: list[str] = []
@@ -501,4 +511,5 @@ _READ: dict[FormatName, Callable[[_Columns], Example]] = {
     "prompt-completion": _read_completion,
     "alpaca": _read_alpaca,
     "text": _read_text,
+    "preference": _refuse_preference,
 }

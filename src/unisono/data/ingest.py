@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Literal
 
+import numpy as np
+
 from unisono.config.schema import DataSection
-from unisono.data.encode import Encoder
-from unisono.data.formats import COLUMNS, FormatName, detect, shown, to_example
+from unisono.data.encode import RowEncoder
+from unisono.data.formats import COLUMNS, FormatName, detect, shown
 from unisono.data.readers import read_rows
 from unisono.data.rows import BadRow, Example, Ledger, Place, RawRow, Row, RowError, RowFile, SourceCounts
 from unisono.data.sources import Source
@@ -17,7 +19,7 @@ from unisono.data.token_table import Encoded, TokenWriter
 from unisono.errors import DataError, Problem
 from unisono.events import Reporter
 
-TooLong = Literal["error", "cut", "drop", "split"]
+TooLong = Literal["error", "cut", "drop", "split", "balanced"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +45,46 @@ def fit(row: Encoded, *, max_length: int, too_long: TooLong) -> Fitted:
     """
     length = len(row.ids)
     if length <= max_length:
-        return Fitted([row] if row.targets.any() else [], "used")
+        return Fitted([row] if row.targets.any() else [], "cut" if row.cut else "used", row.cut)
+    if too_long == "balanced":
+        kept = _balanced(row, max_length)
+        return Fitted([kept] if kept.targets.any() else [], "cut", length - len(kept.ids))
     if too_long == "cut":
         kept = Encoded(row.ids[:max_length], row.targets[:max_length])
         return Fitted([kept] if kept.targets.any() else [], "cut", length - max_length)
     if too_long == "split":
         return _split(row, max_length)
     return Fitted([], "drop" if too_long == "drop" else "error")
+
+
+def _balanced(row: Encoded, max_length: int) -> Encoded:
+    """The row cut turn by turn: what is not in the loss is the source of the answer that follows."""
+    starts = np.flatnonzero(row.targets[1:] & ~row.targets[:-1]) + 1
+    ends = np.append(np.flatnonzero(~row.targets[1:] & row.targets[:-1]) + 1, len(row.ids))
+    kept: list[int] = []
+    first = 0
+    for start, end in zip(np.append(starts, len(row.ids)).tolist(), ends.tolist(), strict=False):
+        source, target = balance(start - first, end - start, max_length - len(kept))
+        kept += [*range(first, first + source), *range(start, start + target)]
+        first = end
+        if len(kept) >= max_length:
+            break
+    return Encoded(row.ids[kept], row.targets[kept])
+
+
+def balance(source: int, target: int, limit: int) -> tuple[int, int]:
+    """How many tokens of a question and of its answer fit into `limit`.
+
+    The answer stays whole if it takes less than half of the limit, the question if it does; else both are cut in proportion.
+    """
+    if 2 * target < limit:
+        most = limit
+    elif 2 * source < limit:
+        most = limit - source
+    else:
+        most = int(limit * (target / (source + target)))
+    kept = min(most, target)
+    return min(max(limit - kept, 0), source), kept
 
 
 def _split(row: Encoded, max_length: int) -> Fitted:
@@ -147,7 +182,7 @@ class Ingest:
     def __init__(
         self,
         data: DataSection,
-        encoder: Encoder,
+        encoder: RowEncoder,
         ledger: Ledger,
         writer: TokenWriter,
         progress: Progress,
@@ -224,6 +259,13 @@ class Ingest:
     def _format(self, source: Source, first: Row) -> FormatName:
         """The format of a source, as configured or as its first row shows."""
         path, configured = source.section.path, source.section.format
+        if configured == "preference":
+            raise DataError.of(
+                f"{path} has preference rows, and objectives that train on them are not available yet",
+                where=path,
+                why="`format: preference` is for pairs of answers, and for rated ones",
+                fix="`unisono data preview` shows how they are encoded; to train, use rows with one answer",
+            )
         if configured != "auto":
             self.formats.append(f"{path}: {configured} (set){_ALL_COUNTS if configured == 'text' else ''}")
             return configured
@@ -257,7 +299,7 @@ class Ingest:
         examples: list[Example] = []
         places: list[Place] = []
         for row in batch:
-            example = row if isinstance(row, BadRow) else _example(name, row, source)
+            example = row if isinstance(row, BadRow) else self._example(name, row, source)
             if isinstance(example, BadRow):
                 self._take_bad(example, counts)
             else:
@@ -269,6 +311,12 @@ class Ingest:
             else:
                 self._take(place, encoded, counts)
 
+    def _example(self, name: FormatName, row: RawRow, source: Source) -> Example | BadRow:
+        try:
+            return self._encoder.read_row(name, row.value, source.section)
+        except RowError as error:
+            return error.at(row.place)
+
     def _take(self, place: Place, row: Encoded, counts: SourceCounts) -> None:
         max_length = self._data.max_length
         fitted = fit(row, max_length=max_length, too_long=self._data.too_long)
@@ -276,7 +324,11 @@ class Ingest:
             self._keep(place, row, fitted)
             return
         why = explain_fit(
-            fitted.what, length=len(row.ids), max_length=max_length, pieces=0, tokens_cut=fitted.tokens_cut
+            fitted.what,
+            length=len(row.ids) + row.cut,
+            max_length=max_length,
+            pieces=0,
+            tokens_cut=fitted.tokens_cut,
         )
         if fitted.what == "drop":
             counts.dropped["too_long"] += 1
@@ -297,7 +349,7 @@ class Ingest:
             "number": place.number,
             "first": len(self._writer.lengths),
             "pieces": len(fitted.pieces),
-            "length": len(row.ids),
+            "length": len(row.ids) + row.cut,
             "tokens_cut": fitted.tokens_cut,
             "is_cut": fitted.what == "cut",
             "is_split": fitted.what == "split",
@@ -327,13 +379,6 @@ def _up_to_first(rows: Iterator[Row]) -> Iterator[Row]:
         yield row
         if isinstance(row, RawRow):
             return
-
-
-def _example(name: FormatName, row: RawRow, source: Source) -> Example | BadRow:
-    try:
-        return to_example(name, row.value, source.section.columns, source.section.tags)
-    except RowError as error:
-        return error.at(row.place)
 
 
 def expected_rows(files: list[RowFile]) -> int | None:

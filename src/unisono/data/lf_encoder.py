@@ -6,17 +6,14 @@ each piece is tokenized for itself. Only targets count in the loss. `data.too_lo
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from unisono.data.encode import LossOn, encode_texts
-from unisono.data.formats import holds_surrogate
-from unisono.data.lf_rows import read_exchange
-from unisono.data.lf_template import (
+from unisono.config.lf_template import (
     CONTENT,
     PREFIX,
     LfTemplate,
@@ -26,7 +23,12 @@ from unisono.data.lf_template import (
     jinja_of,
     stop_ids,
 )
-from unisono.data.lf_tools import Call, write_calls, write_tools
+from unisono.config.schema import SourceSection
+from unisono.data.encode import LossOn, encode_texts
+from unisono.data.formats import FormatName, all_text, refuse_surrogates
+from unisono.data.ingest import balance
+from unisono.data.lf_rows import read_exchange
+from unisono.data.lf_tools import Call, local_day, write_calls, write_tools
 from unisono.data.rows import Example, Exchange, Message, RowError, Turn
 from unisono.data.template import ChatTemplate
 from unisono.data.template_limits import CHARACTERS
@@ -195,14 +197,10 @@ def _parsed_calls(text: str) -> list[Call]:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
-        raise RowError(
-            "a function call is not valid JSON", 'write {"name": …, "arguments": {…}}'
-        ) from None
+        raise RowError("a function call is not valid JSON", 'write {"name": …, "arguments": {…}}') from None
     calls = value if isinstance(value, list) else [value]
     if not all(isinstance(call, dict) and "name" in call and "arguments" in call for call in calls):
-        raise RowError(
-            "a function call has no name or no arguments", 'write {"name": …, "arguments": {…}}'
-        )
+        raise RowError("a function call has no name or no arguments", 'write {"name": …, "arguments": {…}}')
     return [Call(call["name"], call["arguments"]) for call in calls]
 
 
@@ -224,7 +222,9 @@ class PieceTokens:
     def of(self, rows: Iterable[Pieces]) -> list[Ids]:
         """The tokens of each list of pieces."""
         rows = list(rows)
-        texts = list(dict.fromkeys(piece for row in rows for piece in row if isinstance(piece, str) and piece))
+        texts = list(
+            dict.fromkeys(piece for row in rows for piece in row if isinstance(piece, str) and piece)
+        )
         known: dict[Piece, Ids] = {"": []}
         for group in _groups(texts):
             known.update(zip(group, self._encoded(group), strict=True))
@@ -269,21 +269,6 @@ def _groups(texts: list[str]) -> Iterator[list[str]]:
         size += len(text)
     if group:
         yield group
-
-
-def balance(source: int, target: int, limit: int) -> tuple[int, int]:
-    """How many tokens of a source and of its target fit into `limit`.
-
-    The target stays whole if it takes less than half of the limit, the source if it does; else both are cut in proportion.
-    """
-    if 2 * target < limit:
-        most = limit
-    elif 2 * source < limit:
-        most = limit - source
-    else:
-        most = int(limit * (target / (source + target)))
-    kept = min(most, target)
-    return min(max(limit - kept, 0), source), kept
 
 
 class LfEncoder:
@@ -331,7 +316,7 @@ class LfEncoder:
         self.warnings = adapt_tokenizer(tokenizer, template)
         self.tokenizer = tokenizer
         self.stop_ids = stop_ids(tokenizer, template)
-        self._writer = Writer(template, thinking, today or date.today())
+        self._writer = Writer(template, thinking, today or local_day())
         self._pieces = PieceTokens(tokenizer)
         self.template: ChatTemplate | None = lf_chat_template(tokenizer, template, thinking=thinking)
         self._template = template
@@ -344,23 +329,16 @@ class LfEncoder:
         """Tokens that the template writes and the tokenizer does not have; NO_TOKEN is in their places."""
         return self._pieces.absent
 
-    def read_row(
-        self,
-        name: str,
-        row: Mapping[str, Any],
-        columns: Mapping[str, str | None],
-        tags: Mapping[str, str | None] | None = None,
-    ) -> Example:
-        """The example of a row.
+    def read_row(self, name: FormatName, row: dict[str, Any], source: SourceSection) -> Example:
+        """The example of a row of a source.
 
         Raises:
             RowError: if LLaMA-Factory skips such a row, or cannot read it.
         """
-        exchange = read_exchange(name, row, columns, tags)
-        texts = [exchange.system, exchange.tools, *(turn.content for turn in exchange.prompt + exchange.answers)]
-        if any(map(holds_surrogate, texts)):
-            raise RowError("it has an unpaired surrogate, which is not valid text", "write the full character")
-        size = sum(map(len, texts))
+        tags = source.tags.model_dump() if source.tags else {}
+        exchange = read_exchange(name, row, source.columns, tags)
+        refuse_surrogates(exchange)
+        size = len(all_text(exchange))
         if size > CHARACTERS:
             raise RowError(
                 f"it has {size:,} characters; the maximum is {CHARACTERS:,}", "split it into several rows"
@@ -381,7 +359,9 @@ class LfEncoder:
 
         def pieces(_: int, example: Exchange) -> list[Pair[Pieces]]:
             if len(example.answers) != 2:
-                raise RowError("the row has no chosen and rejected answer", "set columns: {chosen: NAME, rejected: NAME}")
+                raise RowError(
+                    "the row has no chosen and rejected answer", "set columns: {chosen: NAME, rejected: NAME}"
+                )
             return [self._writer.question(example, answer) for answer in example.answers]
 
         def finish(pairs: list[Pair[Ids]]) -> tuple[Encoded, Encoded]:
@@ -397,7 +377,9 @@ class LfEncoder:
 
         The first of a group of 1000 rows gets the last one's answer. Rows with an error take no part.
         """
-        rated = [i for i, example in enumerate(examples) if isinstance(example, Exchange) and _is_rated(example)]
+        rated = [
+            i for i, example in enumerate(examples) if isinstance(example, Exchange) and _is_rated(example)
+        ]
         others: dict[int, Turn] = {}
         for first in range(0, len(rated), _KL_GROUP):
             group = rated[first : first + _KL_GROUP]
@@ -428,7 +410,11 @@ class LfEncoder:
         """Writes each example as pairs of pieces, tokenizes the pieces of all, and finishes the pairs of tokens."""
         written = [_caught(write, i, example) for i, example in enumerate(examples)]
         flat = [
-            side for row in written if not isinstance(row, RowError) for pair in row for side in (pair.source, pair.target)
+            side
+            for row in written
+            if not isinstance(row, RowError)
+            for pair in row
+            for side in (pair.source, pair.target)
         ]
         tokens = iter(self._pieces.of(flat))
         return [
@@ -438,7 +424,9 @@ class LfEncoder:
 
     def _conversation(self, _: int, example: Exchange) -> list[Pair[Pieces]]:
         if len(example.answers) != 1:
-            why = "no answer" if not example.answers else "a pair of answers, which is for preference training"
+            why = (
+                "no answer" if not example.answers else "a pair of answers, which is for preference training"
+            )
             raise RowError(f"the row has {why}", "write one answer, or remove the row")
         return self._writer.pairs(example, last_only=self._loss_on == "last-answer")
 
@@ -547,5 +535,5 @@ def lf_chat_template(tokenizer: Any, template: LfTemplate, *, thinking: bool | N
     """The chat template of an adapted tokenizer."""
     stops = tuple(str(tokenizer.convert_ids_to_tokens(i)) for i in sorted(stop_ids(tokenizer, template)))
     text = jinja_of(template, tokenizer, thinking=thinking)
-    writer = Writer(template, thinking, date.today())
+    writer = Writer(template, thinking, local_day())
     return LfChatTemplate(tokenizer, text, f"LLaMA-Factory's {template.name}", stops, writer)

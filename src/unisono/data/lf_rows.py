@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from unisono.data.rows import Exchange, RowError, Turn
@@ -20,7 +21,9 @@ _ROLES = {
 }
 _TAGGED = ("user", "assistant", "observation", "function", "system")
 _ASKS, _ANSWERS = ("user", "observation"), ("assistant", "function")
-_JOINT = "\n</tool_response>\n<tool_response>\n"  # between the results of several calls, whatever the template
+_JOINT = (
+    "\n</tool_response>\n<tool_response>\n"  # between the results of several calls, whatever the template
+)
 
 
 class _Row:
@@ -33,18 +36,21 @@ class _Row:
         columns: Mapping[str, str | None],
         tags: Mapping[str, str | None],
     ) -> None:
-        self.is_openai = name in ("messages", "prompt-completion")
+        self.is_openai = name in ("messages", "prompt-completion", "openai")
         self._row = row
         self._columns = columns
         self._tags = tags
 
     def get(self, *names: str) -> Any:
-        """The value of the first of these columns that has one, else None."""
+        """The value of the first of these columns that is mapped, or that the file has; else None."""
         for name in names:
             column = self._columns.get(name, name)
-            if column is not None and self._row.get(column) is not None:
-                return self._row[column]
+            if column is not None and (name in self._columns or column in self._row):
+                return self._row.get(column)
         return None
+
+    def is_mapped(self, name: str) -> bool:
+        return self._columns.get(name) is not None
 
     def text(self, *names: str) -> str:
         value = self.get(*names)
@@ -57,16 +63,22 @@ class _Row:
     def tools(self) -> str:
         """Function schemas as JSON, or ""."""
         value = self.get("tools")
-        if isinstance(value, list):
+        if isinstance(value, list | dict):
             return json.dumps(value, ensure_ascii=False) if value else ""
         return self.text("tools")
+
+    def messages(self) -> list[Any]:
+        found = self.get("conversations", "messages")
+        if found is None:
+            raise RowError("there is no column with the turns", "set columns: {conversations: NAME}")
+        return _listed(found, "conversations")
 
     def turn(self, message: Any, number: int) -> tuple[str, str]:
         """Role and text of a message."""
         if not isinstance(message, dict):
             raise RowError(f"turn {number} is not an object", "write {from: human, value: …}")
-        role_key = self._tags.get("role") or ("from" if "from" in message else "role")
-        content_key = self._tags.get("content") or ("value" if "value" in message else "content")
+        role_key = self._tags.get("role_tag") or ("from" if "from" in message else "role")
+        content_key = self._tags.get("content_tag") or ("value" if "value" in message else "content")
         role, content = self._role(message.get(role_key), number), message.get(content_key)
         calls = message.get("tool_calls") if self.is_openai else None
         if role == "assistant" and calls:
@@ -77,7 +89,7 @@ class _Row:
 
     def _role(self, tag: Any, number: int) -> str:
         if self._tags:
-            known = {self._tags[name]: name for name in reversed(_TAGGED) if self._tags.get(name)}
+            known = {word: role for role in reversed(_TAGGED) if (word := self._tags.get(f"{role}_tag"))}
         else:
             known = _ROLES
         role = known.get(tag) if isinstance(tag, str) else None
@@ -101,28 +113,36 @@ def read_exchange(
         name: the source's format.
         row: columns and values.
         columns: the file's column for each standard name; None for one that does not exist.
-        tags: the names of `role`, `content`, and of the roles, in a message; without them all usual names are known.
+        tags: the words of a source for the keys and roles of a turn (role_tag, content_tag, user_tag, …); without them all usual words are
+            known.
 
     Raises:
         RowError: if a value has the wrong type, roles do not alternate, or the row has a part too few.
     """
     read = _Row(name, row, columns, tags or {})
     if name == "text":
-        return Exchange([Turn("user", _required(read.text("text"), "text"))], [])
+        parts = [read.text("text"), read.text("input") if read.is_mapped("input") else ""]
+        return Exchange([Turn("user", "\n".join(part for part in parts if part))], [])
     if name == "prompt-completion":
         return _prompt_completion(read)
     if name == "alpaca":
-        return _with_answers(read, _alpaca_prompt(read), read.text("system"), read.get("output"))
-    if name == "preference" and read.get("conversations", "messages") is None:
-        answer = read.get("completion", "output")
-        return _with_answers(read, _alpaca_prompt(read), read.text("system"), answer)
-    return _conversation(read)
+        answer = read.get("output")
+        answers = [Turn("assistant", answer)] if isinstance(answer, str) else []
+        return Exchange(_alpaca_prompt(read), answers, read.text("system"), read.tools())
+    if name == "preference":
+        return _preference(read)
+    found = _exchange(read, read.messages(), has_answer=True)
+    return replace(found, system=_openai_system(found)) if name == "openai" else found
 
 
-def _required(text: str, column: str) -> str:
-    if not text.strip():
-        raise RowError(f"the {column} is empty", "remove the row")
-    return text
+def _openai_system(exchange: Exchange) -> str:
+    """The system message of a dataset with `formatting: openai`, to which LLaMA-Factory adds a phrase of some models."""
+    system, off = exchange.system, "detailed thinking off"
+    if exchange.tools:
+        return system + "\n" if system else ""
+    if not system:
+        return off
+    return system if off in system or "detailed thinking on" in system else f"{system}\n{off}"
 
 
 def _alpaca_prompt(row: _Row) -> list[Turn]:
@@ -136,19 +156,29 @@ def _alpaca_prompt(row: _Row) -> list[Turn]:
     return [*turns, Turn("user", "\n".join(part for part in parts if part))]
 
 
-def _with_answers(row: _Row, prompt: list[Turn], system: str, answer: Any) -> Exchange:
-    """Adds a pair of answers, or one with a label, or one."""
+def _preference(row: _Row) -> Exchange:
+    """A pair of answers, or one with a label; the prompt is a conversation, or text."""
     label, chosen, rejected = row.get("label"), row.get("chosen"), row.get("rejected")
-    answers: list[Turn] = []
-    if isinstance(label, bool):
-        if not isinstance(answer, str):
-            raise RowError("the row has a label, but no answer", "write the answer as a string")
-        return Exchange(prompt, [Turn("assistant", answer)], system, row.tools(), label)
-    if chosen is not None or rejected is not None:
+    talks, is_pair = (
+        row.get("conversations", "messages") is not None,
+        chosen is not None or rejected is not None,
+    )
+    if not is_pair and not isinstance(label, bool):
+        raise RowError(
+            "the row has neither chosen and rejected answers, nor a label that is true or false",
+            "set columns: {chosen: NAME, rejected: NAME}, or {label: NAME}",
+        )
+    if talks:
+        found = _exchange(row, row.messages(), has_answer=not is_pair)
+    else:
+        found = Exchange(_alpaca_prompt(row), [], row.text("system"), row.tools())
+    if is_pair:
         answers = [_answer(row, chosen, "chosen"), _answer(row, rejected, "rejected")]
-    elif isinstance(answer, str):
-        answers = [Turn("assistant", answer)]
-    return Exchange(prompt, answers, system, row.tools())
+        return replace(found, answers=answers)
+    if not talks:
+        answer = _answer(row, row.get("output", "completion"), "output")
+        found = replace(found, answers=[answer])
+    return replace(found, desirable=label)
 
 
 def _answer(row: _Row, value: Any, column: str) -> Turn:
@@ -173,19 +203,6 @@ def _prompt_completion(row: _Row) -> Exchange:
     raise RowError(
         "prompt and completion are neither two strings nor two lists of messages", "make both strings"
     )
-
-
-def _conversation(row: _Row) -> Exchange:
-    found = row.get("conversations", "messages")
-    if found is None:
-        raise RowError("there is no column with the turns", "set columns: {conversations: NAME}")
-    messages = _listed(found, "conversations")
-    chosen, rejected = row.get("chosen"), row.get("rejected")
-    if chosen is None and rejected is None:
-        return _exchange(row, messages, has_answer=True)
-    exchange = _exchange(row, messages, has_answer=False)
-    answers = [_answer(row, chosen, "chosen"), _answer(row, rejected, "rejected")]
-    return Exchange(exchange.prompt, answers, exchange.system, exchange.tools)
 
 
 def _exchange(row: _Row, messages: list[Any], *, has_answer: bool) -> Exchange:
@@ -214,9 +231,8 @@ def _exchange(row: _Row, messages: list[Any], *, has_answer: bool) -> Exchange:
         )
     if not turns:
         raise RowError("the conversation is empty", "remove the row, or add a question and an answer")
-    label = row.get("label")
     answers = [turns.pop()] if has_answer else []
-    return Exchange(turns, answers, system, row.tools(), label if isinstance(label, bool) else None)
+    return Exchange(turns, answers, system, row.tools())
 
 
 def _listed(value: Any, column: str) -> list[Any]:
@@ -231,7 +247,12 @@ def _listed(value: Any, column: str) -> list[Any]:
 
 
 def _calls(calls: Any, number: int) -> str:
-    functions = [call.get("function", call) if isinstance(call, dict) else None for call in _listed(calls, "tool_calls")]
+    functions = [
+        call.get("function", call) if isinstance(call, dict) else None
+        for call in _listed(calls, "tool_calls")
+    ]
     if not all(isinstance(function, dict) for function in functions):
-        raise RowError(f"a tool call of turn {number} is not an object", "write {function: {name: …, arguments: …}}")
+        raise RowError(
+            f"a tool call of turn {number} is not an object", "write {function: {name: …, arguments: …}}"
+        )
     return json.dumps(functions, ensure_ascii=False)

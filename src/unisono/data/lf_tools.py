@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from datetime import date
+from datetime import date, datetime
 from typing import Any
 
 from unisono.data.rows import RowError
@@ -110,9 +110,9 @@ def write_calls(tool_format: str, calls: list[Call]) -> str:
         ) from None
 
 
-def states_date(tool_format: str) -> bool:
-    """Whether the format's text on tools states the date."""
-    return tool_format == "llama3"
+def local_day() -> date:
+    """Today, in the time zone of this machine."""
+    return datetime.now().astimezone().date()
 
 
 def _bare(tool: Tool) -> Tool:

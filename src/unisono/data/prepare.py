@@ -19,6 +19,7 @@ import shutil
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,10 @@ from typing import Any
 import xxhash
 
 from unisono.child import loading_modules
+from unisono.config.lf_template import LF_VERSION, lf_name
 from unisono.config.schema import RunConfig
 from unisono.data.encode import ENCODER_VERSION
+from unisono.data.lf_tools import local_day
 from unisono.data.rows import flat_total
 from unisono.data.sources import Source, find_sources
 from unisono.data.token_table import TokenTable
@@ -75,9 +78,22 @@ class CacheLookup:
 
 
 def gather_ingredients(
-    config: RunConfig, sources: list[Source], *, tokenizer: Path, limit_rows: int | None = None
+    config: RunConfig,
+    sources: list[Source],
+    *,
+    tokenizer: Path,
+    limit_rows: int | None = None,
+    today: str | None = None,
 ) -> Ingredients:
     """Everything that determines the table of a config.
+
+    Args:
+        config: of the run.
+        sources: its sources.
+        tokenizer: the directory of its tokenizer.
+        limit_rows: rows to read of each source.
+        today: the date that prompts state if data.date does not say. Without it, a run that is resumed on a later day has the rows of
+            its first day, as long as the cache has them.
 
     Raises:
         DataError: if a file cannot be read.
@@ -105,7 +121,11 @@ def gather_ingredients(
             f"the file {file.name} (source {number + 1})": digest_file(file.path, file.name)
             for file in source.files
         }
-    if data.template is not None:
+    if lf_name(data.template) is not None:
+        found["data.template"] = data.template
+        found["encoder version"] = f"{ENCODER_VERSION}, LLaMA-Factory's {LF_VERSION}"
+        found["data.thinking"], found["data.date"] = data.thinking, data.date or today
+    elif data.template is not None:
         found["data.template"] = digest_file(expand(data.template), data.template)
     for file in _tokenizer_files(tokenizer):
         found[f"the tokenizer's {file.relative_to(tokenizer)}"] = digest_file(file, str(file))
@@ -277,6 +297,7 @@ def prepare_data(
     report: Reporter,
     ledger: Path | None = None,
     limit_rows: int | None = None,
+    is_preview: bool = False,
 ) -> DataSummary:
     """The summary of a config's rows; afterwards their token table is in the cache.
 
@@ -288,6 +309,7 @@ def prepare_data(
         report: receives progress.
         ledger: where to write data.json, if anywhere.
         limit_rows: rows to read of each source; for a rehearsal.
+        is_preview: whether rows are only shown: then tokens that the model does not have are a warning, and a date is today's.
 
     Raises:
         DataError: if sources, rows or the template are refused.
@@ -296,19 +318,30 @@ def prepare_data(
     """
     report.phase("data", "looking up the rows in the cache")
     sources = find_sources(config.data, cache_dir=cache_dir)
-    ingredients = gather_ingredients(config, sources, tokenizer=tokenizer, limit_rows=limit_rows)
+    gather = partial(
+        gather_ingredients,
+        config,
+        sources,
+        tokenizer=tokenizer,
+        limit_rows=limit_rows,
+        today=local_day().isoformat() if is_preview else None,
+    )
+    ingredients = gather()
     found = look_up_table(cache_dir, ingredients, sources)
     if not found.hit:
         report.phase("tokenize", f"tokenizing: {found.reason}")
         with writing_table(found.directory) as temporary:
             _build(config, sources, tokenizer, temporary, report, limit_rows=limit_rows)
-            _refuse_if_changed(
-                ingredients, gather_ingredients(config, sources, tokenizer=tokenizer, limit_rows=limit_rows)
-            )
+            _refuse_if_changed(ingredients, gather())
         if limit_rows is None:
             store_ingredients(cache_dir, ingredients, sources)
     meta = read_json(found.directory / "meta.json")
-    _check_vocabulary(meta, vocab_size, tokenizer)
+    try:
+        _check_vocabulary(meta, vocab_size, tokenizer, config)
+    except ModelError as error:
+        if not is_preview or lf_name(config.data.template) is None:
+            raise
+        meta["warnings"] += [f"training will refuse this: {problem.what}" for problem in error.problems]
     if ledger is not None:
         with whole_file(ledger) as temporary:
             shutil.copyfile(found.directory / "ledger.json", temporary)
@@ -350,17 +383,10 @@ def _build(
     limit_rows: int | None,
 ) -> None:
     with loading_modules():
-        from unisono.data.build import build_table
-        from unisono.data.encode import Encoder
+        from unisono.data.build import build_table, make_encoder
 
-    pretrain = config.objective == "pretrain"
-    encoder = Encoder(
-        load_tokenizer(tokenizer, trust_remote_code=config.model.trust_remote_code),
-        directory=tokenizer,
-        template_file=config.data.template,
-        loss_on="all" if pretrain else config.data.loss_on,
-        check_template=config.data.check_template and not pretrain,
-    )
+    loaded = load_tokenizer(tokenizer, trust_remote_code=config.model.trust_remote_code)
+    encoder = make_encoder(config, loaded, tokenizer)
     build_table(config, sources, encoder, directory=directory, report=report, limit_rows=limit_rows)
 
 
@@ -375,7 +401,16 @@ def _refuse_if_changed(before: Ingredients, after: Ingredients) -> None:
         )
 
 
-def _check_vocabulary(meta: dict[str, Any], vocab_size: int | None, tokenizer: Path) -> None:
+def _check_vocabulary(
+    meta: dict[str, Any], vocab_size: int | None, tokenizer: Path, config: RunConfig
+) -> None:
+    if meta["absent_tokens"]:
+        raise ModelError.of(
+            f"the tokenizer has no token {' and no token '.join(meta['absent_tokens'])}",
+            where=str(tokenizer),
+            why=f"{config.data.template} writes it",
+            fix="set data.template to the template of the model's family",
+        )
     highest = meta["highest_id"]
     if vocab_size is None or highest < vocab_size:
         return

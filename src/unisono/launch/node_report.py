@@ -14,6 +14,7 @@ from unisono.causes import Evidence, Verdict, find_cause
 from unisono.checkpoint.manifest import manifest_digest
 from unisono.checkpoint.retention import max_without_permanent
 from unisono.config import LoadedConfig, RunConfig
+from unisono.config.lf_template import lf_name
 from unisono.config.schema import sources_of
 from unisono.errors import Disagreed, UnisonoError
 from unisono.events import Show
@@ -139,6 +140,10 @@ def make_node_report(
     )
 
 
+def _is_path(key: str, value: Any) -> bool:
+    return key in _PATHS and not (key == "data.template" and lf_name(value) is not None)
+
+
 def flat_config(config: RunConfig) -> dict[str, Any]:
     """The config without paths, flat: `optim.lr` → 0.0002. What files hold is compared by their contents, not by their names."""
     body = config.model_dump(mode="json", by_alias=True)
@@ -152,7 +157,7 @@ def flat_config(config: RunConfig) -> dict[str, Any]:
         elif found:
             body["data"][role] = "a file"
     flat = _flattened(body)
-    return {key: value for key, value in flat.items() if key not in _PATHS and not is_secret(value)}
+    return {key: value for key, value in flat.items() if not _is_path(key, value) and not is_secret(value)}
 
 
 def reserve(limits: SystemLimits, *, nproc: int, disk_bytes: int | None) -> dict[str, int]:

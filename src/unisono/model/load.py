@@ -13,6 +13,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch.distributed.tensor import DTensor
 
+from unisono.config.lf_template import adapt_tokenizer, lf_template_of
 from unisono.config.schema import RunConfig, TrainOnlySection
 from unisono.errors import ModelError, Problem
 from unisono.model.adapter import BaseChanges, add_adapter
@@ -81,6 +82,9 @@ def load_for_training(
         ModelError: if the files do not match each other, or the config does not match the model.
     """
     tokenizer = load_tokenizer(tokenizer_directory, trust_remote_code=config.model.trust_remote_code)
+    layout = lf_template_of(config.data.template)
+    if layout is not None:
+        adapt_tokenizer(tokenizer, layout)
     full = config.adapter is None
     base = load_base(
         directory,

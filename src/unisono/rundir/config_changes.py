@@ -96,6 +96,8 @@ RULES: dict[str, Rule] = {
     "data.mix": _ROWS,
     "data.format": _ROWS,
     "data.template": _ROWS,
+    "data.thinking": _ROWS,
+    "data.date": _ROWS,
     "data.too_long": _ROWS,
     "data.on_bad_row": _ROWS,
     "data.check_template": _ROWS,

@@ -22,6 +22,7 @@ from unisono.task.inference import (
     cut_at_stop,
     decode,
     open_for_inference,
+    prompt_ids,
 )
 
 _SHOWN = 20  # problems of a file
@@ -94,15 +95,14 @@ def encode_prompts(
     template = None if raw else opened.template
     if template is None and talks:
         template = opened.chat_template()[0]
-    texts: list[str] = []
+    ids: list[list[int]] = []
     problems: list[Problem] = []
     for prompt in prompts:
         try:
-            texts.append(render(prompt, template, system))
+            ids.append(_ids_of(opened, prompt, template, system))
         except RowError as error:
-            texts.append("")
+            ids.append([])
             problems.append(Problem(f"a prompt cannot be rendered: {error.why}", prompt.where, "", error.fix))
-    ids = [tokens_of(opened, text, whole=template is None) for text in texts]
     if not problems:
         problems = [
             p
@@ -116,27 +116,29 @@ def encode_prompts(
     return ids, template
 
 
-def render(prompt: Prompt, template: ChatTemplate | None, system: str | None) -> str:
-    """The text that the model continues.
+def _ids_of(
+    opened: InferenceModel, prompt: Prompt, template: ChatTemplate | None, system: str | None
+) -> list[int]:
+    """The tokens that the model continues.
 
     Raises:
         RowError: if the template refuses the messages.
     """
     if template is None:
         assert isinstance(prompt.content, str)
-        return prompt.content
+        return _tokens_of_text(opened, prompt.content)
     turns: Turns = (
         [{"role": "user", "content": prompt.content}] if isinstance(prompt.content, str) else prompt.content
     )
     before: Turns = [{"role": "system", "content": system}] if system is not None else []
-    return template.render([*before, *turns], prompt=True)
+    return prompt_ids(opened.tokenizer, template, [*before, *turns])
 
 
-def tokens_of(opened: InferenceModel, text: str, *, whole: bool) -> list[int]:
-    """The tokens of a text; a complete text gets the tokenizer's special tokens, but no end of sequence."""
-    ids = list(encode_texts(opened.tokenizer, [text], special=whole)[0].ids)
+def _tokens_of_text(opened: InferenceModel, text: str) -> list[int]:
+    """The tokens of a complete text: with the tokenizer's special tokens, but no end of sequence."""
+    ids = list(encode_texts(opened.tokenizer, [text], special=True)[0].ids)
     end = opened.tokenizer.eos_token_id
-    while whole and len(ids) > 1 and ids[-1] == end:
+    while len(ids) > 1 and ids[-1] == end:
         ids.pop()
     return ids
 
@@ -349,7 +351,7 @@ class Conversation:
         self._messages.append({"role": "user", "content": text})
         self._interrupt.pressed = False
         try:
-            ids = tokens_of(self._opened, self._template.render(self._messages, prompt=True), whole=False)
+            ids = prompt_ids(self._opened.tokenizer, self._template, self._messages)
         except RowError as error:
             self._refuse(error.why, error.fix)
             return

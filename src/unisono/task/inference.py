@@ -11,7 +11,11 @@ from typing import Any
 
 import torch
 
+from unisono.config.lf_template import adapt_tokenizer, lf_template_of
 from unisono.config.schema import RunConfig
+from unisono.data.encode import encode_texts
+from unisono.data.lf_encoder import LfChatTemplate, lf_chat_template
+from unisono.data.rows import Message
 from unisono.data.template import ChatTemplate, choose_template, fallback_template, known_stop_ids
 from unisono.errors import ModelError
 from unisono.events import Reporter
@@ -272,6 +276,10 @@ def template_of(target: Target, tokenizer: Any) -> ChatTemplate | None:
     if plan is None or plan.config.objective == "pretrain":
         return choose_template(tokenizer, None, stops=names)
     file = plan.config.data.template
+    layout = lf_template_of(file)
+    if layout is not None:
+        adapt_tokenizer(tokenizer, layout)
+        return lf_chat_template(tokenizer, layout, thinking=plan.config.data.thinking)
     if file is not None and not Path(file).is_file() and tokenizer.chat_template:
         file = None  # the file is gone; the result has its text
     found = choose_template(tokenizer, file, stops=names)
@@ -280,9 +288,22 @@ def template_of(target: Target, tokenizer: Any) -> ChatTemplate | None:
     return found
 
 
+def prompt_ids(tokenizer: Any, template: ChatTemplate, messages: Sequence[Message]) -> list[int]:
+    """The tokens of a conversation with the generation prompt: what the model continues.
+
+    Raises:
+        RowError: if the template refuses the messages.
+    """
+    if isinstance(template, LfChatTemplate):
+        return template.prompt_ids(messages)
+    return list(encode_texts(tokenizer, [template.render(messages, prompt=True)], special=False)[0].ids)
+
+
 def stops_of(target: Target, tokenizer: Any, template: ChatTemplate | None) -> set[int]:
     """The tokens that end an answer: those of tokenizer and generation_config.json, and the template's end-of-turn token."""
     found = _known_stops(target, tokenizer)
+    if isinstance(template, LfChatTemplate):
+        return found | {tokenizer.convert_tokens_to_ids(stop) for stop in template.known_stops}
     if template is not None and template.end_of_turn is not None:
         found.add(tokenizer.convert_tokens_to_ids(template.end_of_turn))
     return found

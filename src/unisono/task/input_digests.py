@@ -12,6 +12,7 @@ from typing import Any
 
 import xxhash
 
+from unisono.config.lf_template import lf_name
 from unisono.config.schema import AdapterSection, RunConfig, sources_of
 from unisono.data.sources import find_local
 from unisono.errors import UnisonoError
@@ -228,7 +229,7 @@ def _list(config: RunConfig) -> _InputFiles:
             listed.notes.append(f"{label} is not on this machine yet: compared after its rows are prepared")
         else:
             listed.data += _labelled(label, [file.path for file in files])
-    if config.data.template:
+    if config.data.template and lf_name(config.data.template) is None:
         path = expand(config.data.template)
         fault = fault_of(path, config.data.template)
         if fault is None:

@@ -17,6 +17,7 @@ import torch
 from unisono.checkpoint.manifest import FileEntry
 from unisono.checkpoint.state import bytes_of, dtype_name
 from unisono.checkpoint.writer import TensorPart, file_order, write_tensor_file
+from unisono.config.lf_template import lf_template_of, stop_ids
 from unisono.files import read_json, write_json
 from unisono.model.adapter import BaseChanges, stored_settings, with_change
 from unisono.model.adapter_files import ADAPTER_FILE
@@ -202,6 +203,7 @@ def write_weights(loaded: LoadedModel, plan: RunPlan, directory: Path, *, writes
     if writes:
         directory.mkdir()
     target = directory if writes else None
+    _set_stops(loaded, plan)
     if plan.config.adapter is not None:
         entries = write_adapter(loaded.model, target, base_name=_base_name(plan), changes=loaded.base_changes)
     else:
@@ -380,6 +382,13 @@ def _write_dtype(file: Path, dtype: str) -> None:
     config = read_json(file)
     config.pop("torch_dtype", None)
     write_json(file, config | {"dtype": dtype})
+
+
+def _set_stops(loaded: LoadedModel, plan: RunPlan) -> None:
+    """Lets generation stop where answers end with a template of LLaMA-Factory: its tokenizer names only one of these tokens."""
+    layout = lf_template_of(plan.config.data.template)
+    if layout is not None and loaded.base.generation_config is not None:
+        loaded.base.generation_config.eos_token_id = sorted(stop_ids(loaded.tokenizer, layout))
 
 
 def _set_template(tokenizer: Any, plan: RunPlan) -> None:

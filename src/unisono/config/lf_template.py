@@ -5,12 +5,11 @@
 
 import re
 import tomllib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib.resources import files
 from typing import Any
 
-from unisono.data.rows import RowError
 from unisono.errors import DataError
 from unisono.text import nearest
 
@@ -19,7 +18,7 @@ LF_VERSION = 1
 """Part of the cache's key: incremented whenever the same rows could give different tokens or a different loss mask."""
 
 CONTENT = "{{content}}"
-_CLOSEST = 0.6
+_THOUGHT = ("<think>\n", "\n</think>\n\n")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +46,7 @@ class LfTemplate:
     prefix: Slots = ()
     default_system: str = ""
     stop_words: tuple[str, ...] = ()
-    thought: tuple[str, str] = ("<think>\n", "\n</think>\n\n")
+    thought: tuple[str, str] = _THOUGHT
     tool_format: str = "default"
     efficient_eos: bool = False
     replace_eos: bool = False
@@ -76,7 +75,7 @@ class LfTemplate:
 
 @cache
 def _table() -> dict[str, Any]:
-    return tomllib.loads(files("unisono.data").joinpath("lf_templates.toml").read_text(encoding="utf-8"))
+    return tomllib.loads(files("unisono.config").joinpath("lf_templates.toml").read_text(encoding="utf-8"))
 
 
 def lf_name(template: str | None) -> str | None:
@@ -104,8 +103,18 @@ def find_lf_template(name: str) -> LfTemplate | None:
     return None
 
 
+def lf_template_of(template: str | None) -> LfTemplate | None:
+    """The template that data.template selects; None if it selects a file, or the tokenizer's own.
+
+    Raises:
+        DataError: as find_lf_template.
+    """
+    name = lf_name(template)
+    return None if name is None else find_lf_template(name)
+
+
 def _template(name: str, entry: dict[str, Any]) -> LfTemplate:
-    found = dict(entry)
+    found: dict[str, Any] = dict(entry)
     user = _slots(found.pop("user", [CONTENT]))
     bare: list[Any] = [CONTENT] if entry.get("efficient_eos") else [CONTENT, {"special": "eos"}]
     assistant = _slots(found.pop("assistant", bare))
@@ -118,7 +127,8 @@ def _template(name: str, entry: dict[str, Any]) -> LfTemplate:
         observation=_slots(found.pop("observation")) if "observation" in found else user,
         prefix=_slots(found.pop("prefix", [])),
         stop_words=tuple(found.pop("stop_words", ())),
-        **{key: tuple(value) if isinstance(value, list) else value for key, value in found.items()},
+        thought=tuple(found.pop("thought", _THOUGHT)),
+        **found,
     )
 
 
@@ -207,7 +217,9 @@ def jinja_of(template: LfTemplate, tokenizer: Any, *, thinking: bool | None) -> 
     first = ""
     if template.system_in_user:
         joined = _expression(template.system[0], tokenizer, "system_message")
-        first = f"{{% if loop.first and system_message %}}{{% set content = {joined} ~ content %}}{{% endif %}}"
+        first = (
+            f"{{% if loop.first and system_message %}}{{% set content = {joined} ~ content %}}{{% endif %}}"
+        )
         whole_system = ""
     elif whole_system:
         whole_system = f"{{% if system_message %}}{whole_system}{{% endif %}}"
@@ -237,7 +249,11 @@ def jinja_of(template: LfTemplate, tokenizer: Any, *, thinking: bool | None) -> 
 def _expression(slot: Slot, tokenizer: Any, value: str) -> str:
     """A slot as a Jinja expression; "" for a special token that the tokenizer does not have."""
     if isinstance(slot, Token):
-        text = (tokenizer.bos_token if slot.name == "bos" else tokenizer.eos_token) if slot.special else slot.name
+        text = (
+            (tokenizer.bos_token if slot.name == "bos" else tokenizer.eos_token)
+            if slot.special
+            else slot.name
+        )
         return _quoted(text) if text else ""
     before, found, after = slot.partition(CONTENT)
     parts = [_quoted(before) if before else "", value if found else "", _quoted(after) if after else ""]
