@@ -109,9 +109,9 @@ def check(case: dict[str, Any], encoder: LfEncoder, examples: list[Exchange]) ->
             assert rating.desirable == out["kto_tags"][i]
         return
     rows = encoder.encode(examples)
-    for row, ids, labels in zip(rows, out["input_ids"], out.get("labels", out["input_ids"]), strict=True):
-        assert isinstance(row, Encoded)
-        assert_same(row, ids, labels)
+    for found, ids, labels in zip(rows, out["input_ids"], out.get("labels", out["input_ids"]), strict=True):
+        assert isinstance(found, Encoded)
+        assert_same(found, ids, labels)
 
 
 PACKED = [case for case in GOLDEN["cases"] if is_packed(case)]
