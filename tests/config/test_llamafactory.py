@@ -201,7 +201,7 @@ def test_what_llama_factory_does_by_default_is_written_out() -> None:
     data = {"template": "lf:qwen3_nothink", "max_length": 2048, "on_bad_row": "skip", "packing": False,
             "loss_on": "answers", "eval": None}  # fmt: skip
     assert found["data"] | data == found["data"]
-    assert (found["duration"], found["seed"], found["eval"]["every"]) == ("3 epochs", 42, None)
+    assert (found["duration"], found["seed"], config(val_size=0.1)["eval"]["every"]) == ("3 epochs", 42, None)
     assert found["checkpoint"] | {"every": "500 steps", "keep_every": "500 steps"} == found["checkpoint"]
     assert found["memory"] == {"gradient_checkpointing": True}
     assert found["model"]["dtype"] == "auto"

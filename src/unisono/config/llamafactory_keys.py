@@ -34,11 +34,12 @@ class Key:
 def _read_table() -> dict[str, Key]:
     text = resources.files("unisono.config").joinpath("llamafactory_keys.toml").read_text(encoding="utf-8")
     groups: dict[str, dict[str, dict[str, Any]]] = tomllib.loads(text)
-    return {
-        name: Key(name, group, **{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
-        for group, keys in groups.items()
-        for name, fields in keys.items()
-    }
+    return {name: _key(name, group, found) for group, keys in groups.items() for name, found in keys.items()}
+
+
+def _key(name: str, group: str, found: dict[str, Any]) -> Key:
+    fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in found.items()}
+    return Key(name, group, **fields)
 
 
 KEYS: dict[str, Key] = _read_table()

@@ -352,9 +352,9 @@ class Sections:
         if strategy != "no":
             amount = values["eval_steps"] or values["logging_steps"]
             every = self._period(amount, strategy)
-        self._put(
-            "eval.every", every, "eval_steps" if strategy == "steps" else "eval_strategy", "eval_strategy"
-        )
+        if values["eval_dataset"] or values["val_size"] or every:
+            first = "eval_steps" if strategy == "steps" else "eval_strategy"
+            self._put("eval.every", every, first, "eval_strategy")
         if values["early_stopping_steps"] is not None:
             self._put("eval.stop_after", values["early_stopping_steps"], "early_stopping_steps")
         metric = values["metric_for_best_model"]
@@ -369,7 +369,7 @@ class Sections:
         if strategy == "no":
             every = self.config["duration"]
         elif strategy == "best":
-            every = self.config["eval"]["every"] or self.config["duration"]
+            every = self.config.get("eval", {}).get("every") or self.config["duration"]
         else:
             every = self._period(values["save_steps"], strategy)
         self._put(
