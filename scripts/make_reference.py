@@ -20,6 +20,8 @@ from unisono.causes.catalogue import ALL_CAUSES
 from unisono.causes.variables import GROUP_MEANING, VARIABLES, Variable
 from unisono.causes.verdict import EXIT_CODES, Cause
 from unisono.cli.app import build_app
+from unisono.config.llamafactory import SWITCHES, V1_KEYS
+from unisono.config.llamafactory_keys import KEYS, Key
 from unisono.config.schema import RunConfig, Section
 from unisono.config.yaml_file import describe_field, section_in
 from unisono.doctor.check import AREAS, Check
@@ -59,6 +61,7 @@ def make_pages() -> dict[str, str]:
         "agreement.md": agreement_page(),
         "variables.md": variables_page(),
         "doctor.md": doctor_page(),
+        "llamafactory.md": llamafactory_page(),
         "commands.md": commands_page(),
         "exit-codes.md": exit_codes_page(),
         "files.md": files_page(),
@@ -213,6 +216,72 @@ def rule_row(rule: Rule) -> list[str]:
 def dotted(version: tuple[int, ...]) -> str:
     """(2, 26, 5) as 2.26.5."""
     return ".".join(map(str, version))
+
+
+GROUP_TITLES = {
+    "ModelArguments": "Model", "QuantizationArguments": "Quantization", "ProcessorArguments": "Images, videos, audio",
+    "ExportArguments": "Export", "VllmArguments": "vLLM", "SGLangArguments": "SGLang", "KTransformersArguments": "KTransformers",
+    "DataArguments": "Data", "FreezeArguments": "Freeze", "LoraArguments": "LoRA", "OFTArguments": "OFT",
+    "RLHFArguments": "Preferences", "GaloreArguments": "GaLore", "ApolloArguments": "APOLLO", "BAdamArgument": "BAdam",
+    "SwanLabArguments": "SwanLab", "FinetuningArguments": "Training method", "GeneratingArguments": "Generation",
+    "RayArguments": "Ray", "ProfilerArguments": "Profiler", "Fp8Arguments": "FP8", "TrainingArguments": "Training",
+    "EvaluationArguments": "Evaluation (its `eval` command)", "MegatronBridgeArguments": "Megatron",
+    "Seq2SeqTrainingArguments": "Hugging Face's TrainingArguments", "OldNames": "Old names",
+}  # fmt: skip
+
+
+def llamafactory_page() -> list[str]:
+    """Every key of a LLaMA-Factory file, and what it becomes."""
+    counts = {fate: sum(key.fate == fate and not key.same_as for key in KEYS.values()) for fate in FATES}
+    lines = [
+        "# LLaMA-Factory's keys", "",
+        "Every key of LLaMA-Factory 0.9.5, and of Hugging Face's TrainingArguments that it takes, with its default there and its fate here."
+        " How to use it: [from LLaMA-Factory](../how-to/from-llamafactory.md).", "",
+        *(f"- **{fate}** ({counts[fate]} keys): {meaning}" for fate, meaning in FATES.items()), "",
+        "A refused key at its default does no harm. An unknown key is refused with the nearest. "
+        "`unisono init --from-llamafactory FILE --json` shows the fate of each key of a file.",
+    ]  # fmt: skip
+    for group in dict.fromkeys(key.group for key in KEYS.values()):
+        rows = [key_row(key) for key in KEYS.values() if key.group == group]
+        lines += [
+            "",
+            f"## {GROUP_TITLES[group]}",
+            "",
+            *table(["key", "default", "fate", "here", "note"], rows),
+        ]
+    lines += [
+        "",
+        "## Environment variables",
+        "",
+        "Variables that its launcher reads, and what they are here.",
+        "",
+    ]
+    lines += table(["variable", "here"], [[f"`{name}`", text] for name, text in SWITCHES.items()])
+    lines += ["", "## Files of the generation v1", "", "They are refused; these are our keys for theirs.", ""]
+    return lines + table(
+        ["key", "here"], [[f"`{name}`", f"`{ours}`" if ours else "none"] for name, ours in V1_KEYS.items()]
+    )
+
+
+FATES = {
+    "carried": "the same value in our key",
+    "translated": "the same meaning in our keys",
+    "ignored": "it does no harm, and is listed once",
+    "refused": "known, but not here: exit code 2, with what to use instead",
+}
+
+
+def key_row(key: Key) -> list[str]:
+    """A line of the table of LLaMA-Factory's keys."""
+    if key.same_as:
+        return [f"`{key.name}`", "", "as its new name", f"`{key.same_as}`", ""]
+    words = {None: "null", True: "true", False: "false"}
+    default = words[key.default] if isinstance(key.default, bool | None) else str(key.default)
+    needs = f"only with `{key.needs}`" if key.needs else ""
+    choice = f"one of {', '.join(key.words)}" if key.words else ""
+    here = ", ".join(f"`{ours}`" for ours in key.ours.split(", ") if ours)
+    note = "; ".join(filter(None, (key.note, needs, choice)))
+    return [f"`{key.name}`", f"`{default}`" if default else "", key.fate, here, note]
 
 
 def cause_section(cause: Cause) -> list[str]:

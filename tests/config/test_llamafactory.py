@@ -202,6 +202,7 @@ def test_what_llama_factory_does_by_default_is_written_out() -> None:
             "loss_on": "answers", "eval": None}  # fmt: skip
     assert found["data"] | data == found["data"]
     assert (found["duration"], found["seed"], config(val_size=0.1)["eval"]["every"]) == ("3 epochs", 42, None)
+    assert found["batch"] | {"per_rank": 8, "accumulate": 1} == found["batch"]
     assert found["checkpoint"] | {"every": "500 steps", "keep_every": "500 steps"} == found["checkpoint"]
     assert found["memory"] == {"gradient_checkpointing": True}
     assert found["model"]["dtype"] == "auto"
@@ -225,6 +226,7 @@ def test_what_llama_factory_does_by_default_is_written_out() -> None:
         ({"loraplus_lr_ratio": "16"}, "optim.lora_b_ratio", 16.0),
         ({"learning_rate": "1e-4"}, "optim.lr", 1e-4),
         ({"neftune_noise_alpha": 5}, "model.embedding_noise", 5.0),
+        ({"rope_scaling": "yarn"}, "model.rope", {"kind": "yarn", "factor": "auto"}),
         ({"bf16": True}, "model.dtype", "bfloat16"),
         ({"fp16": True}, "model.dtype", "float16"),
         ({"pure_bf16": True}, "model.dtype", "bfloat16"),
@@ -351,6 +353,11 @@ def test_overrides_use_its_names_and_those_with_a_dot_are_ours() -> None:
     assert len(found["data"]["train"]) == 1
     (problem,) = problems("optim.lr=-1")
     assert problem.where == "command line"
+
+
+def test_a_global_batch_of_ours_replaces_the_batch_of_the_file() -> None:
+    found = config("batch.global=64", "batch.micro=2")["batch"]
+    assert found == {"global": 64, "micro": 2}
 
 
 def test_a_secret_is_refused_and_never_shown() -> None:

@@ -150,7 +150,7 @@ class Translation:
         ]
         if ignored:
             lines.append(f"ignored, since they change nothing here: {', '.join(ignored)}")
-        switches = [f"{name}: {text}" for name, text in _SWITCHES.items() if name in variables]
+        switches = [f"{name}: {text}" for name, text in SWITCHES.items() if name in variables]
         return [*lines, *self.warnings, *switches]
 
     def in_its_names(self, problems: Iterable[Problem]) -> list[Problem]:
@@ -189,6 +189,8 @@ def translate(
     verb = _verb_of(values)
     sections = Sections(values, name, verb=verb)
     sections.build()
+    if any(text.startswith("batch.global=") for text in ours):
+        sections.drop("batch.per_rank", "batch.accumulate")
     contradictions = find_contradictions(values, verb)
     problems += [*sections.problems, *contradictions.values()]
     refused: dict[str, tuple[Fate, str]] = {k: ("refused", p.what) for k, p in contradictions.items()}
@@ -279,7 +281,7 @@ class _Reading:
         self.fates.append(KeyFate(name, value, "refused", "", note))
 
 
-_SWITCHES = {
+SWITCHES = {
     "FORCE_TORCHRUN": "not needed; `--nproc N` starts N ranks on a node",
     "NPROC_PER_NODE": "read as `--nproc`",
     "NNODES": "read as `--nodes`",
@@ -370,7 +372,7 @@ _SHARED = {
 """Keys of its own that files of TRL, axolotl and others have, too."""
 _FROM_HUGGING_FACE = "Seq2SeqTrainingArguments"
 _TRLS = ("dataset_name", "dataset_config")
-_V1 = {
+V1_KEYS = {
     "model": "model", "train_dataset": "data.train", "eval_dataset": "data.eval", "template": "data.template: lf:NAME",
     "cutoff_len": "data.max_length", "micro_batch_size": "batch.micro", "global_batch_size": "batch.global",
     "learning_rate": "optim.lr", "num_train_epochs": "duration: N epochs", "max_steps": "duration: N steps",
@@ -398,8 +400,8 @@ def llamafactory_version(raw: Mapping[str, Any]) -> str | None:
 
 def refuse_v1(raw: Mapping[str, Any], lines: Mapping[KeyPath, int], name: str) -> ConfigError:
     """The refusal of a v1 file, with our key for each of its keys."""
-    pairs = [f"{key} → {_V1[key]}" for key in raw if _V1.get(key)]
-    without = [key for key in raw if not _V1.get(key)]
+    pairs = [f"{key} → {V1_KEYS[key]}" for key in raw if V1_KEYS.get(key)]
+    without = [key for key in raw if not V1_KEYS.get(key)]
     rest = f"; without a counterpart: {', '.join(without)}" if without else ""
     return ConfigError.of(
         f"{name} is a LLaMA-Factory v1 file; only v0 files, with `model_name_or_path`, are read",

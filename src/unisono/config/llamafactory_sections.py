@@ -50,6 +50,12 @@ class Sections:
         self._checkpoint()
         self._machine()
 
+    def drop(self, *ours: str) -> None:
+        """Takes keys back, e.g. since an override of ours says the same in another way."""
+        for key in ours:
+            section, _, name = key.partition(".")
+            del self.config[section][name], self.origins[key]
+
     # ---- how a value gets into the config
 
     def _put(self, ours: str, value: Any, *keys: str) -> None:
@@ -109,8 +115,9 @@ class Sections:
         return "float16" if self._values["fp16"] else "auto"
 
     def _rope(self) -> None:
-        if self._values["rope_scaling"] is not None:
-            self._refuse("rope_scaling", "it is not here yet", "remove it")
+        kind = self._values["rope_scaling"]
+        if kind is not None:
+            self._put("model.rope", {"kind": kind, "factor": "auto"}, "rope_scaling")
 
     def _method(self) -> None:
         values = self._values
@@ -325,12 +332,6 @@ class Sections:
             self._put("duration", f"{_plain(epochs)} epochs", "num_train_epochs")
             self._ignore("max_steps", "0 and below: num_train_epochs decides")
         each, times = values["per_device_train_batch_size"], values["gradient_accumulation_steps"]
-        if "batch.per_rank" not in _OURS:  # comes with its feature
-            self._put("batch.micro", each, "per_device_train_batch_size")
-            self._put(
-                "batch.global", each * times, "gradient_accumulation_steps", "per_device_train_batch_size"
-            )
-            return
         self._put("batch.per_rank", each, "per_device_train_batch_size")
         self._put("batch.accumulate", times, "gradient_accumulation_steps")
 
