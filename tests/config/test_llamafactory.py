@@ -198,8 +198,8 @@ def test_what_llama_factory_does_by_default_is_written_out() -> None:
     optim = {"lr": 1e-4, "schedule": "linear", "warmup": "0 steps", "betas": [0.9, 0.999], "eps": 1e-8, "schedule_start": 0,
              "weight_decay": 0.0, "max_grad_norm": 1.0, "kind": "adamw"}  # fmt: skip
     assert found["optim"] | optim == found["optim"]
-    data = {"template": "lf:qwen3_nothink", "max_length": 2048, "on_bad_row": "skip", "packing": False,
-            "loss_on": "answers", "eval": None}  # fmt: skip
+    data = {"template": "lf:qwen3_nothink", "max_length": 2048, "too_long": "balanced", "on_bad_row": "skip", "packing": False,
+            "loss_on": "answers", "eval": None, "thinking": True}  # fmt: skip
     assert found["data"] | data == found["data"]
     assert (found["duration"], found["seed"], config(val_size=0.1)["eval"]["every"]) == ("3 epochs", 42, None)
     assert found["batch"] | {"per_rank": 8, "accumulate": 1} == found["batch"]
@@ -232,6 +232,8 @@ def test_what_llama_factory_does_by_default_is_written_out() -> None:
         ({"pure_bf16": True}, "model.dtype", "bfloat16"),
         ({"train_on_prompt": True}, "data.loss_on", "all"),
         ({"mask_history": True}, "data.loss_on", "last-answer"),
+        ({"enable_thinking": None}, "data.thinking", None),
+        ({"enable_thinking": False}, "data.thinking", False),
         ({"packing": True}, "data.max_length", 2047),
         ({"neat_packing": True}, "data.packing", True),
         ({"neat_packing": True}, "data.max_length", 2047),
@@ -306,6 +308,8 @@ def test_a_value_is_carried_over(keys: dict[str, Any], ours: str, value: Any) ->
         ({"bf16": True, "fp16": True}, "fp16: bf16 is set"),
         ({"load_best_model_at_end": True}, "load_best_model_at_end: save_strategy is steps"),
         ({"dataset": "pairs"}, "the dataset pairs has pairs"),
+        ({"stage": "dpo", "dataset": "pairs"}, "`stage: dpo` cannot be trained"),
+        ({"template": "qwen3_nothnk"}, "`template: qwen3_nothnk` is not available"),
         ({"stage": "ppo"}, "`stage: ppo` is not available"),
         ({"finetuning_type": "oft"}, "`finetuning_type: oft` is not available"),
         ({"lr_scheduler_type": "inverse_sqrt"}, "`lr_scheduler_type: inverse_sqrt` is not available"),
@@ -452,6 +456,12 @@ def test_what_other_verbs_need_is_there() -> None:
     assert found.generation == {"max_tokens": 9, "temperature": 0.5, "top_p": 0.9, "top_k": 50}
     assert read(raw | {"do_sample": False}).generation["temperature"] == 0.0
     assert (found.values["export_dir"], found.values["export_size"]) == ("m", 5)
+
+
+def test_the_rows_of_a_preference_file_can_be_previewed() -> None:
+    translation = read({**BASE, "stage": "dpo", "dataset": "pairs"})
+    loaded = config_of(translation, verb="preview")
+    assert (loaded.translation and loaded.translation.stage) == "dpo"
 
 
 def test_the_origin_of_a_value_is_its_line_there() -> None:

@@ -8,14 +8,11 @@ import re
 from typing import Any, get_args
 
 from unisono.config.dataset_info import read_datasets
+from unisono.config.lf_template import find_lf_template
 from unisono.config.llamafactory_keys import Fate, Values
 from unisono.config.llamafactory_parallel import read_strategy
-from unisono.config.schema import DataSection, RunConfig
-from unisono.config.yaml_file import all_keys
-from unisono.errors import ConfigError, Problem
-
-_OURS = set(all_keys(RunConfig))
-_TOO_LONG = get_args(DataSection.model_fields["too_long"].annotation)
+from unisono.config.schema import RunConfig
+from unisono.errors import ConfigError, DataError, Problem
 
 
 class Sections:
@@ -60,10 +57,6 @@ class Sections:
 
     def _put(self, ours: str, value: Any, *keys: str) -> None:
         """Sets one of our keys; `keys` are those of the file that decide it, the first given one is its origin."""
-        if ours not in _OURS:  # comes with its feature
-            if keys and self._values.is_set(keys[0]):
-                self._refuse(keys[0], "it is not here yet", "remove it")
-            return
         *sections, last = ours.split(".")
         target = self.config
         for section in sections:
@@ -229,6 +222,11 @@ class Sections:
         self._put("objective", "pretrain" if pretrain else "sft", "stage")
         if values["template"] is not None:
             self._put("data.template", f"lf:{values['template']}", "template")
+            try:
+                find_lf_template(values["template"])
+            except DataError as error:
+                why = error.problems[0].why.replace("lf:", "")
+                self._refuse("template", why, "use one of them; any other name: the tokenizer's own template")
         elif not pretrain:
             self.warnings.append(
                 f"{self._name} names no template: rows are written with the tokenizer's own chat template"
@@ -237,8 +235,7 @@ class Sections:
         asked = values["neat_packing"] or bool(values["packing"])
         # LLaMA-Factory takes one off where packing is asked for, and not where pretraining brings it.
         self._put("data.max_length", values["cutoff_len"] - (1 if asked else 0), "cutoff_len")
-        balanced = "balanced" if "balanced" in _TOO_LONG else "cut"  # comes with its feature
-        too_long = balanced if not pretrain else "split" if packed else "cut"
+        too_long = "balanced" if not pretrain else "split" if packed else "cut"
         self._put("data.too_long", too_long, "cutoff_len")
         self._put("data.on_bad_row", "skip")
         self._put("data.packing", bool(packed), "neat_packing", "packing", "stage")
@@ -247,7 +244,8 @@ class Sections:
                 "all" if values["train_on_prompt"] else "last-answer" if values["mask_history"] else "answers"
             )
             self._put("data.loss_on", loss_on, "train_on_prompt", "mask_history")
-            self._put("data.thinking", values["enable_thinking"], "enable_thinking")
+            if values["template"] is not None:
+                self._put("data.thinking", values["enable_thinking"], "enable_thinking")
 
     def _mix(self) -> None:
         values = self._values
