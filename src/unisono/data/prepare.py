@@ -404,7 +404,7 @@ def _refuse_if_changed(before: Ingredients, after: Ingredients) -> None:
 def _check_vocabulary(
     meta: dict[str, Any], vocab_size: int | None, tokenizer: Path, config: RunConfig
 ) -> None:
-    if meta["absent_tokens"]:
+    if meta.get("absent_tokens"):  # a table of an earlier version has no such key
         raise ModelError.of(
             f"the tokenizer has no token {' and no token '.join(meta['absent_tokens'])}",
             where=str(tokenizer),
