@@ -214,6 +214,7 @@ def test_float16_on_a_cpu_is_refused_with_the_remedy() -> None:
     [
         ({"has_eval": False, "eval": {"samples": 3}}, "eval.samples has no effect"),
         ({"optim": {"muon_lr": 0.1}}, "optim.muon_lr has no effect"),
+        ({"optim": {"muon_scale": "adamw"}}, "optim.muon_scale has no effect"),
         ({"device": "cpu", "deterministic": True}, "deterministic has no effect"),
     ],
 )

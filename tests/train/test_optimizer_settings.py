@@ -64,3 +64,15 @@ def test_an_update_to_b_decays_it_by_its_own_learning_rate() -> None:
     optimizers.step()
     assert torch.allclose(a, torch.full((2, 2), 1 - 0.05 * 0.5))
     assert torch.allclose(b, torch.full((2, 2), 1 - 0.10 * 0.5))
+
+
+def test_muons_update_has_the_size_that_muon_scale_says() -> None:
+    """Both scales multiply the same direction: √max(1, rows / columns) and 0.2 × √max(rows, columns)."""
+    moved: dict[str, torch.Tensor] = {}
+    for scale in ("original", "adamw"):
+        weight = torch.nn.Parameter(torch.zeros(8, 2))
+        weight.grad = torch.arange(16.0).reshape(8, 2)
+        section = OptimSection.model_validate({"kind": "muon", "muon_lr": 0.1, "muon_scale": scale})
+        build_optimizers(section, {"w": weight}, not_matrices=set()).step()
+        moved[scale] = weight.detach()
+    assert torch.allclose(moved["adamw"], moved["original"] * (0.2 * 8**0.5 / 4**0.5), rtol=1e-5)

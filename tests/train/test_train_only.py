@@ -9,7 +9,9 @@ import torch
 from safetensors.torch import load_file
 
 from unisono.config import RunConfig
+from unisono.config.schema import TrainOnlySection
 from unisono.errors import ModelError
+from unisono.model.load import chosen_layers
 
 Train = Callable[..., Any]
 
@@ -30,6 +32,7 @@ def _moved(run: Any, model_dir: Path) -> set[str]:
         ({"layers": 8}, lambda name: ".layers." in name),
         ({"layers": 1, "modules": ["mlp"]}, lambda name: ".layers.1.mlp." in name),
         ({"layers": 2, "modules": ["q_proj", "mlp.up_proj"]}, lambda name: "q_proj" in name or "up_proj" in name),
+        ({"layers": 1, "spread": True}, lambda name: ".layers.1." in name),
         ({"layers": 0, "extra": ["norm"]}, lambda name: name == "model.norm.weight"),
         ({"layers": 0, "extra": ["lm_head"]}, lambda name: "embed_tokens" in name),
         (
@@ -46,6 +49,16 @@ def test_what_is_named_moves_and_the_rest_stays(
     assert run.plan.warnings == (
         ["train_only.layers is 8: the model has 2 layers, all are trained"] if section["layers"] == 8 else []
     )
+
+
+@pytest.mark.parametrize(
+    ("layers", "chosen"), [(1, [7]), (2, [3, 7]), (4, [1, 3, 5, 7]), (8, list(range(8)))]
+)
+def test_spread_layers_are_the_last_of_each_group(layers: int, chosen: list[int]) -> None:
+    """As LLaMA-Factory's use_llama_pro: range(L / N - 1, L, L / N)."""
+    stack = [torch.nn.Linear(1, 1) for _ in range(8)]
+    found = chosen_layers(list(stack), TrainOnlySection(layers=layers, spread=True))
+    assert [stack.index(layer) for layer in found] == chosen
 
 
 @pytest.mark.parametrize("optim", [{"kind": "adamw"}, {"kind": "muon"}])
@@ -66,6 +79,7 @@ def test_it_resumes_to_the_same_bits(train_here: Train, optim: dict[str, Any]) -
         ({"layers": 1, "extra": ["embed_token"]}, "did you mean 'embed_tokens'"),
         ({"layers": 1, "extra": ["model"]}, "there is no module 'model'"),
         ({"layers": 0}, "no parameter is left to train"),
+        ({"layers": 3, "spread": True}, "2 layers are not 3 groups"),
     ],
 )
 def test_a_name_that_is_not_there_is_refused(train_here: Train, section: dict[str, Any], words: str) -> None:

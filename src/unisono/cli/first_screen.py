@@ -113,6 +113,7 @@ def _how(config: RunConfig) -> str:
         only = config.train_only
         if only is not None:
             which = f"the last {only.layers}" if only.layers > 0 else f"the first {-only.layers}"
+            which = f"{only.layers} evenly spread" if only.spread else which
             inside = "" if only.modules == "all" else f" ({', '.join(only.modules)})"
             parts = [f"{which} layers{inside}"] if only.layers else []
             return " and ".join([*parts, *only.extra]) + " only"

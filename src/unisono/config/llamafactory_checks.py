@@ -41,7 +41,7 @@ def _of_method(values: Values) -> list[Rule]:
             "remove one of use_dora and use_rslora",
         ),
         (
-            values["use_llama_pro"] and kind == "full",
+            values["use_llama_pro"] and kind != "freeze",
             "use_llama_pro",
             "only with `finetuning_type: freeze`",
             "remove it",

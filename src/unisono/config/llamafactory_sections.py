@@ -94,18 +94,18 @@ class Sections:
             self.problems.append(problem)
         self._put("model.path", values["model_name_or_path"] or "?", "model_name_or_path")
         self._put_if_set("model.revision", "model_revision")
-        self._put("model.dtype", self._dtype(), "bf16", "fp16", "pure_bf16")
+        is_bf16 = values["bf16"] or values["pure_bf16"]
+        self._put("model.dtype", "bfloat16" if is_bf16 else "auto", "bf16", "pure_bf16")
+        if values["fp16"]:
+            self.warnings.append(
+                "fp16: float16 needs loss scaling, which is not here; model.dtype is auto: bfloat16 where the device has it, else float32"
+            )
         if values["train_from_scratch"]:
             self._put("model.weights", "random", "train_from_scratch")
         self._put_if_set("model.resize_vocabulary", "resize_vocab")
         self._put_if_set("model.embedding_noise", "neftune_noise_alpha")
         self._put_if_set("model.trust_remote_code", "trust_remote_code")
         self._rope()
-
-    def _dtype(self) -> str:
-        if self._values["bf16"] or self._values["pure_bf16"]:
-            return "bfloat16"
-        return "float16" if self._values["fp16"] else "auto"
 
     def _rope(self) -> None:
         kind = self._values["rope_scaling"]
@@ -161,13 +161,9 @@ class Sections:
 
     def _train_only(self) -> None:
         values = self._values
-        if values["use_llama_pro"]:
-            self._refuse(
-                "use_llama_pro",
-                "it trains layers that an expansion has inserted",
-                "use freeze_trainable_layers alone",
-            )
         self._put("train_only.layers", values["freeze_trainable_layers"], "freeze_trainable_layers")
+        if values["use_llama_pro"]:
+            self._put("train_only.spread", True, "use_llama_pro")
         modules = values["freeze_trainable_modules"]
         self._put(
             "train_only.modules",
@@ -257,6 +253,9 @@ class Sections:
     def _optim(self) -> None:
         values = self._values
         self._put("optim.kind", "muon" if values["use_muon"] else "adamw", "use_muon")
+        if values["use_muon"]:
+            self._put("optim.muon_lr", values["learning_rate"], "learning_rate")
+            self._put("optim.muon_scale", "adamw", "use_muon")
         name = values["optim"]
         if name not in ("adamw_torch", "adamw_torch_fused", "adamw_hf"):
             self._refuse(

@@ -211,6 +211,10 @@ class TrainOnlySection(Section):
     """The parts of a model that are trained without an adapter; everything else stays as it is."""
 
     layers: int = Field(description="N: the last N layers; -N: the first N; 0: none")
+    spread: bool = Field(
+        default=False,
+        description="layers: N layers at equal distances, the last of each group, where LLaMA Pro (arXiv:2401.02415) inserts new ones",
+    )
     modules: Literal["all"] | list[str] = Field(
         default="all", description="all, or names of the modules inside these layers, e.g. `mlp`, `q_proj`"
     )
@@ -362,6 +366,11 @@ class OptimSection(Section):
         default=2.0e-4, description="peak learning rate; use about a tenth of it for full fine-tuning"
     )
     muon_lr: Positive = Field(default=0.02, description="learning rate of matrices with `kind: muon`")
+    muon_scale: Literal["original", "adamw"] = Field(
+        default="original",
+        description="size of an update of Muon: original: muon_lr × √max(1, rows / columns); adamw (arXiv:2502.16982): muon_lr × 0.2 ×"
+        " √max(rows, columns), so that muon_lr is about that of AdamW",
+    )
     lora_b_ratio: Positive = Field(
         default=1.0,
         description="LoRA+ (arXiv:2402.12354): the learning rate of an adapter's B matrices, as a multiple of lr",
@@ -624,6 +633,10 @@ def contradictions(config: RunConfig) -> list[str]:
         (
             has_adapter and config.train_only is not None,
             "train_only: an adapter already freezes the model; remove `train_only`, or set `adapter: null`",
+        ),
+        (
+            config.train_only is not None and config.train_only.spread and config.train_only.layers < 1,
+            "train_only.spread: it needs a number of layers; set `train_only.layers` to 1 or more",
         ),
         (
             config.train_only is not None and bool(config.freeze),

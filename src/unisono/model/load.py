@@ -330,10 +330,10 @@ def _train_only(base: Any, section: TrainOnlySection) -> None:
     """Freezes everything but some modules of some layers, and some modules outside of the layers.
 
     Raises:
-        ModelError: if there is no module of a given name.
+        ModelError: if there is no module of a given name, or layers cannot be spread evenly.
     """
     layers = _stack_of_layers(base)
-    chosen = list(layers)[-section.layers :] if section.layers > 0 else list(layers)[: -section.layers]
+    chosen = chosen_layers(list(layers), section)
     trained: list[torch.nn.Module] = []
     if section.modules == "all":
         trained += chosen
@@ -351,6 +351,25 @@ def _train_only(base: Any, section: TrainOnlySection) -> None:
     base.requires_grad_(False)
     for module in trained:
         module.requires_grad_(True)
+
+
+def chosen_layers(layers: list[torch.nn.Module], section: TrainOnlySection) -> list[torch.nn.Module]:
+    """The layers that a section names.
+
+    Raises:
+        ModelError: if they cannot be spread evenly.
+    """
+    count = section.layers
+    if not section.spread:
+        return layers[-count:] if count > 0 else layers[:-count]
+    if len(layers) % count != 0:
+        raise ModelError.of(
+            f"{len(layers)} layers are not {count} groups of the same size",
+            where="train_only.layers",
+            why="train_only.spread trains the last layer of each group",
+            fix="set it to a divisor of the number of layers",
+        )
+    return layers[len(layers) // count - 1 :: len(layers) // count]
 
 
 def _stack_of_layers(base: Any) -> torch.nn.ModuleList:

@@ -381,8 +381,10 @@ def _without_effect(config: RunConfig, data: DataSummary, strategy: Strategy, mo
         ]
     if config.deterministic and config.device == "cpu":
         found.append("deterministic has no effect: runs on CPU are always bit-exact")
-    if config.optim.kind != "muon" and "muon_lr" in _changed(config.optim):
-        found.append("optim.muon_lr has no effect: optim.kind is adamw")
+    if config.optim.kind != "muon":
+        for key in ("muon_lr", "muon_scale"):
+            if key in _changed(config.optim):
+                found.append(f"optim.{key} has no effect: optim.kind is adamw")
     if (
         config.adapter is not None
         and config.adapter.init != "pissa"
@@ -404,7 +406,8 @@ def _without_effect(config: RunConfig, data: DataSummary, strategy: Strategy, mo
 
 def _too_many_layers(config: RunConfig, model: ModelFacts) -> list[str]:
     """A note if `train_only.layers` asks for more layers than there are."""
-    if config.train_only is None or abs(config.train_only.layers) <= model.layers:
+    only = config.train_only
+    if only is None or only.spread or abs(only.layers) <= model.layers:
         return []
     return [
         f"train_only.layers is {config.train_only.layers}: the model has {model.layers} layers, all are trained"

@@ -107,6 +107,7 @@ RULES: dict[str, Rule] = {
     "objective": Rule("meaning", "the objective is different"),
     "optim.kind": Rule("fixed", "the checkpoint has the state of a different optimizer"),
     "optim.lr": Rule("meaning", "updates are larger or smaller from here on"),
+    "optim.muon_scale": Rule("meaning", "updates are larger or smaller from here on"),
     "optim.muon_lr": Rule("meaning", "updates are larger or smaller from here on"),
     "optim.lora_b_ratio": Rule("fixed", "the checkpoint has the state of different groups of parameters"),
     "optim.schedule": Rule("meaning", "the learning rate differs from here on"),

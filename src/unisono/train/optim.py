@@ -76,7 +76,10 @@ def build_optimizers(
     names: dict[str, list[str]] = {}
     if muon:
         parts["muon"] = torch.optim.Muon(
-            list(muon.values()), lr=section.muon_lr, weight_decay=section.weight_decay
+            list(muon.values()),
+            lr=section.muon_lr,
+            weight_decay=section.weight_decay,
+            adjust_lr_fn="match_rms_adamw" if section.muon_scale == "adamw" else "original",
         )
         names["muon"] = list(muon)
     if rest:
