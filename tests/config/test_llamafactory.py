@@ -156,6 +156,44 @@ def test_a_key_at_its_default_is_never_refused(name: str) -> None:
     assert not any(name in problem.what for problem in found.problems), found.problems
 
 
+ODD = [
+    None,
+    True,
+    False,
+    -1,
+    0,
+    1,
+    3.7,
+    10**18,
+    "",
+    "x",
+    "nan",
+    "-inf",
+    [],
+    ["a"],
+    [1, None],
+    {},
+    {"a": 1},
+    [[1]],
+    "a,b",
+    "{",
+    "1e-4",
+]
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_no_value_is_a_crash(name: str) -> None:
+    """Each is refused with the key's name, or becomes a valid config."""
+    key = KEYS[KEYS[name].same_as or name]
+    for value in ODD:
+        found = read({**for_key(key), name: value})
+        try:
+            config_of(found)
+        except ConfigError as error:
+            texts = " ".join(problem.what + problem.where for problem in error.problems)
+            assert name in texts or key.name in texts or "x.yaml" in texts
+
+
 def test_misspelt_keys_are_refused_with_the_nearest() -> None:
     chance = random.Random(5)
     names = [name for name in KEYS if len(name) > 5]
@@ -255,6 +293,7 @@ def test_what_llama_factory_does_by_default_is_written_out() -> None:
         ({"lr_scheduler_type": "constant", "warmup_steps": 5}, "optim.warmup", "0 steps"),
         ({"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 5}, "optim.warmup", "5 steps"),
         ({"lr_scheduler_type": "cosine_with_restarts", "lr_scheduler_kwargs": {"num_cycles": 3}}, "optim.cycles", 3),
+        ({"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": '{"power": 2}'}, "optim.power", 2.0),
         ({"lr_scheduler_type": "polynomial"}, "optim.min_lr", pytest.approx(1e-3)),
         ({"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-5}}, "optim.min_lr", pytest.approx(0.1)),
         ({"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.2}}, "optim.min_lr", 0.2),
@@ -321,6 +360,10 @@ def test_a_value_is_carried_over(keys: dict[str, Any], ours: str, value: Any) ->
         ({"report_to": "mlflow"}, "`report_to: mlflow` is not available"),
         ({"deepspeed": "none.json"}, "deepspeed: none.json cannot be read"),
         ({"deepspeed": {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}}, "deepspeed: `offload_param` to cpu"),
+        ({"deepspeed": {"zero_optimization": {"stage": [3]}}}, "deepspeed: stage [3] is unknown"),
+        ({"deepspeed": {"optimizer": {"type": "AdamW"}}}, "deepspeed: its own `optimizer`"),
+        ({"deepspeed": {"gradient_clipping": 0.5}}, "deepspeed: `gradient_clipping` is 0.5, and max_grad_norm is 1"),
+        ({"max_samples": 0}, "max_samples: must be at least 1"),
         ({"fsdp": "full_shard offload"}, "fsdp: offloading"),
         ({"learning_rate": -1}, "learning_rate → optim.lr: must be a number above 0"),
         ({"use_muon": True}, "use_muon → optim.kind: muon trains full matrices"),

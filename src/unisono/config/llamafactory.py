@@ -4,6 +4,7 @@
 harm), or refused (known, with what to use instead).
 """
 
+import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -158,7 +159,8 @@ class Translation:
         refused = {key.key for key in self.keys if key.fate == "refused"}
         found = []
         for problem in problems:
-            name = self.names.get(problem.what.partition(":")[0])
+            ours = re.sub(r"(\.\d+(\.\w+)*)?:.*", "", problem.what)  # `data.train.0.rows: …` is `data.train`
+            name = self.names.get(ours)
             if name is None:
                 found.append(problem)
             elif name not in refused:

@@ -47,6 +47,12 @@ def _of_method(values: Values) -> list[Rule]:
             "remove it",
         ),
         (values["bf16"] and values["fp16"], "fp16", "bf16 is set, too", "remove one of them"),
+        (
+            values["max_samples"] is not None and values["max_samples"] < 1,
+            "max_samples",
+            "must be at least 1",
+            "remove it",
+        ),
         (values["lora_rank"] < 1, "lora_rank", "must be at least 1", "set it to 8"),
     ]
 

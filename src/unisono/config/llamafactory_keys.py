@@ -1,5 +1,6 @@
 """The keys of LLaMA-Factory and of Hugging Face's TrainingArguments, as `llamafactory_keys.toml` lists them, and how a value is read."""
 
+import json
 import math
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
@@ -160,6 +161,19 @@ def _any(value: Any) -> Any:
     return value
 
 
+def _mapping(value: Any) -> dict[str, Any]:
+    """A mapping, or one as JSON text, as transformers takes it."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            raise ValueError(f"must be a mapping, got {_shown(value)}") from None
+    if isinstance(value, dict):
+        return value
+    raise ValueError(f"must be a mapping, got {_shown(value)}")
+
+
 _READERS: dict[str, Callable[[Any], Any]] = {
     "bool": _bool, "int": _int, "float": _float, "text": _text, "list": _list, "numbers": _numbers, "number": _number, "any": _any,
+    "mapping": _mapping,
 }  # fmt: skip

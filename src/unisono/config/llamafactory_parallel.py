@@ -50,7 +50,7 @@ def _read_deepspeed(values: Values) -> tuple[str, str]:
     config = _mapping(values["deepspeed"], "deepspeed")
     zero = config.get("zero_optimization") or {}
     stage = zero.get("stage", 0) if isinstance(zero, dict) else 0
-    if stage not in _STAGES:
+    if not isinstance(stage, int) or stage not in _STAGES:
         raise _Refused(f"deepspeed: stage {stage!r} is unknown", "", "use stage 0, 2 or 3")
     for part in ("offload_optimizer", "offload_param"):
         device = (zero.get(part) or {}).get("device", "none") if isinstance(zero.get(part), dict) else "none"

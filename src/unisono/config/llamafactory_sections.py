@@ -196,13 +196,14 @@ class Sections:
         if not names:
             return []
         values = self._values
+        limit = values["max_samples"]
         try:
             return read_datasets(
                 names,
                 values["dataset_dir"],
                 where=values.place(key),
                 stage=values["stage"],
-                max_samples=values["max_samples"],
+                max_samples=limit if limit is not None and limit > 0 else None,
             )
         except ConfigError as error:
             self.problems += error.problems
@@ -300,9 +301,6 @@ class Sections:
                 "min_lr_rate": ("optim.min_lr", 1),
             },
         }.get(name, {})
-        if not isinstance(given, dict):
-            self._refuse("lr_scheduler_kwargs", "it is a mapping", "write {num_cycles: 3}")
-            return
         if name == "polynomial":
             given = {"lr_end": 1e-7, **given}  # transformers' default
         if name == "cosine_with_min_lr" and not given:
