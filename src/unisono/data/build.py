@@ -104,6 +104,7 @@ def build_table(
         "warnings": encoder.warnings,
         "stop_ids": sorted(encoder.stop_ids),
         "absent_tokens": encoder.absent_tokens,
+        "eos": encoder.tokenizer.eos_token_id,
         "template": template.origin if template else "none: rows are plain text",
     }
     write_meta(directory, meta, files=list(intake.files.items()))

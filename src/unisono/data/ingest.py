@@ -50,7 +50,7 @@ def fit(row: Encoded, *, max_length: int, too_long: TooLong) -> Fitted:
         kept = _balanced(row, max_length)
         return Fitted([kept] if kept.targets.any() else [], "cut", length - len(kept.ids))
     if too_long == "cut":
-        kept = Encoded(row.ids[:max_length], row.targets[:max_length])
+        kept = row.part(slice(max_length))
         return Fitted([kept] if kept.targets.any() else [], "cut", length - max_length)
     if too_long == "split":
         return _split(row, max_length)
@@ -69,7 +69,7 @@ def _balanced(row: Encoded, max_length: int) -> Encoded:
         first = end
         if len(kept) >= max_length:
             break
-    return Encoded(row.ids[kept], row.targets[kept])
+    return row.part(kept)
 
 
 def balance(source: int, target: int, limit: int) -> tuple[int, int]:
@@ -91,7 +91,7 @@ def _split(row: Encoded, max_length: int) -> Fitted:
     pieces: list[Encoded] = []
     left_out = 0
     for first in range(0, len(row.ids) - 1, max_length - 1):
-        piece = Encoded(row.ids[first : first + max_length], row.targets[first : first + max_length].copy())
+        piece = row.part(slice(first, first + max_length))
         piece.targets[0] = False
         if piece.targets.any():
             pieces.append(piece)

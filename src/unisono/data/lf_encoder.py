@@ -38,6 +38,7 @@ from unisono.errors import DataError
 _TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _KL_GROUP = 1000  # rows among which the answers are exchanged for KTO
 _BATCH_CHARACTERS = 1 << 22  # characters encoded at once
+_CLOSES = 2
 NO_TOKEN = -1
 """In place of a template's token that the tokenizer does not have."""
 
@@ -276,7 +277,7 @@ class LfEncoder:
 
     Attributes:
         tokenizer: of transformers, adapted to the template.
-        template: the same prompts as a chat template.
+        template: the same prompts as a chat template; None for pretraining.
         stop_ids: the tokens that end an answer.
         warnings: warnings for the user, each once.
     """
@@ -318,7 +319,9 @@ class LfEncoder:
         self.stop_ids = stop_ids(tokenizer, template)
         self._writer = Writer(template, thinking, today or local_day())
         self._pieces = PieceTokens(tokenizer)
-        self.template: ChatTemplate | None = lf_chat_template(tokenizer, template, thinking=thinking)
+        self.template: ChatTemplate | None = (
+            None if pretrain else lf_chat_template(tokenizer, template, thinking=thinking)
+        )
         self._template = template
         self._loss_on = loss_on
         self._cut_at = cut_at
@@ -437,20 +440,20 @@ class LfEncoder:
         whole = sum(len(pair.source) + len(pair.target) for pair in pairs) + len(eos)
         room = whole if self._cut_at is None else self._cut_at
         room -= len(eos)
-        parts: list[tuple[Ids, list[bool]]] = []
+        parts: list[tuple[Ids, list[int]]] = []
         for number, pair in enumerate(reversed(pairs) if last_only else pairs):
             if room <= 0:
                 break
             source, target = balance(len(pair.source), len(pair.target), room)
             room -= source + target
-            loss = [self._loss_on == "all"] * source + [number == 0 or not last_only] * target
+            loss = [int(self._loss_on == "all")] * source + [int(number == 0 or not last_only)] * target
             if source and eos and number:
-                loss[0] = True  # the first token of a question ends the answer before it
+                loss[0] = _CLOSES  # where a question begins, the answer before it ends
             parts.append((pair.source[:source] + pair.target[:target], loss))
         if last_only:
             parts.reverse()
         ids = [i for part, _ in parts for i in part] + eos
-        return _encoded(ids, [flag for _, part in parts for flag in part] + [True] * len(eos), whole=whole)
+        return _encoded(ids, [kind for _, part in parts for kind in part] + [1] * len(eos), whole=whole)
 
     def _ended(self, pair: Pair[Ids]) -> Ids:
         return [*pair.target, self.tokenizer.eos_token_id] if self._template.efficient_eos else pair.target
@@ -462,7 +465,7 @@ class LfEncoder:
         limit = len(pair.source) + longest if self._cut_at is None else self._cut_at
         first, kept = balance(len(pair.source), longest, limit)
         ids = pair.source[:first] + target[:kept]
-        return _encoded(ids, [False] * first + [True] * (len(ids) - first), whole=whole)
+        return _encoded(ids, [0] * first + [1] * (len(ids) - first), whole=whole)
 
     def _encode_texts(self, examples: Sequence[Example]) -> list[Encoded | RowError]:
         """Texts with their end of sequence; Llama 3's is that of texts, not that of turns."""
@@ -476,7 +479,7 @@ class LfEncoder:
         found: list[Encoded | RowError] = []
         for ids in self._pieces.of(texts):
             kept = ids if self._cut_at is None else ids[: self._cut_at]
-            found.append(_encoded(kept, [True] * len(kept), whole=len(ids)))
+            found.append(_encoded(kept, [1] * len(kept), whole=len(ids)))
         return found
 
 
@@ -499,10 +502,13 @@ def _is_desirable(example: Example) -> bool:
     return isinstance(example, Exchange) and bool(example.desirable and example.answers[0].content)
 
 
-def _encoded(ids: Ids, loss: list[bool], *, whole: int) -> Encoded:
-    targets = np.array(loss, dtype=np.bool_)
-    targets[:1] = False
-    return Encoded(np.array(ids, dtype=np.int32), targets, whole - len(ids))
+def _encoded(ids: Ids, loss: list[int], *, whole: int) -> Encoded:
+    kinds = np.array(loss, dtype=np.uint8)
+    kinds[:1] = 0
+    closings = kinds == _CLOSES
+    return Encoded(
+        np.array(ids, dtype=np.int32), kinds != 0, whole - len(ids), closings if closings.any() else None
+    )
 
 
 # ---- as a chat template

@@ -37,6 +37,7 @@ class _Row:
         tags: Mapping[str, str | None],
     ) -> None:
         self.is_openai = name in ("messages", "prompt-completion", "openai")
+        self.drops_last_results = name == "openai"
         self._row = row
         self._columns = columns
         self._tags = tags
@@ -81,7 +82,7 @@ class _Row:
         content_key = self._tags.get("content_tag") or ("value" if "value" in message else "content")
         role, content = self._role(message.get(role_key), number), message.get(content_key)
         calls = message.get("tool_calls") if self.is_openai else None
-        if role == "assistant" and calls:
+        if role in _ANSWERS and calls:
             return "function", _calls(calls, number)
         if not isinstance(content, str):
             raise RowError(f"turn {number} has no text under `{content_key}`", "write its text there")
@@ -212,6 +213,8 @@ def _exchange(row: _Row, messages: list[Any], *, has_answer: bool) -> Exchange:
     first = 1
     if found and found[0][0] == "system":
         system, found, first = found[0][1], found[1:], 2
+    while row.drops_last_results and found and found[-1][0] == "observation":
+        found.pop()
     turns: list[Turn] = []
     for number, (role, content) in enumerate(found, first):
         if row.is_openai and role == "observation" and turns and turns[-1].role == "observation":

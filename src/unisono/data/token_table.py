@@ -2,12 +2,13 @@
 
 A table is a directory:
 
-    tokens.arrow            all rows in the order of their sources: `ids` lists of int32, `targets` lists of uint8.
+    tokens.arrow            all rows in the order of their sources: `ids` lists of int32, `targets` lists of uint8: 1 where the token is
+                            predicted, 2 where the end of sequence is predicted in its place, else 0.
                             Every record batch but the last has ROWS_PER_BATCH rows
     train-rows.arrow        one entry per row of the split: `stored` (row in tokens.arrow), `length`, `loss`, `file`, `number`
     train-sequences.arrow   one entry per sequence: `rows` lists of int64 (entries of train-rows), `tokens`, `loss_tokens`
     eval-rows.arrow, eval-sequences.arrow   the same for the evaluation, if there is one
-    meta.json               file names, figures, stop tokens
+    meta.json               file names, figures, stop tokens, end of sequence
     ledger.json             data.json of a run
 """
 
@@ -29,6 +30,7 @@ import xxhash
 from unisono.text import one_line
 
 ROWS_PER_BATCH = 1024
+_CLOSES = 2  # in `targets`
 
 Split = Literal["train", "eval"]
 Ints = npt.NDArray[np.int64]
@@ -41,12 +43,12 @@ class TokenBlock:
     Attributes:
         ends: (rows + 1,) int64, where each row begins.
         ids: tokens of all its rows, int32.
-        targets: bool, parallel to ids.
+        targets: uint8, parallel to ids.
     """
 
     ends: Ints
     ids: npt.NDArray[np.int32]
-    targets: npt.NDArray[np.bool_]
+    targets: npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class TokenTable:
         sequence_ends: (sequences + 1,) int64, where each begins in sequence_rows.
         sequence_columns: `tokens` and `loss_tokens`, (sequences,) int64 each.
         files: the name of each file, and whether its rows are lines.
+        eos: the end of sequence; None if the tokenizer has none.
     """
 
     split: Split
@@ -70,6 +73,7 @@ class TokenTable:
     sequence_ends: Ints
     sequence_columns: dict[str, Ints]
     files: list[tuple[str, bool]]
+    eos: int | None = None
 
     @classmethod
     def open(cls, directory: Path, split: Split) -> Self:
@@ -96,6 +100,7 @@ class TokenTable:
             sequence_ends=_ints(lists.offsets),
             sequence_columns={name: _ints(sequences.column(name)) for name in ("tokens", "loss_tokens")},
             files=[(name, by_line) for name, by_line in meta["files"]],
+            eos=meta.get("eos"),
         )
 
     @property
@@ -114,6 +119,16 @@ class TokenTable:
         Returns:
             ids (L,) int32 and targets (L,) bool; targets[0] is False, as it has no context.
         """
+        ids, targets = self._stored(i)
+        return ids, targets != 0
+
+    def labels(self, i: int) -> npt.NDArray[np.int32]:
+        """What is to be predicted at the targets of a row, (N,) int32: its tokens, or the end of sequence where it closes an answer."""
+        ids, targets = self._stored(i)
+        wanted = targets[targets != 0]
+        return np.where(wanted == _CLOSES, self.eos or 0, ids[targets != 0])
+
+    def _stored(self, i: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]:
         number, place = divmod(int(self.columns["stored"][i]), ROWS_PER_BATCH)
         block = self.blocks[number]
         first, end = block.ends[place], block.ends[place + 1]
@@ -167,7 +182,7 @@ def _block(batch: Any) -> TokenBlock:
     return TokenBlock(
         ends=ids.offsets.to_numpy(zero_copy_only=True),
         ids=ids.values.to_numpy(zero_copy_only=True),
-        targets=targets.values.to_numpy(zero_copy_only=True).view(np.bool_),
+        targets=targets.values.to_numpy(zero_copy_only=True),
     )
 
 
@@ -223,7 +238,7 @@ def collate(table: TokenTable, sequences: Sequence[int]) -> Batch:
         position_ids=np.arange(len(input_ids), dtype=np.int64) - np.repeat(starts, lengths),
         lengths=lengths,
         label_index=predicted - 1,  # the state before a token predicts it
-        labels=input_ids[predicted],
+        labels=np.concatenate([np.zeros(0, np.int64), *(table.labels(row) for row in rows)]),
         sequences=[int(s) for s in sequences],
         row_ids=[table.row_id(row) for row in rows],
     )
@@ -240,11 +255,18 @@ class Encoded:
         ids: (L,) int32.
         targets: (L,) bool, True where the token is predicted and counts in the loss; targets[0] is False.
         cut: tokens of the row that the encoder has left out.
+        closings: (L,) bool, True where the end of sequence is predicted instead of the token: it closes the answer before it. None: nowhere.
     """
 
     ids: npt.NDArray[np.int32]
     targets: npt.NDArray[np.bool_]
     cut: int = 0
+    closings: npt.NDArray[np.bool_] | None = None
+
+    def part(self, places: slice | list[int]) -> "Encoded":
+        """A new row of some of its tokens."""
+        closings = None if self.closings is None else self.closings[places]
+        return Encoded(self.ids[places], self.targets[places].copy(), closings=closings)
 
 
 class TokenWriter:
@@ -285,7 +307,7 @@ class TokenWriter:
 
     def _write(self) -> None:
         ids = np.concatenate([row.ids for row in self._waiting])
-        targets = np.concatenate([row.targets for row in self._waiting]).view(np.uint8)
+        targets = np.concatenate([_kinds(row) for row in self._waiting])
         ends = np.cumsum([0, *(len(row.ids) for row in self._waiting)], dtype=np.int64)
         self.highest = max(self.highest, int(ids.max()))
         for part in (ends, ids, targets):
@@ -295,6 +317,13 @@ class TokenWriter:
         ]
         self._file.write_batch(pa.RecordBatch.from_arrays(columns, schema=_SCHEMA))
         self._waiting.clear()
+
+
+def _kinds(row: Encoded) -> npt.NDArray[np.uint8]:
+    kinds = row.targets.astype(np.uint8)
+    if row.closings is not None:
+        kinds[row.targets & row.closings] = _CLOSES
+    return kinds
 
 
 def write_split(
