@@ -326,3 +326,24 @@ def test_the_prompt_has_the_tokens_of_the_training_row() -> None:
         assert row.ids[: len(prompt)].tolist() == prompt
         assert not row.targets[: len(prompt)].any()
         assert row.targets[len(prompt)]
+
+
+def test_openai_rows_are_read_with_all_oddities_of_their_formatting() -> None:
+    calls = [{"type": "function", "function": {"name": "f", "arguments": {}}}]
+    messages = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "let me see", "tool_calls": calls},
+        {"role": "tool", "content": "1"},
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": "a"},
+        {"role": "tool", "content": "not read"},
+    ]
+    found = read_exchange("openai", {"messages": messages}, {})
+    assert found.system == "detailed thinking off"
+    assert [turn.role for turn in found.prompt] == ["user", "function", "observation"]
+    assert json.loads(found.prompt[1].content) == [{"name": "f", "arguments": {}}]
+    assert found.prompt[2].content == "1\n</tool_response>\n<tool_response>\n2"
+    assert found.answers[0].content == "a"
+    with pytest.raises(RowError, match="ends with a question"):
+        read_exchange("messages", {"messages": messages}, {})
+    assert read_exchange("messages", {"messages": messages[:-1]}, {}).system == ""

@@ -224,7 +224,9 @@ class Sections:
             except DataError as error:
                 why = error.problems[0].why.replace("lf:", "")
                 self._refuse("template", why, "use one of them; any other name: the tokenizer's own template")
-        elif not pretrain:
+        elif pretrain:  # texts with their end of sequence, and no other special token
+            self._put("data.template", "lf:empty")
+        else:
             self.warnings.append(
                 f"{self._name} names no template: rows are written with the tokenizer's own chat template"
             )

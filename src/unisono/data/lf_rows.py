@@ -37,7 +37,7 @@ class _Row:
         tags: Mapping[str, str | None],
     ) -> None:
         self.is_openai = name in ("messages", "prompt-completion", "openai")
-        self.drops_last_results = name == "openai"
+        self.is_exact_openai = name == "openai"  # as datasets with `formatting: openai`, oddities included
         self._row = row
         self._columns = columns
         self._tags = tags
@@ -65,7 +65,7 @@ class _Row:
         """Function schemas as JSON, or ""."""
         value = self.get("tools")
         if isinstance(value, list | dict):
-            return json.dumps(value, ensure_ascii=False) if value else ""
+            return json.dumps(value, ensure_ascii=False) if value or self.is_exact_openai else ""
         return self.text("tools")
 
     def messages(self) -> list[Any]:
@@ -213,7 +213,7 @@ def _exchange(row: _Row, messages: list[Any], *, has_answer: bool) -> Exchange:
     first = 1
     if found and found[0][0] == "system":
         system, found, first = found[0][1], found[1:], 2
-    while row.drops_last_results and found and found[-1][0] == "observation":
+    while row.is_exact_openai and found and found[-1][0] == "observation":
         found.pop()
     turns: list[Turn] = []
     for number, (role, content) in enumerate(found, first):
