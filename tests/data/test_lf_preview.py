@@ -133,6 +133,12 @@ def test_refusals_name_the_key(setting: str, words: str, preview: Preview) -> No
     assert "Traceback" not in done.stderr
 
 
+def test_ids_need_json(preview: Preview) -> None:
+    done = preview(GOLDEN["rows"]["identity"], "format: alpaca", "data.template=lf:qwen", "--ids")
+    assert done.returncode == 2
+    assert "add --json" in done.stderr
+
+
 def test_cut_rows_are_in_the_ledger(preview: Preview) -> None:
     more = ("data.template=lf:qwen3_nothink", "data.too_long=balanced", "data.max_length=32", "--json")
     found = json.loads(preview(GOLDEN["rows"]["alpaca_en_demo"], "format: alpaca", *more).stdout)

@@ -28,10 +28,13 @@ def preview(
     """Shows the first rows as the model sees them, the loss tokens, lengths, and the ledger of rows."""
     from unisono.cli.output import output
     from unisono.config.load import load_config
+    from unisono.errors import UsageError
     from unisono.facts import read_environment
     from unisono.supervise.task_process import run_task
 
     printer = output()
+    if ids and not printer.json:
+        raise UsageError.of("ids are given as JSON only", where="--ids", fix="add --json, or omit --ids")
     loaded = load_config(config, tuple(overrides or ()), verb="preview")
     translation = loaded.translation
     for text in translation.notes() if translation else []:

@@ -78,6 +78,11 @@ def _table() -> dict[str, Any]:
     return tomllib.loads(files("unisono.config").joinpath("lf_templates.toml").read_text(encoding="utf-8"))
 
 
+def template_names() -> list[str]:
+    """The names of all templates."""
+    return list(_table())
+
+
 def lf_name(template: str | None) -> str | None:
     """The name behind `lf:` in data.template; None if it is a file, or not set."""
     return template.removeprefix(PREFIX) if template is not None and template.startswith(PREFIX) else None
