@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from unisono.config.lf_template import find_lf_template, lf_template_of
+from unisono.config.lf_template import find_lf_template, lf_template_of, template_names
 from unisono.data.ingest import balance, fit
 from unisono.data.lf_encoder import NO_TOKEN, EncodedRating, LfEncoder
 from unisono.data.lf_rows import read_exchange
@@ -347,3 +347,10 @@ def test_openai_rows_are_read_with_all_oddities_of_their_formatting() -> None:
     with pytest.raises(RowError, match="ends with a question"):
         read_exchange("messages", {"messages": messages}, {})
     assert read_exchange("messages", {"messages": messages[:-1]}, {}).system == ""
+
+
+def test_the_how_to_lists_all_templates() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "from-llamafactory.md").read_text(
+        encoding="utf-8"
+    )
+    assert ", ".join(f"`{name}`" for name in template_names()) in page
