@@ -410,7 +410,7 @@ def _too_many_layers(config: RunConfig, model: ModelFacts) -> list[str]:
     if only is None or only.spread or abs(only.layers) <= model.layers:
         return []
     return [
-        f"train_only.layers is {config.train_only.layers}: the model has {model.layers} layers, all are trained"
+        f"train_only.layers is {only.layers}: the model has {model.layers} layers, all are trained"
     ]
 
 
