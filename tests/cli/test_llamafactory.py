@@ -165,6 +165,20 @@ def test_init_as_json_lists_all_keys_also_if_one_is_refused(capsys: pytest.Captu
     assert "aaaa" not in out + err
 
 
+def test_init_as_json_lists_the_keys_of_a_file_for_a_different_verb(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Path("merge.yaml").write_text(
+        "model_name_or_path: m\nadapter_name_or_path: a\ntemplate: qwen3\nexport_dir: merged\n"
+    )
+    code, out, err = run(capsys, "init", "--from-llamafactory", "merge.yaml", "--json")
+    assert code == 0
+    assert "run `unisono export merge.yaml --out merged`" in err
+    fates = {entry["key"]: (entry["fate"], entry["ours"]) for entry in json.loads(out)["keys"]}
+    assert fates["export_dir"] == ("translated", "--out")
+    assert run(capsys, "init", "--from-llamafactory", "merge.yaml")[0] == 2
+
+
 def test_init_refuses_a_file_that_is_ours(capsys: pytest.CaptureFixture[str]) -> None:
     Path("ours.yaml").write_text("model: m\ndata: {train: d}\noutput_dir: o\n")
     code, _, err = run(capsys, "init", "--from-llamafactory", "ours.yaml")

@@ -3,11 +3,15 @@
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from unisono.cli.output import output
+
+if TYPE_CHECKING:
+    from unisono.config.llamafactory import Translation
+    from unisono.errors import UnisonoError
 
 _DEFAULT = "lora"
 
@@ -115,10 +119,8 @@ def _translate(path: Path, template: str | None, out: Path | None) -> None:
     except UnisonoError as error:
         if not output().json:
             raise
-        for line in error.lines():
-            output().warn(line)
-        output().emit({"schema": 1, **translation.to_json(), "problems": error.to_json()["problems"]})
-        raise typer.Exit(error.exit_code) from None
+        _list_refused_keys(translation, error)
+        return
     text = config_text(translation, loaded)
     if output().json:
         output().emit({"schema": 1, **translation.to_json()})
@@ -126,10 +128,18 @@ def _translate(path: Path, template: str | None, out: Path | None) -> None:
         output().verbatim(text.rstrip("\n"))
     if out is not None:
         _write_new(out, text)
+        output().notify(f"wrote {out}: `unisono train {out}` starts it")
     for line in translation.warnings:
         output().notify(line)
-    if out is not None:
-        output().notify(f"wrote {out}: `unisono train {out}` starts it")
+
+
+def _list_refused_keys(translation: "Translation", error: "UnisonoError") -> None:
+    """Emits the keys also where there is no config; a file of a different verb has none, and yet its keys may all be fine."""
+    for line in error.lines():
+        output().warn(line)
+    output().emit({"schema": 1, **translation.to_json(), "problems": error.to_json()["problems"]})
+    if translation.is_refused:
+        raise typer.Exit(error.exit_code)
 
 
 def _list_templates() -> None:

@@ -100,6 +100,11 @@ class Translation:
         }
 
     @property
+    def is_refused(self) -> bool:
+        """Whether any key is refused, or contradicts another."""
+        return bool(self.problems) or any(key.fate == "refused" for key in self.keys)
+
+    @property
     def lacks_config(self) -> bool:
         """Whether there is no dataset, so that nothing can be trained or previewed."""
         return "data" not in self.config
@@ -378,14 +383,16 @@ V1_KEYS = {
     "model": "model", "train_dataset": "data.train", "eval_dataset": "data.eval", "template": "data.template: lf:NAME",
     "cutoff_len": "data.max_length", "micro_batch_size": "batch.micro", "global_batch_size": "batch.global",
     "learning_rate": "optim.lr", "num_train_epochs": "duration: N epochs", "max_steps": "duration: N steps",
-    "output_dir": "output_dir", "bf16": "model.dtype: bfloat16", "seed": "seed", "save_steps": "checkpoint.every: N steps",
-    "peft_config": "adapter", "dist_config": "parallel.strategy", "lr_scheduler_config": "optim.schedule",
-    "optim_config": "optim", "enable_activation_checkpointing": "memory.gradient_checkpointing",
-    "init_config": "model.weights", "warmup_ratio": "optim.warmup: N%", "max_grad_norm": "optim.max_grad_norm",
-    "batching_strategy": "data.packing", "logging_steps": "", "kernel_config": "", "quant_config": "", "cp_size": "",
-    "batching_workers": "", "sample_backend": "", "max_new_tokens": "unisono chat --max-tokens",
-    "resume_from_checkpoint": "unisono train --resume", "trust_remote_code": "model.trust_remote_code",
+    "max_grad_norm": "optim.max_grad_norm", "optim_config": "optim.kind", "lr_scheduler_config": "optim.schedule",
+    "output_dir": "output_dir", "seed": "seed", "full_determinism": "deterministic", "bf16": "model.dtype: bfloat16",
+    "save_steps": "checkpoint.every: N steps", "save_epochs": "checkpoint.every: N epochs", "save_total_limit": "checkpoint.keep",
+    "peft_config": "adapter", "dist_config": "parallel.strategy", "init_config": "model.weights",
+    "enable_activation_checkpointing": "memory.gradient_checkpointing", "batching_strategy": "data.packing",
+    "trust_remote_code": "model.trust_remote_code", "max_new_tokens": "unisono chat --max-tokens",
+    "resume_from_checkpoint": "unisono train --resume", "model_class": "", "flash_attn": "", "kernel_config": "",
+    "quant_config": "", "cp_size": "", "batching_workers": "", "sample_backend": "", "save_ckpt_as_hf": "", "logging_steps": "",
 }  # fmt: skip
+"""The keys of the generation v1, and ours; empty: there is none."""
 
 
 def llamafactory_version(raw: Mapping[str, Any]) -> str | None:

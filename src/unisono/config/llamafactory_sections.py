@@ -37,8 +37,10 @@ class Sections:
         self.eval_sources: list[dict[str, Any]] = []
 
     def build(self) -> None:
-        """Fills all sections."""
+        """Fills all sections; of a file that merges or chats, without rows, only the model's."""
         self._model()
+        if self._verb in ("export", "chat") and not (self._values["dataset"] or self._values["eval_dataset"]):
+            return
         self._method()
         self._data()
         self._optim()

@@ -409,9 +409,7 @@ def _too_many_layers(config: RunConfig, model: ModelFacts) -> list[str]:
     only = config.train_only
     if only is None or only.spread or abs(only.layers) <= model.layers:
         return []
-    return [
-        f"train_only.layers is {only.layers}: the model has {model.layers} layers, all are trained"
-    ]
+    return [f"train_only.layers is {only.layers}: the model has {model.layers} layers, all are trained"]
 
 
 def _changed(section: Section) -> list[str]:
