@@ -163,7 +163,7 @@ class Draw:
 
     def call(self, most: int) -> str:
         """Up to `most` function calls as JSON, perhaps with a thought or marks around it."""
-        arguments = (
+        arguments: tuple[dict[str, Any], ...] = (
             {},
             {"a": 1, "b": "x y", "c": [1, {"z": "é"}]},
             {"n": None, "t": True, "f": 1.5},
@@ -181,7 +181,7 @@ class Draw:
 
     def tools(self) -> str:
         """Function schemas as JSON; also none."""
-        schema = {
+        schema: dict[str, Any] = {
             "a": {"type": "string", "description": "the a", "enum": ["u", "v"]},
             "b": {"type": "array", "items": {"type": "string"}},
         }
@@ -347,7 +347,7 @@ def encode(job: dict[str, Any]) -> tuple[list[Any], bool]:
     examples = [
         read_exchange(name, row, nothing, _TAGS if "conversations" in row else {}) for row in job["rows"]
     ]
-    calls = {"rm": encoder.encode_pairs, "kto": encoder.encode_ratings}
+    calls: dict[str, Any] = {"rm": encoder.encode_pairs, "kto": encoder.encode_ratings}
     found: list[Any] = calls.get(job["stage"], encoder.encode)(examples)
     good = [row for row in found if not isinstance(row, RowError)]
 

@@ -172,6 +172,11 @@ def test_the_config_is_flat_and_has_no_paths() -> None:
     assert not {"model.path", "model.tokenizer", "data.template", "output_dir"} & set(flat)
 
 
+def test_the_name_of_a_template_is_compared_and_its_file_is_not() -> None:
+    assert flat_config(config_with(template="lf:qwen3"))["data.template"] == "lf:qwen3"
+    assert "data.template" not in flat_config(config_with(template="/t"))
+
+
 def test_a_source_means_the_same_as_text_and_as_a_section() -> None:
     plain = flat_config(config_with(format="alpaca"))
     section = flat_config(config_with(train=[{"path": "/elsewhere", "format": "alpaca"}], format="alpaca"))

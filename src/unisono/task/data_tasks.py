@@ -13,7 +13,8 @@ from unisono.checkpoint.model_manifest import check_model, read_digest
 from unisono.config.lf_template import adapt_tokenizer, lf_template_of
 from unisono.config.schema import RunConfig
 from unisono.data.build import make_encoder
-from unisono.data.lf_encoder import NO_TOKEN, EncodedRating, LfEncoder
+from unisono.data.lf_encoder import EncodedRating, LfEncoder
+from unisono.data.lf_pieces import NO_TOKEN
 from unisono.data.prepare import load_tokenizer, prepare_data
 from unisono.data.readers import read_rows
 from unisono.data.rows import BadRow, Example, Exchange, Row, RowError, first_notes, read_counts
