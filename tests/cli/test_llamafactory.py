@@ -4,6 +4,7 @@ Run: pytest tests/cli/test_llamafactory.py
 """
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,32 @@ def test_a_file_is_trained_and_its_config_runs_as_it_is(capsys: pytest.CaptureFi
         for run_dir in ("out", "again")
     )  # fmt: skip
     assert first == second != []
+
+
+def test_overwrite_output_dir_renames_a_finished_run_and_resumes_an_unfinished_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Path("x.yaml").write_text(
+        TEXT + "overwrite_output_dir: true\nper_device_train_batch_size: 5\nsave_steps: 2\n"
+    )
+    assert run(capsys, "train", "x.yaml")[0] == 0
+    first = json.loads(Path("out/plan.json").read_text())["run_id"]
+    code, _, err = run(capsys, "train", "x.yaml")
+    assert code == 0, err
+    assert json.loads(Path("out.old-1/plan.json").read_text())["run_id"] == first
+    second = json.loads(Path("out/plan.json").read_text())["run_id"]
+    for name in ("result.json", "checkpoints/step-00000004"):  # as if it had died after step 2
+        path = Path("out", name)
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    code, _, err = run(capsys, "train", "x.yaml")
+    assert code == 0, err
+    assert "step 2" in next(line for line in err.splitlines() if line.startswith("start"))
+    assert json.loads(Path("out/plan.json").read_text())["run_id"] == second
+    assert not Path("out.old-2").exists()
+    Path("x.yaml").write_text(TEXT)
+    code, _, err = run(capsys, "train", "x.yaml")
+    assert code == 2
+    assert "--fresh" in err
 
 
 def test_the_plan_names_the_line_of_each_value(capsys: pytest.CaptureFixture[str]) -> None:

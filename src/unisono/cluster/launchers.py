@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from unisono.errors import UsageError
 from unisono.events import Show
-from unisono.launch.train_request import TrainRequest
+from unisono.launch.train_request import TrainRequest, with_overwriting
 from unisono.text import nearest
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ def run_launcher(request: TrainRequest, show: Show) -> dict[str, Any]:
         UnisonoError: if the job is refused before anything starts.
     """
     refuse_contradictions(request)
+    request = with_overwriting(request)
     if request.launcher == "ray":
         from unisono.cluster.ray.ray_job import train as train_on_ray
 
@@ -48,7 +49,7 @@ def plan_only(request: TrainRequest, show: Show) -> "RunPlan":
     refuse_contradictions(request)
     if request.launcher == "ray" and request.nodes not in (None, "1"):
         request = replace(request, node_rank=0, head="ray")
-    return session.plan_only(request, show)
+    return session.plan_only(with_overwriting(request), show)
 
 
 def refuse_contradictions(request: TrainRequest) -> None:

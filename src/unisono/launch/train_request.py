@@ -12,8 +12,9 @@ import yaml
 from unisono import __version__
 from unisono.causes import Verdict
 from unisono.config import LoadedConfig, RunConfig
-from unisono.config.load import load_config
-from unisono.errors import UsageError
+from unisono.config.load import is_llamafactory, load_config
+from unisono.config.yaml_file import read_yaml
+from unisono.errors import UnisonoError, UsageError
 from unisono.events import Show, notify
 from unisono.facts import Environment, Probes
 from unisono.facts.environment import all_variables
@@ -21,7 +22,9 @@ from unisono.facts.slurm import SlurmStep
 from unisono.plan.placement import device_words
 from unisono.plan.topology import TopologyRequest, parse_hosts
 from unisono.remote_checkpoint.verifier import ReadingRate
+from unisono.rundir import RunDir
 from unisono.rundir.config_changes import read_allowed
+from unisono.rundir.start_decision import decide_start
 from unisono.supervise.child_process import Programs
 
 
@@ -204,6 +207,30 @@ def load_requested(request: TrainRequest) -> LoadedConfig:
     loaded = load_config(request.config_path, overrides)
     origins = loaded.origins if request.origins is None else request.origins
     return replace(loaded, config=with_absolute_paths(loaded.config, Path.cwd()), origins=origins)
+
+
+def with_overwriting(request: TrainRequest) -> TrainRequest:
+    """The request with `fresh` if a LLaMA-Factory file says `overwrite_output_dir: true` and its directory has a finished or a different run.
+
+    An unfinished run of the same config is still resumed: the same command after a failure continues.
+    """
+    if request.resume or request.fresh:
+        return request
+    try:
+        raw, _ = read_yaml(request.config_path)
+        if not is_llamafactory(raw):
+            return request
+        loaded = load_requested(request)
+    except UnisonoError:
+        return request  # refused when it is loaded for the run
+    if loaded.translation is None or not loaded.translation.values["overwrite_output_dir"]:
+        return request
+    run = RunDir(Path(loaded.config.output_dir))
+    try:
+        decide_start(run, loaded.config, resume=False, fresh=False, allow=request.allowed)
+    except UsageError:
+        return replace(request, fresh=True)
+    return request
 
 
 def show_notes(loaded: LoadedConfig, show: Show) -> None:
