@@ -88,6 +88,7 @@ def test_overrides_count_and_what_was_done_to_rows_is_listed(run: Run) -> None:
 def test_runs_cover_all_tokens() -> None:
     assert runs(np.array([False, True, True, False])) == [(0, 1), (1, 3), (3, 4)]
     assert runs(np.array([False])) == [(0, 1)]
+    assert runs(np.array([], dtype=np.bool_)) == []
 
 
 @pytest.mark.parametrize("lengths", [[5], [1, 100], [7, 8, 9], list(range(1, 1000))])

@@ -112,7 +112,7 @@ def _parts(row: dict[str, Any]) -> list[dict[str, Any]]:
 def _row_lines(row: dict[str, Any]) -> list[Line]:
     from unisono.text import one_line, plain
 
-    share = row["loss_tokens"] / row["tokens"]
+    share = row["loss_tokens"] / max(1, row["tokens"])
     counts = ", ".join(f"{run['tokens']} {'in the loss' if run['loss'] else 'not'}" for run in row["runs"])
     head = f"── {one_line(row['row'])}: {row['tokens']} tokens, {row['loss_tokens']} in the loss ({share:.0%}): {counts}"
     lines: list[Line] = [[(head, False)], []]

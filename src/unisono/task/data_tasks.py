@@ -247,7 +247,9 @@ def shown_row(
 
 
 def runs(targets: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
-    """Begin and end of each run of equal values; there must be at least one value."""
+    """Begin and end of each run of equal values."""
+    if not len(targets):
+        return []
     changes = (np.flatnonzero(targets[1:] != targets[:-1]) + 1).tolist()
     return list(zip([0, *changes], [*changes, len(targets)], strict=True))
 
