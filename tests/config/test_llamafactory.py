@@ -343,6 +343,8 @@ def test_a_value_is_carried_over(keys: dict[str, Any], ours: str, value: Any) ->
         ({"streaming": True}, "streaming: it needs max_steps"),
         ({"streaming": True, "max_steps": 5, "val_size": 0.1}, "val_size: with streaming"),
         ({"streaming": True, "max_steps": 5, "max_samples": 5}, "max_samples: not with streaming"),
+        ({"train_sampling_strategy": "sequential"}, "train_sampling_strategy: rows are shuffled"),
+        ({"accelerator_config": {"split_batches": True}}, "accelerator_config: split_batches"),
         ({"eval_dataset": "other", "val_size": 0.1}, "val_size: eval_dataset is set"),
         ({"interleave_probs": "0.5,0.5"}, "interleave_probs: only with"),
         ({"mix_strategy": "interleave_under", "interleave_probs": "0.5"}, "interleave_probs: 1 probabilities for 2"),

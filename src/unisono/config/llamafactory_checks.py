@@ -95,6 +95,19 @@ def _of_data(values: Values, verb: str) -> list[Rule]:
             f"{len(probabilities or [])} probabilities for {len(names)} datasets",
             "give one for each dataset",
         ),
+        (
+            values["train_sampling_strategy"] == "sequential",
+            "train_sampling_strategy",
+            "rows are shuffled in each epoch",
+            "remove it",
+        ),
+        (
+            isinstance(values["accelerator_config"], dict)
+            and bool(values["accelerator_config"].get("split_batches")),
+            "accelerator_config",
+            "split_batches divides a batch over the ranks, and batches are per rank here",
+            "remove it, and set per_device_train_batch_size",
+        ),
         (bool(size) and not names, "val_size", "there is no dataset to split", "add `dataset: NAME`"),
         (size < 0, "val_size", "must be a share or a number of rows", "set it to 0.1"),
     ]
