@@ -425,6 +425,27 @@ def test_added_tokens_are_no_secret() -> None:
     assert "is not available" in problem.what
 
 
+def test_an_adapter_that_is_continued_keeps_its_own_shape() -> None:
+    """As in LLaMA-Factory, which reads r and lora_alpha from the adapter, whatever the file says."""
+    stored = {
+        "r": 4,
+        "lora_alpha": 12,
+        "use_rslora": True,
+        "lora_dropout": 0.1,
+        "modules_to_save": ["lm_head"],
+    }
+    Path("saved").mkdir()
+    Path("saved/adapter_config.json").write_text(json.dumps(stored))
+    translation = read({**BASE, "adapter_name_or_path": "saved", "lora_rank": 8})
+    adapter = config_of(translation).config.adapter
+    assert adapter is not None
+    assert (adapter.kind, adapter.rank, adapter.alpha, adapter.dropout) == ("rslora", 4, 12.0, 0.1)
+    assert (adapter.from_, adapter.modules_to_save) == ("saved", ["lm_head"])
+    assert fate(translation, "lora_rank") == "ignored"
+    new = config(adapter_name_or_path="saved", create_new_adapter=True)["adapter"]
+    assert (new["rank"], new["merge"], new["from"]) == (8, ["saved"], None)
+
+
 # ---- files
 
 V1 = {

@@ -3,8 +3,10 @@
 What LLaMA-Factory does by default and we do not is written out, so that the config says all of it.
 """
 
+import json
 import math
 import re
+from pathlib import Path
 from typing import Any, get_args
 
 from unisono.config.dataset_info import read_datasets
@@ -160,6 +162,33 @@ class Sections:
             self._put("adapter.merge", merged, "create_new_adapter", "adapter_name_or_path")
         if merged != adapters:
             self._put("adapter.from", adapters[-1], "adapter_name_or_path")
+            self._as_stored(_stored_settings(adapters[-1]))
+
+    def _as_stored(self, stored: dict[str, Any]) -> None:
+        """Takes the shape of the adapter that is continued from its own settings, as LLaMA-Factory does; the file's keys do not count."""
+        if not stored:
+            return
+        kind = "dora" if stored.get("use_dora") else "rslora" if stored.get("use_rslora") else "lora"
+        shape = {
+            "kind": kind,
+            "rank": stored.get("r"),
+            "alpha": stored.get("lora_alpha"),
+            "dropout": stored.get("lora_dropout", 0.0),
+            "modules_to_save": stored.get("modules_to_save") or [],
+        }
+        for name, value in shape.items():
+            self._put(f"adapter.{name}", value, "adapter_name_or_path")
+        own = (
+            "lora_rank",
+            "lora_alpha",
+            "lora_dropout",
+            "lora_target",
+            "use_dora",
+            "use_rslora",
+            "additional_target",
+        )
+        for key in own:
+            self._ignore(key, "the adapter in adapter_name_or_path has its own")
 
     def _train_only(self) -> None:
         values = self._values
@@ -430,6 +459,17 @@ class Sections:
             self._refuse(key, f"there is no tracker {unknown[0]} here", f"use none or {', '.join(_TRACKERS)}")
         elif track:
             self._put("track", track, "report_to", "use_swanlab")
+
+
+def _stored_settings(adapter: str) -> dict[str, Any]:
+    """The settings of an adapter on this machine, or of that in a run; empty if there is none, which is refused when it is loaded."""
+    for folder in (Path(adapter).expanduser(), Path(adapter).expanduser() / "adapter"):
+        try:
+            found = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        return found if isinstance(found, dict) else {}
+    return {}
 
 
 _SCHEDULES = {
