@@ -187,6 +187,11 @@ def stop_ids(tokenizer: Any, template: LfTemplate) -> set[int]:
     }
 
 
+def end_of_text(tokenizer: Any, template: LfTemplate) -> str:
+    """What ends a text in pretraining; Llama 3 has a token of its own for this."""
+    return "<|end_of_text|>" if template.name == "llama3" else str(tokenizer.eos_token)
+
+
 # ---- as a chat template
 
 

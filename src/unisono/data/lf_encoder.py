@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from unisono.config.lf_template import PREFIX, LfTemplate, adapt_tokenizer, jinja_of, stop_ids
+from unisono.config.lf_template import PREFIX, LfTemplate, adapt_tokenizer, end_of_text, jinja_of, stop_ids
 from unisono.config.schema import SourceSection
 from unisono.data.encode import LossOn
 from unisono.data.formats import FormatName, all_text, refuse_surrogates
@@ -241,9 +241,9 @@ class LfEncoder:
         return _encoded(ids, [0] * first + [1] * (len(ids) - first), whole=whole)
 
     def _encode_texts(self, examples: Sequence[Example]) -> list[Encoded | RowError]:
-        """Texts with their end of sequence; Llama 3's is that of texts, not that of turns."""
+        """Texts with their end."""
         tokenizer = self.tokenizer
-        end = "<|end_of_text|>" if self._template.name == "llama3" else tokenizer.eos_token
+        end = end_of_text(tokenizer, self._template)
         begin = tokenizer.bos_token if getattr(tokenizer, "add_bos_token", False) else ""
         texts: list[Pieces] = [
             [begin + example.prompt[0].content + end] if isinstance(example, Exchange) else []

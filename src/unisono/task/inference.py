@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from unisono.config.lf_template import adapt_tokenizer, lf_template_of
+from unisono.config.lf_template import adapt_tokenizer, lf_name, lf_template_of
 from unisono.config.schema import RunConfig
 from unisono.data.encode import encode_texts
 from unisono.data.lf_encoder import LfChatTemplate, lf_chat_template
@@ -280,8 +280,9 @@ def template_of(target: Target, tokenizer: Any) -> ChatTemplate | None:
     if layout is not None:
         adapt_tokenizer(tokenizer, layout)
         return lf_chat_template(tokenizer, layout, thinking=plan.config.data.thinking)
-    if file is not None and not Path(file).is_file() and tokenizer.chat_template:
-        file = None  # the file is gone; the result has its text
+    is_unknown = lf_name(file) is not None  # then rows were rendered with the tokenizer's own
+    if file is not None and (is_unknown or (not Path(file).is_file() and tokenizer.chat_template)):
+        file = None  # if it was a file, it is gone; the result has its text
     found = choose_template(tokenizer, file, stops=names)
     if found is None and plan.data.template.startswith("ChatML"):
         return fallback_template(tokenizer)

@@ -17,7 +17,7 @@ import torch
 from unisono.checkpoint.manifest import FileEntry
 from unisono.checkpoint.state import bytes_of, dtype_name
 from unisono.checkpoint.writer import TensorPart, file_order, write_tensor_file
-from unisono.config.lf_template import lf_template_of, stop_ids
+from unisono.config.lf_template import end_of_text, lf_template_of, stop_ids
 from unisono.files import read_json, write_json
 from unisono.model.adapter import BaseChanges, stored_settings, with_change
 from unisono.model.adapter_files import ADAPTER_FILE
@@ -386,9 +386,14 @@ def _write_dtype(file: Path, dtype: str) -> None:
 
 def _set_stops(loaded: LoadedModel, plan: RunPlan) -> None:
     """Lets generation stop where answers end with a template of LLaMA-Factory: its tokenizer names only one of these tokens."""
-    layout = lf_template_of(plan.config.data.template)
-    if layout is not None and loaded.base.generation_config is not None:
-        loaded.base.generation_config.eos_token_id = sorted(stop_ids(loaded.tokenizer, layout))
+    layout, tokenizer = lf_template_of(plan.config.data.template), loaded.tokenizer
+    if layout is None or loaded.base.generation_config is None:
+        return
+    ends = stop_ids(tokenizer, layout)
+    if plan.config.objective == "pretrain":
+        ends = {tokenizer.convert_tokens_to_ids(end_of_text(tokenizer, layout))} - {None}
+    if ends:
+        loaded.base.generation_config.eos_token_id = sorted(ends)
 
 
 def _set_template(tokenizer: Any, plan: RunPlan) -> None:
