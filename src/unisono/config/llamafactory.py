@@ -10,8 +10,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from unisono.config.llamafactory_checks import find_contradictions
+from unisono.config.llamafactory_draft import Draft
 from unisono.config.llamafactory_keys import KEYS, Fate, Key, Values, convert
-from unisono.config.llamafactory_sections import Sections
+from unisono.config.llamafactory_model import fill_data, fill_method, fill_model
+from unisono.config.llamafactory_training import fill_training
 from unisono.config.problems import find_secrets
 from unisono.config.schema import RunConfig
 from unisono.config.yaml_file import KeyPath, KeyPlaces, parse_value
@@ -194,28 +196,38 @@ def translate(
     problems += [*secrets.values(), *reading.problems]
     values = Values(reading.values, reading.places, name)
     verb = _verb_of(values)
-    sections = Sections(values, name, verb=verb)
-    sections.build()
+    draft = _filled(Draft(values, name, verb=verb))
     if any(text.startswith("batch.global=") for text in ours):
-        sections.drop("batch.per_rank", "batch.accumulate")
+        draft.drop("batch.per_rank", "batch.accumulate")
     contradictions = find_contradictions(values, verb)
-    problems += [*sections.problems, *contradictions.values()]
+    problems += [*draft.problems, *contradictions.values()]
     refused: dict[str, tuple[Fate, str]] = {k: ("refused", p.what) for k, p in contradictions.items()}
     return Translation(
         name=name,
         values=values,
-        keys=[_with_effect(fate, values, verb, sections.fates | refused) for fate in reading.fates],
-        config=sections.config,
-        origins=sections.origins,
-        names=sections.names,
+        keys=[_with_effect(fate, values, verb, draft.fates | refused) for fate in reading.fates],
+        config=draft.config,
+        origins=draft.origins,
+        names=draft.names,
         places=reading.places,
         stage=values["stage"],
         verb=verb,
-        warnings=sections.warnings,
+        warnings=draft.warnings,
         problems=problems,
         our_overrides=ours,
-        eval_sources=sections.eval_sources,
+        eval_sources=draft.eval_sources,
     )
+
+
+def _filled(draft: Draft) -> Draft:
+    """The draft with all sections; of a file that merges or chats, without rows, only with the model's."""
+    fill_model(draft)
+    if draft.verb in ("export", "chat") and not (draft.values["dataset"] or draft.values["eval_dataset"]):
+        return draft
+    fill_method(draft)
+    fill_data(draft)
+    fill_training(draft)
+    return draft
 
 
 def _with_overrides(
