@@ -243,7 +243,7 @@ def test_what_llama_factory_does_by_default_is_written_out() -> None:
     assert found["batch"] | {"per_rank": 8, "accumulate": 1} == found["batch"]
     assert found["checkpoint"] | {"every": "500 steps", "keep_every": "500 steps"} == found["checkpoint"]
     assert found["memory"] == {"gradient_checkpointing": True}
-    assert found["model"]["dtype"] == "auto"
+    assert found["model"]["dtype"] == "float32"
     assert [source["path"] for source in found["data"]["train"]] == ["data/identity.json", "data/alpaca.json"]
 
 

@@ -24,8 +24,7 @@ def fill_model(draft: Draft) -> None:
         draft.problems.append(problem)
     draft.put("model.path", values["model_name_or_path"] or "?", "model_name_or_path")
     draft.put_if_set("model.revision", "model_revision")
-    is_bf16 = values["bf16"] or values["pure_bf16"]
-    draft.put("model.dtype", "bfloat16" if is_bf16 else "auto", "bf16", "pure_bf16")
+    draft.put("model.dtype", _dtype(draft), "bf16", "fp16", "pure_bf16")
     if values["fp16"]:
         draft.warnings.append(
             "fp16: float16 needs loss scaling, which is not here; model.dtype is auto: bfloat16 where the device has it, else float32"
@@ -36,6 +35,14 @@ def fill_model(draft: Draft) -> None:
     draft.put_if_set("model.embedding_noise", "neftune_noise_alpha")
     draft.put_if_set("model.trust_remote_code", "trust_remote_code")
     _rope(draft)
+
+
+def _dtype(draft: Draft) -> str:
+    """Without a key that says it a training is in float32, as LLaMA-Factory's on a CPU and its full fine-tuning."""
+    values = draft.values
+    if values["bf16"] or values["pure_bf16"]:
+        return "bfloat16"
+    return "auto" if values["fp16"] or draft.verb != "train" else "float32"
 
 
 def _rope(draft: Draft) -> None:
