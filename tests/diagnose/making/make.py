@@ -1,4 +1,4 @@
-"""Make the cases: `python -m tests.diagnose.making.make OUT [NAME…]` runs what has no file in OUT yet (or the named ones), one after another."""
+"""Make the cases: `python -m tests.diagnose.making.make OUT [NAME…]` runs what has no file in OUT yet (of all, or of those that match a NAME), one after another."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import importlib
 import json
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-ROOMS = ("runs_torch", "runs_more", "runs_nodes", "runs_trainers", "runs_ray")
+ROOMS = ("runs_tools", "runs_loops", "runs_torch", "runs_more", "runs_nodes", "runs_trainers", "runs_ray")
 
 
 def main() -> int:
@@ -22,13 +23,15 @@ def main() -> int:
         base = Path(tempfile.mkdtemp(prefix="dgm-"))
         for name, make in importlib.import_module(f"tests.diagnose.making.{room}").cases(base):
             file = out / f"{name}.json"
-            if (wanted and not any(re.fullmatch(w, name) for w in wanted)) or (not wanted and file.exists()):
+            if (wanted and not any(re.fullmatch(w, name) for w in wanted)) or (
+                file.exists() and name not in wanted
+            ):
                 continue
             begin = time.monotonic()
             try:
                 file.write_text(json.dumps(make(), ensure_ascii=False) + "\n")
                 print(f"{name} {time.monotonic() - begin:.1f} s", flush=True)
-            except (ValueError, OSError) as e:
+            except (ValueError, OSError, subprocess.SubprocessError) as e:
                 failed += 1
                 print(f"{name} NOT MADE: {e}", flush=True)
         shutil.rmtree(base, ignore_errors=True)

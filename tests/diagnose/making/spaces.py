@@ -27,9 +27,12 @@ def clear(n: int) -> None:
 
 
 @contextlib.contextmanager
-def nodes(n: int, loopback: Sequence[int] = ()) -> Iterator[list[list[str]]]:
-    """What to put before a command to run it on node i; `loopback`: nodes whose own name is 127.0.1.1."""
+def nodes(
+    n: int, loopback: Sequence[int] = (), names: Sequence[str] = (), bridge: str = ""
+) -> Iterator[list[list[str]]]:
+    """What to put before a command to run it on node i; `loopback`: nodes whose own name is 127.0.1.1; `bridge`: one more interface on each, which leads nowhere."""
     clear(n)
+    names = names or [f"node{i}" for i in range(n)]
     ip("link", "add", f"{PREFIX}br", "type", "bridge")
     ip("link", "set", f"{PREFIX}br", "up")
     try:
@@ -41,11 +44,15 @@ def nodes(n: int, loopback: Sequence[int] = ()) -> Iterator[list[list[str]]]:
             ip("-n", name, "addr", "add", f"{NET}.{i + 1}/24", "dev", "eth0")
             ip("-n", name, "link", "set", "eth0", "up")
             ip("-n", name, "link", "set", "lo", "up")
+            if bridge:
+                ip("-n", name, "link", "add", bridge, "type", "bridge")
+                ip("-n", name, "addr", "add", f"172.17.0.{i + 1}/32", "dev", bridge)
+                ip("-n", name, "link", "set", bridge, "up")
             folder = Path(f"/etc/netns/{name}")
             folder.mkdir(parents=True, exist_ok=True)
-            rows = ["127.0.0.1 localhost"] + ([f"127.0.1.1 node{i}"] if i in loopback else [])
+            rows = ["127.0.0.1 localhost"] + ([f"127.0.1.1 {names[i]}"] if i in loopback else [])
             (folder / "hosts").write_text(
-                "\n".join(rows + [f"{NET}.{j + 1} node{j}" for j in range(n)]) + "\n"
+                "\n".join(rows + [f"{NET}.{j + 1} {names[j]}" for j in range(n)]) + "\n"
             )
             (folder / "resolv.conf").write_text("nameserver 127.0.0.1\n")
         yield [
@@ -58,7 +65,7 @@ def nodes(n: int, loopback: Sequence[int] = ()) -> Iterator[list[list[str]]]:
                 "--uts",
                 "sh",
                 "-c",
-                f'hostname node{i}; exec "$@"',
+                f'hostname {names[i]}; exec "$@"',
                 "_",
             ]
             for i in range(n)
