@@ -133,8 +133,10 @@ def ranking_lines(ranking: "Ranking", *, language: str = "") -> Iterator[str]:
             yield f"     if this: {one.fix[0]}"
         if one.fix_here:
             yield f"     with unisono: {one.fix_here[0]}"
+    if ranking.unlikely:
+        yield f"  unlikely: {'; '.join(f'{cause} ({why})' for cause, why in ranking.unlikely)}"
     if ranking.ruled_out:
-        yield f"  unlikely: {'; '.join(f'{cause} ({why})' for cause, why in ranking.ruled_out)}"
+        yield f"  ruled out: {', '.join(ranking.ruled_out)} (no such line in a complete log)"
     for number, question in enumerate(ranking.questions):
         yield f"{'ASK' if not number else '':<10}{question.zh if language == 'zh' else question.en}"
 
@@ -197,6 +199,7 @@ def _emit(found: "Diagnosis", *, every: bool, timeline: bool) -> None:
     body["missing"] = list(found.missing)
     body["hypotheses"] = [one.to_json() for one in found.ranking.hypotheses]
     body["questions"] = [one.zh if found.language == "zh" else one.en for one in found.ranking.questions]
+    body["ruled_out"] = list(found.ranking.ruled_out)
     body["earlier_runs"] = list(found.facts.earlier_runs)
     if every:
         body["alternatives"] = [verdict.to_json() for verdict in found.alternatives]

@@ -103,13 +103,15 @@ class Ranking:
     Attributes:
         hypotheses: at most `MOST`; empty if the text reports no failure.
         questions: the most telling first.
-        ruled_out: causes that are frequent, and that this text speaks against, each with the reason.
+        unlikely: causes that are frequent, and that this text speaks against, each with the reason.
+        ruled_out: causes that complete logs would show, and these do not.
         no_failure: the probability that nothing failed; the scores are lower by this share.
     """
 
     hypotheses: tuple[RankedCause, ...] = ()
     questions: tuple[Question, ...] = ()
-    ruled_out: tuple[tuple[str, str], ...] = ()
+    unlikely: tuple[tuple[str, str], ...] = ()
+    ruled_out: tuple[str, ...] = ()
     no_failure: float = 0.0
 
 
@@ -307,7 +309,7 @@ def rank(
     return Ranking(
         hypotheses=tuple(_ranked(cause, found[cause], features, framework, used) for cause in chosen),
         questions=_questions(features, found, used),
-        ruled_out=_ruled_out(features, found, used),
+        unlikely=_unlikely(features, found, used),
         no_failure=none,
     )
 
@@ -386,7 +388,7 @@ def _entropy(shares: Iterable[float]) -> float:
     return -sum(share * math.log(share) for share in shares if share > 0)
 
 
-def _ruled_out(
+def _unlikely(
     features: Sequence[Feature], found: Mapping[str, float], table: Table
 ) -> tuple[tuple[str, str], ...]:
     """Frequent causes that the text speaks against."""

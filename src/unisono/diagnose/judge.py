@@ -172,6 +172,8 @@ def make_diagnosis(
     findings = [_of_excerpt(finding, excerpts) for finding in findings]
     features = (*reported, *log_features(facts, findings))
     ranking = rank(features, framework=facts.framework, is_failure=not language)
+    if not language and not excerpts:
+        ranking = replace(ranking, ruled_out=_not_in_complete_logs(facts, ranking))
     first = findings[0]
     narrated = any(feature.id in NARRATION for feature in reported)
     unproved = first.confidence < CERTAIN or ranking.no_failure > NO_FAILURE_FROM or not narrated
@@ -192,6 +194,21 @@ def make_diagnosis(
         features=features,
         ranking=ranking if uncertain else Ranking(),
     )
+
+
+_SAID_BY_THE_RANK = ("cuda_oom", "disk_full", "port_in_use", "missing_dependency")
+"""Frequent causes that the rank itself writes down: an exception of its own, before anything else ends."""
+_MOST_RULED_OUT = 3
+
+
+def _not_in_complete_logs(facts: RunFacts, ranking: Ranking) -> tuple[str, ...]:
+    """The frequent causes that complete logs would show, and these do not."""
+    heard = {rank for rank, known in facts.ranks.items() if known.last is not None}
+    complete = facts.world_size and facts.world_size <= len(heard)
+    if not complete or any(source.cut_head for source in facts.sources.values()):
+        return ()
+    named = {event.cause for event in facts.events} | {one.cause for one in ranking.hypotheses}
+    return tuple(cause for cause in _SAID_BY_THE_RANK if cause not in named)[:_MOST_RULED_OUT]
 
 
 _GENERAL = frozenset({"user_code_error", "rank_died_first", "rank_stalled", "rdzv_timeout"})

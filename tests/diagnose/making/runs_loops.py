@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import TYPE_CHECKING
 
@@ -322,14 +323,14 @@ def acc_cases(base: Path) -> Iterator[tuple[str, object]]:
         "acc-iface",
         lambda: p(
             base, "acc-iface", Want("nccl_socket_iface", also=("address_unreachable",)),
-            by_hand("acc_fit.py", 2, 2, GLOO_SOCKET_IFNAME="virbr0"), size=2, bridge="virbr0", layout="names", limit_s=60,
+            by_hand("acc_fit.py", 2, 2, GLOO_SOCKET_IFNAME="virbr0"), size=2, bridge="virbr0", layout="names", limit_s=40,
         ),
     )  # fmt: skip
     yield (
         "acc-iface-one",
         lambda: p(
             base, "acc-iface-one", Want("nccl_socket_iface", also=("address_unreachable", "rank_stalled", "undetermined")),
-            acc(2, nodes=2, **{"GLOO_SOCKET_IFNAME@1": "docker0"}), size=2, bridge="docker0", layout="nodes", limit_s=60,
+            acc(2, nodes=2, **{"GLOO_SOCKET_IFNAME@1": "docker0"}), size=2, bridge="docker0", layout="nodes", limit_s=40,
         ),
     )  # fmt: skip
     yield (
@@ -352,7 +353,7 @@ def acc_cases(base: Path) -> Iterator[tuple[str, object]]:
             second(by_hand("acc_fit.py", 2, 2)),
             size=2,
             layout="names",
-            limit_s=100,
+            limit_s=70,
         ),
     )
     yield (
@@ -494,7 +495,7 @@ def pl_cases(base: Path) -> Iterator[tuple[str, object]]:
             pl(2, (2, 1)),
             size=2,
             layout="nodes",
-            limit_s=50,
+            limit_s=36,
         ),
     )
     yield (
@@ -506,7 +507,7 @@ def pl_cases(base: Path) -> Iterator[tuple[str, object]]:
             pl(2, (1, 2)),
             size=2,
             layout="pdsh",
-            limit_s=50,
+            limit_s=36,
         ),
     )
     yield (
@@ -802,7 +803,7 @@ def ray_cases(base: Path) -> Iterator[tuple[str, object]]:
     )
     yield (
         "ray-gone",
-        lambda: p(base, "ray-gone", gone, shell("ray start --address 10.77.3.9:6379"), limit_s=100),
+        lambda: p(base, "ray-gone", gone, shell("ray start --address 10.77.3.9:6379"), limit_s=70),
     )
     yield (
         "ray-memory",
@@ -811,7 +812,7 @@ def ray_cases(base: Path) -> Iterator[tuple[str, object]]:
             "ray-memory",
             Want("ray_worker_died", 1, also=("host_oom_killed", "rank_died_first")),
             ray_memory,
-            limit_s=100,
+            limit_s=60,
         ),
     )
 
@@ -831,8 +832,6 @@ def ray_memory(stage: Stage) -> list[Part]:
 
 
 def cases(base: Path) -> Iterator[tuple[str, object]]:
-    """Names and how to make them."""
-    yield from acc_cases(base)
-    yield from pl_cases(base)
-    yield from ds_cases(base)
-    yield from ray_cases(base)
+    """Names and how to make them, in turn of the tools."""
+    turns = itertools.zip_longest(ray_cases(base), ds_cases(base), pl_cases(base), acc_cases(base))
+    yield from (case for turn in turns for case in turn if case)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from tests.diagnose.making.record import PROGRAMS, Want
 from tests.diagnose.making.spaces import NET
-from tests.diagnose.making.stage import TINY, Part, Stage, folder
+from tests.diagnose.making.stage import ENVS, TINY, Part, Stage, folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 Case = dict[str, object]
 USER, DIED = "user_code_error", "rank_died_first"
 KILLED = ("host_oom_killed", "rank_killed")
+SILENT = Want("undetermined", also=("rank_stalled", "rank_stopped"))
+"""A log that stops: nothing in it tells more."""
 STALLED = ("rank_stopped", "user_code_stuck", "data_starved", "io_blocked")
 ROWS = [
     {"instruction": a, "input": "", "output": b}
@@ -68,6 +70,9 @@ def terminate_after(words: str, program: bytes) -> Callable[[Stage], None]:
 
 
 # LLaMA-Factory
+
+OTHER_VISION = {"PYTHONPATH": str(ENVS / "vision")}
+"""A torchvision that was built for another torch."""
 
 
 def lf_config(stage: Stage, **keys: object) -> str:
@@ -128,11 +133,11 @@ def lf(
     command: str = "train",
     front: tuple[str, ...] = (),
     held: int = 0,
-    venv: str = "lf",
+    memory_mb: int = 0,
     **keys: object,
 ) -> Case:
     """One node; `n` is 0 for a run without torchrun."""
-    stage = Stage(name, base, venv, limit_s=limit_s)
+    stage = Stage(name, base, "lf", limit_s=limit_s, memory_mb=memory_mb)
     file = lf_config(stage, **keys)
     if prepare:
         prepare(stage)
@@ -158,6 +163,8 @@ def laid(stage: Stage, layout: str) -> dict[str, str]:
         return {"slurm-88213.out": stage.prefixed("{i}: ")}
     if layout == "pdsh":
         return {"pdsh.log": stage.prefixed("{host}: ")}
+    if layout == "dmesg":
+        return {"train.log": stage.one(), "dmesg.txt": stage.clean(stage.kernel)}
     if layout == "nodes":
         return {f"{stage.hosts[p.node]}.log": t for p, t in zip(stage.parts, stage.texts(), strict=True)}
     if layout == "names":
@@ -233,12 +240,12 @@ def lf_versions(base: Path, name: str, layout: str) -> Case:
     file = lf_config(stage)
     launcher = "import sys; from llamafactory.launcher import *; from llamafactory.train.tuner import run_exp; run_exp()"
     parts = []
-    for i, venv in enumerate(("lf", "lf-torchvision")):
-        env = {
+    for i, other in enumerate(({}, OTHER_VISION)):
+        env = other | {
             "RANK": str(i), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": f"{NET}.1", "MASTER_PORT": "29512",
             "DISABLE_VERSION_CHECK": "1",
         }  # fmt: skip
-        parts.append(Part(("python", "-c", launcher, file), i, env, venv=venv))
+        parts.append(Part(("python", "-c", launcher, file), i, env))
     stage.play(*parts)
     want = Want(
         "version_mismatch",
@@ -325,7 +332,7 @@ def lf_cases(base: Path) -> Iterator[tuple[str, object]]:
         lambda: lf(
             base,
             "lf-stop",
-            Want("rank_stalled", 1, also=STALLED),
+            SILENT,
             during=signal_after(step, 1, signal.SIGSTOP),
             max_steps=4000,
             limit_s=50,
@@ -371,7 +378,7 @@ def lf_cases(base: Path) -> Iterator[tuple[str, object]]:
             base,
             "lf-torchvision",
             Want("version_mismatch", evidence="torchvision::nms", also=("missing_dependency",)),
-            venv="lf-torchvision",
+            env=OTHER_VISION,
         ),
     )
     yield "lf-versions-names", lambda: lf_versions(base, "lf-versions-names", "names")
@@ -410,19 +417,9 @@ def lf_cases(base: Path) -> Iterator[tuple[str, object]]:
         "lf-wandb",
         lambda: lf(base, "lf-wandb", Want("missing_dependency"), report_to="wandb", layout="srun"),
     )
-    yield (
-        "lf-memory",
-        lambda: lf(
-            base,
-            "lf-memory",
-            Want("host_oom_killed", also=("cuda_oom",)),
-            n=0,
-            front=("prlimit", "--as=9000000000"),
-            cutoff_len=512,
-            per_device_train_batch_size=20000,
-            packing=False,
-        ),
-    )
+    killed = Want("host_oom_killed")
+    yield "lf-memory", lambda: lf(base, "lf-memory", killed, memory_mb=1100, layout="dmesg")
+    yield "lf-memory-nohup", lambda: lf(base, "lf-memory-nohup", killed, n=0, memory_mb=420, layout="dmesg")
     yield (
         "lf-resume",
         lambda: lf(
@@ -885,7 +882,7 @@ def trl_cases(base: Path) -> Iterator[tuple[str, object]]:
         lambda: trl(
             base,
             "trl-stop",
-            Want("rank_stalled", 1, also=STALLED),
+            SILENT,
             during=signal_after(step, 1, signal.SIGSTOP),
             max_steps=9000,
             limit_s=60,

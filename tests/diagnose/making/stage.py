@@ -18,14 +18,14 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.diagnose.making.record import HERE, PLACES, PROGRAMS, Want, case, environment, squeeze
+from tests.diagnose.making.record import HERE, PLACES, PROGRAMS, Want, case, environment
 from tests.diagnose.making.spaces import NET, PREFIX, nodes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 ENVS = Path(os.environ.get("DIAGNOSE_ENVS", "/opt/envs"))
-FOLDERS = {"lf": os.environ.get("DIAGNOSE_LF", "lf"), "lf-torchvision": "lf"}
+FOLDERS = {"lf": os.environ.get("DIAGNOSE_LF", "lf")}
 TINY = HERE.parents[2] / "src/unisono/builtin/tiny"
 NAMES = [
     ["gpu-a", "gpu-b", "gpu-c"],
@@ -39,7 +39,7 @@ SOURCES = {
     "lf": "made: LLaMA-Factory 0.9.5, torch 2.13 CPU (gloo); paths and hosts rewritten",
     "swift": "made: ms-swift 4.6, torch 2.13 CPU (gloo); paths and hosts rewritten",
 }
-LONGEST = 15_000
+LONGEST = 18_000
 Record = tuple[float, int, str]  # when, which part, a line
 
 
@@ -65,6 +65,7 @@ class Stage:
     loopback: Sequence[int] = ()
     bridge: str = ""
     limit_s: float = 90
+    memory_mb: int = 0
 
     def __post_init__(self) -> None:
         self.number = int(hashlib.sha256(self.name.encode()).hexdigest()[:8], 16)
@@ -73,13 +74,19 @@ class Stage:
         self.work.mkdir(parents=True, exist_ok=True)
         self.played: list[Record] = []
         self.parts: Sequence[Part] = ()
+        self.kernel = ""
 
     def play(self, *parts: Part, during: Callable[[Stage], None] | None = None) -> Stage:
         """Run the parts at the same time; their groups are ended after the limit."""
         self.parts = parts
-        with nodes(self.size, self.loopback, self.hosts, self.bridge) as fronts:
+        with (
+            nodes(self.size, self.loopback, self.hosts, self.bridge) as fronts,
+            limited_memory(self.memory_mb) as outside,
+        ):
+            known = len(kernel_lines())
+            before = [[*outside, *front] for front in fronts]
             threads = [
-                threading.Thread(target=self._one, args=(i, p, fronts[p.node])) for i, p in enumerate(parts)
+                threading.Thread(target=self._one, args=(i, p, before[p.node])) for i, p in enumerate(parts)
             ]
             for t in threads:
                 t.start()
@@ -89,6 +96,7 @@ class Stage:
                 t.join()
             for node in range(self.size):
                 self._end_all(node)
+            self.kernel = "".join(f"{x}\n" for x in kernel_lines()[known:] if PREFIX not in x)
         return self
 
     def _one(self, number: int, part: Part, front: Sequence[str]) -> None:
@@ -208,11 +216,33 @@ class Stage:
     def keep(self, want: Want, files: Mapping[str, str]) -> dict[str, object]:
         """The case; raises ValueError where something of this machine is left in it."""
         most = LONGEST // max(1, len(files))
-        kept = {n: squeeze(thin(t), most) for n, t in files.items()}
+        kept = {n: shortened(thin(t), most) for n, t in files.items()}
         for word in ("/work/", "runsc", "firecracker", os.uname().nodename + ":", "dgm", str(Path.home())):
             if any(word in t for t in kept.values()):
                 raise ValueError(f"{self.name}: {word!r} is still in it")
         return case(self.name, want, kept, SOURCES[self.venv.split("-")[0]])
+
+
+def kernel_lines() -> list[str]:
+    """What dmesg prints."""
+    return subprocess.run(["dmesg"], capture_output=True, text=True, check=False).stdout.splitlines()
+
+
+@contextlib.contextmanager
+def limited_memory(size_mb: int) -> Iterator[list[str]]:
+    """What to put before a command so that all its processes together have no more memory (control groups, version 1)."""
+    if not size_mb:
+        yield []
+        return
+    group = Path("/sys/fs/cgroup/memory/job_88213")
+    group.mkdir(exist_ok=True)
+    (group / "memory.limit_in_bytes").write_text(str(size_mb << 20))
+    try:
+        yield ["sh", "-c", f'echo $$ > {group}/cgroup.procs; exec "$@"', "_"]
+    finally:
+        time.sleep(1)
+        with contextlib.suppress(OSError):
+            group.rmdir()
 
 
 def folder(venv: str) -> Path:
@@ -224,6 +254,14 @@ def end(child: subprocess.Popen[bytes]) -> None:
     """End a child's whole group."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
+
+
+def shortened(text: str, most: int) -> str:
+    """A text that is too long keeps its first third and the end, cut at line ends."""
+    if len(text) <= most:
+        return text
+    head, tail = text[: most // 3], text[-(most - most // 3) :]
+    return head[: head.rfind("\n") + 1] + tail[tail.find("\n") + 1 :]
 
 
 def thin(text: str) -> str:
