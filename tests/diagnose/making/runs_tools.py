@@ -534,7 +534,7 @@ def swift_cases(base: Path) -> Iterator[tuple[str, object]]:
         lambda: swift(
             base,
             "sw-nan",
-            Want("nan_loss"),
+            Want("nan_loss", also=("teardown_crash",)),
             learning_rate="1e30",
             max_grad_norm=0,
             lr_scheduler_type="constant",
@@ -753,7 +753,7 @@ def tune_cases(base: Path) -> Iterator[tuple[str, object]]:
             layout="srun",
         ),
     )
-    yield "tt-port", lambda: tune(base, "tt-port", Want("port_in_use"), held=29551)
+    yield "tt-port", lambda: tune(base, "tt-port", Want("healthy"), held=29551)  # tune takes another port
     yield "tt-full", lambda: tune_full(base, "tt-full")
     yield (
         "tt-nan",
@@ -813,10 +813,12 @@ def trl(
     } | options
     argv = [x for k, v in given.items() for x in (f"--{k}", str(v))]
     held_by = [holder(held)] if held else []
+    start = ("trl", "sft")
+    if n > 1:
+        port = ("--master-port", str(held)) if held else ("--standalone",)
+        start = ("torchrun", *port, "--nproc-per-node", str(n), *launch, "-m", "trl.scripts.sft")
     part = Part(
-        ("trl", "sft", *argv, "--num_processes", str(n), *launch),
-        env={"ACCELERATE_USE_CPU": "true"} | dict(env or {}),
-        after_s=2 if held else 0,
+        (*start, *argv), env={"ACCELERATE_USE_CPU": "true"} | dict(env or {}), after_s=2 if held else 0
     )
     stage.play(*held_by, part, during=during)
     return stage.keep(want, laid(stage, layout))
@@ -862,9 +864,7 @@ def trl_cases(base: Path) -> Iterator[tuple[str, object]]:
     )
     yield (
         "trl-port",
-        lambda: trl(
-            base, "trl-port", Want("port_in_use"), held=29561, launch=("--main_process_port", "29561")
-        ),
+        lambda: trl(base, "trl-port", Want("port_in_use"), held=29561),
     )
     yield (
         "trl-term",
@@ -872,7 +872,7 @@ def trl_cases(base: Path) -> Iterator[tuple[str, object]]:
             base,
             "trl-term",
             Want("preempted_sigterm"),
-            during=terminate_after(step, b"trl"),
+            during=terminate_after(step, b"torchrun"),
             max_steps=9000,
             layout="compose",
         ),

@@ -217,9 +217,11 @@ class Stage:
         """The case; raises ValueError where something of this machine is left in it."""
         most = LONGEST // max(1, len(files))
         kept = {n: shortened(thin(t), most) for n, t in files.items()}
-        for word in ("/work/", "runsc", "firecracker", os.uname().nodename + ":", "dgm", str(Path.home())):
+        for word in ("/work/", "runsc", "firecracker", "dgm", str(Path.home())):
             if any(word in t for t in kept.values()):
                 raise ValueError(f"{self.name}: {word!r} is still in it")
+        if any(re.search(rf"(?<![\w-]){os.uname().nodename}:\d", t) for t in kept.values()):
+            raise ValueError(f"{self.name}: this machine's name is still in it")
         return case(self.name, want, kept, SOURCES[self.venv.split("-")[0]])
 
 
