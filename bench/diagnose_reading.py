@@ -6,6 +6,7 @@ A first reading is made once, before a rule is touched, and its result is kept: 
 from __future__ import annotations
 
 import argparse
+import collections
 import hashlib
 import json
 import sys
@@ -13,21 +14,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from tests.diagnose.scoring import Score, cases, mark, verdict
-
-SURE = 0.8
-"""A verdict with this much confidence or more is believed."""
-
-
-def confidently_wrong(case: dict[str, Any], said: dict[str, Any]) -> bool:
-    """Whether it says with confidence another cause, or names somebody else; to name nobody is no wrong word."""
-    if (said.get("confidence") or 0.0) < SURE:
-        return False
-    ranks, hosts = said.get("ranks") or [], said.get("hosts") or []
-    rank, host = case["culprit_rank"], case["culprit_host"]
-    other_rank = rank is not None and bool(ranks) and ranks != [rank]
-    other_host = bool(host) and bool(hosts) and not any(host in one or one in host for one in hosts)
-    return said.get("cause") not in (case["class"], *case["also_accept"]) or other_rank or other_host
+from tests.diagnose.scoring import Score, cases, is_surely_wrong, mark, verdict
 
 
 def reading(file: Path) -> dict[str, Any]:
@@ -40,6 +27,7 @@ def reading(file: Path) -> dict[str, Any]:
         "file": file.name,
         "sha256": hashlib.sha256(file.read_bytes()).hexdigest(),
         "cases": len(said),
+        "by_tool": dict(sorted(collections.Counter(case["id"].split("-")[0] for case, _ in said).items())),
         "class": round(score.cause, 3),
         "culprit": round(score.culprit, 3),
         "culprits_asked": sum(one.culprit is not None for one in score.marks),
@@ -47,7 +35,7 @@ def reading(file: Path) -> dict[str, Any]:
         "healthy": sum(one.cause == "healthy" for one in score.marks),
         "healthy_accused": score.false_alarms,
         "failed_called_healthy": score.missed,
-        "confidently_wrong": [case["id"] for case, answer in said if confidently_wrong(case, answer)],
+        "confidently_wrong": [case["id"] for case, answer in said if is_surely_wrong(case, answer)],
         "wrong": score.wrong(),
     }
 
@@ -56,8 +44,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("cases", type=Path)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--name", help="add the reading to the file under this name, beside others")
     given = parser.parse_args()
-    text = json.dumps(reading(given.cases), indent=1, ensure_ascii=False) + "\n"
+    found = reading(given.cases)
+    if given.name and given.out:
+        others = json.loads(given.out.read_text(encoding="utf-8")) if given.out.exists() else {}
+        found = others | {given.name: found}
+    text = json.dumps(found, indent=1, ensure_ascii=False) + "\n"
     if given.out:
         given.out.write_text(text, encoding="utf-8")
     print(text, end="")

@@ -90,6 +90,21 @@ def mark(case: Mapping[str, Any], printed: Mapping[str, Any]) -> Mark:
     )
 
 
+SURE = 0.8
+"""A verdict with this much confidence or more is believed."""
+
+
+def is_surely_wrong(case: Mapping[str, Any], said: Mapping[str, Any]) -> bool:
+    """Whether it says with confidence another cause, or names somebody else; to name nobody is no wrong word."""
+    if (said.get("confidence") or 0.0) < SURE:
+        return False
+    ranks, hosts = said.get("ranks") or [], said.get("hosts") or []
+    rank, host = case["culprit_rank"], case["culprit_host"]
+    other_rank = rank is not None and bool(ranks) and ranks != [rank]
+    other_host = bool(host) and bool(hosts) and not any(host in one or one in host for one in hosts)
+    return said.get("cause") not in (case["class"], *case["also_accept"]) or other_rank or other_host
+
+
 def share(found: Iterator[bool | None]) -> float:
     """The part that is True of those that are asked; 1 where none is."""
     marks_found = [x for x in found if x is not None]

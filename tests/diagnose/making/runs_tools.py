@@ -394,7 +394,7 @@ def lf_cases(base: Path) -> Iterator[tuple[str, object]]:
         lambda: lf(
             base,
             "lf-api-port",
-            Want("port_in_use"),
+            Want(USER, evidence="Some keys are not used"),
             n=0,
             command="api",
             held=8000,

@@ -29,9 +29,9 @@ class Waves(Dataset):
         return self.n
 
     def __getitem__(self, i):
-        if FAULT == "slow" and i == 41 and rank() == BAD:
+        if FAULT == "slow" and i > 40 and rank() == BAD:
             time.sleep(120)
-        if FAULT == "row" and i == 41 and rank() == BAD:
+        if FAULT == "row" and i > 40 and rank() == BAD:
             raise OSError(f"waves/{i:05d}.wav: unexpected end of file, 1024 of 4096 samples")
         f = 1 + i % 7
         return torch.sin(torch.arange(16) * f / 3), torch.tensor([float(f)])
