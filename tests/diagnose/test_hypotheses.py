@@ -4,6 +4,7 @@ import json
 import re
 import tomllib
 from importlib.resources import files
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -198,3 +199,22 @@ def test_the_negation_of_a_symptom_is_kept_apart() -> None:
     names = {one.id for one in find_features("r", sentences_of("没有爆显存，但是卡住了"))}
     assert "hang" in names
     assert "gpu_memory" not in names
+
+
+def test_complete_logs_rule_causes_out_and_cut_ones_do_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wait = "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 8000ms for recv operation to complete"
+    files = []
+    for number in range(2):
+        files.append(tmp_path / f"rank_{number}.log")
+        files[-1].write_text(f"rank {number} of 2 ready\n[rank{number}]: {wait}\n", encoding="utf-8")
+
+    def ruled_out(*paths: Path) -> list[str]:
+        with pytest.raises(SystemExit):
+            main(["--json", "diagnose", *map(str, paths)])
+        found: list[str] = json.loads(capsys.readouterr().out)["ruled_out"]
+        return found
+
+    assert ruled_out(*files) == ["cuda_oom", "disk_full", "port_in_use"]
+    assert ruled_out(files[0]) == []  # the other rank's log may have such a line

@@ -367,6 +367,13 @@ NCCL_SIGNATURES: tuple[Signature, ...] = (
         look_alike="node-a:811:811 [0] NCCL INFO Bootstrap : Using eth0:10.0.0.5<0>",
     ),
     Signature(
+        id="gloo_unreachable", hints=("Network is unreachable", "No route to host"),
+        pattern=r"gloo/transport/tcp/.{0,240}(?:Network is unreachable|No route to host)", kind="error", cause="nccl_socket_iface",
+        source="gloo, transport/tcp/socket.cc: the address that another rank gave belongs to a network that this host does not reach",
+        example="RuntimeError: [enforce fail at gloo/transport/tcp/socket.cc:142] rv != -1. -1 vs -1. connect: Network is unreachable",
+        look_alike="OSError: [Errno 101] Network is unreachable",
+    ),
+    Signature(
         id="ib_completion", hints=("Got completion from peer", "Got completion with error", "ibv_modify_qp", "ibv_reg_mr", "Call to ibv_", "NET/IB"),
         pattern=r"NET/IB ?: Got completion from peer .{0,120}(?:status=|with error )(?:IBV_WC_(?!WR_FLUSH)\w{1,30}|(?!5\b)\d{1,3}\b)|NET/IB ?: Got completion with error (?!5\b)\d{1,3}|Call to ibv_\w{3,24} failed|NET/IB ?: .{0,80}"
         r"(?:port error|Got async event : (?!GID)[\w ]{0,20}error)", kind="error",
@@ -457,7 +464,7 @@ PROGRAM_SIGNATURES: tuple[Signature, ...] = (
     ),
     Signature(
         id="loss_is_nan", hints=("nan", "NaN", "NAN", "in local", "found invalid values", "probably exploding", "norm", "loss", "on-finite"),
-        pattern=r"(?:loss|grad[_ ]norm)['\"]?\s{0,3}[:=]?\s{0,3}(?:tensor\()?['\"]?(?:nan|NaN|inf)\b(?!\w)|returned nan values in its|contains either `?inf`?, `?nan`?|[Ll]oss is (?:nan|NaN|NAN)|"
+        pattern=r"(?:[Ll]oss|grad[_ ]norm)['\"]?\s{0,3}[:=]?\s{0,3}(?:tensor\()?['\"]?(?:nan|NaN|inf)\b(?!\w)|returned nan values in its|contains either `?inf`?, `?nan`?|[Ll]oss is (?:nan|NaN|NAN)|"
         r"found (?:NaN|Inf|nan|inf) in local|NaN detected in|The loss returned in .{0,40} is nan|found invalid values:|Detected nan/inf|loss is probably exploding|[Nn]on-finite (?:loss|gradient|grad norm)|[Ll]oss (?:is|became) (?:infinite|Infinite) or [Nn]a[Nn]|Loss is (?:inf|-inf)\b, stopping", kind="error",
         cause="nan_loss", source="transformers 5.23, Trainer; torch anomaly mode; generation",
         example="{'loss': '0.0', 'grad_norm': 'nan', 'learning_rate': '9.1e-06', 'epoch': '0.61'}",
@@ -663,9 +670,9 @@ FILES_SIGNATURES: tuple[Signature, ...] = (
         look_alike="a newer version of transformers is available",
     ),
     Signature(
-        id="module_missing", hints=("No module named ", "not found in your environment", "No package metadata was found", "PackageNotFoundError", "requires `accelerate", "requires Accelerate", "CUDA_HOME does not exist", "Ninja is required", "command not found"),
+        id="module_missing", hints=("No module named ", "not found in your environment", "No package metadata was found", "PackageNotFoundError", "requires `accelerate", "requires Accelerate", "CUDA_HOME does not exist", "Ninja is required", "command not found", "to be installed"),
         pattern=r"(?:ModuleNotFoundError|ImportError): .{0,100}No module named (?!'flash_attn)|: No module named \w{1,60}$|requires the \w{1,40} library but it was not found|packages that were not found in your environment: (?!flash_attn)|No package metadata was found for "
-        r"(?!.{0,20}bitsandbytes)|ImportError: Using .{0,120}requires .{0,4}[Aa]ccelerate|CUDA_HOME does not exist|Ninja is required to load|: (?:torchrun|deepspeed|accelerate|llamafactory-cli|python3?): command not found", kind="error", cause="missing_dependency", source="CPython",
+        r"(?!.{0,20}bitsandbytes)|ImportError: Using .{0,120}requires .{0,4}[Aa]ccelerate|(?:Error|Exception): .{0,120}\b(?:requires|needs) (?!flash|FlashAttention).{1,60} to be installed\b|CUDA_HOME does not exist|Ninja is required to load|: (?:torchrun|deepspeed|accelerate|llamafactory-cli|python3?): command not found", kind="error", cause="missing_dependency", source="CPython",
         example="ModuleNotFoundError: No module named 'deepspeed'", look_alike="import deepspeed",
     ),
     Signature(
@@ -738,6 +745,12 @@ TRAINERS_SIGNATURES: tuple[Signature, ...] = (
         example="{'train_runtime': '112.4', 'train_samples_per_second': '71.1', 'train_loss': '1.52', 'epoch': '3'}", look_alike="total_runtime: 12 s",
     ),
     Signature(
+        id="ray_finished", hints=("Result(", "Trial status: ", "Job 'raysubmit_", "Job '"),
+        pattern=r"^Result\(\s?metrics=.{0,1500}\berror=None\b|^Trial status: \d{1,6} TERMINATED\s{0,4}$|^Job '[\w-]{1,80}' succeeded", kind="finished", cause=None,
+        source="Ray 2.60, train/v2/api/result.py, tune/experimental/output.py and dashboard/modules/job/cli.py",
+        example="Result(metrics={'loss': 0.19, 'epoch': 2}, checkpoint=None, error=None, path='/data/ft')", look_alike="Trial status: 1 ERROR | 1 TERMINATED",
+    ),
+    Signature(
         id="lightning_finished", hints=("`Trainer.fit` stopped:",),
         pattern=r"`Trainer\.fit` stopped: `max_(?:epochs|steps|time)=[^`]{1,40}` reached", kind="finished", cause=None, source="Lightning 2.6, loops/fit_loop.py",
         example="`Trainer.fit` stopped: `max_epochs=3` reached.", look_alike="`Trainer.fit` stopped: KeyboardInterrupt",
@@ -779,7 +792,7 @@ TRAINERS_SIGNATURES: tuple[Signature, ...] = (
 ELSEWHERE_SIGNATURES: tuple[Signature, ...] = (
     Signature(
         id="usage_error", hints=(": error: ", "Could not override '", "is not in struct", "Error: No such option", "Error: Missing ", "Error: Invalid value", "Error: Got unexpected", "can't open file '"),
-        pattern=r"^[\w./-]{1,120}: error: (?:unrecognized arguments|the following arguments are required|argument |ambiguous option|one of the arguments|expected )|Could not override '|Key '[^']{1,80}' is not in struct|"
+        pattern=r"^[\w./-]{1,120}(?: [\w.-]{1,30}){0,4}: error: (?:unrecognized arguments|the following arguments are required|argument |ambiguous option|one of the arguments|expected )|Could not override '|Key '[^']{1,80}' is not in struct|"
         r"^Error: (?:No such option|Missing (?:option|argument)|Invalid value|Got unexpected extra)|: can't open file '", kind="error", cause="user_code_error",
         source="CPython, argparse and its command line; click; Hydra", example="train.py: error: unrecognized arguments: --local-rank=1", look_alike="usage: train.py [-h] [--local_rank LOCAL_RANK]",
     ),

@@ -35,6 +35,7 @@ _STATED_WORLD = frozenset(
         "ray_rank",
         "world_size",
         "lightning_started",
+        "deepspeed_world",
     }
 )
 _NO_RANKS = re.compile(
@@ -309,9 +310,15 @@ _MACHINES = frozenset(
 """Causes on one machine, whose name helps even if no other is known."""
 
 
+_OF_EITHER = frozenset({"gloo_unreachable"})
+"""Lines of one of two hosts that do not reach each other: the culprit may be either."""
+
+
 def with_host(finding: Hypothesis, facts: RunFacts) -> Hypothesis:
     """The hypothesis with its host, if it has none and one is known."""
     if finding.hosts or finding.cause in ("healthy", "undetermined"):
+        return finding
+    if any(event.signature in _OF_EITHER for event in finding.evidence[:1]):
         return finding
     known = facts.ranks.get(finding.ranks[0]) if len(finding.ranks) == 1 else None
     if known and known.host and known.host not in _NAMELESS:

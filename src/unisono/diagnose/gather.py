@@ -10,8 +10,10 @@ from unisono.diagnose.run_facts import Collective, Ending, Event, Exit, RankFact
 from unisono.diagnose.scan import Scanned
 
 # fmt: off
-_STATED_WORLD = ("process_rank", "processes", "rank_of_world", "lightning_member", "nccl_rank", "ray_distributed", "ray_rank", "world_size", "lightning_started")
+_STATED_WORLD = ("process_rank", "processes", "rank_of_world", "lightning_member", "nccl_rank", "ray_distributed", "ray_rank", "world_size", "lightning_started", "deepspeed_world")
 # fmt: on
+_OWN_STATEMENTS = ("process_rank", "rank_of_world", "lightning_member")
+"""A rank says its number, in the log of its host."""
 _MOST_RANKS = 1 << 16
 _FINISHED = ("finished",)
 
@@ -173,7 +175,15 @@ def _rank(rank: int, events: list[Event], own: str, exits: list[Exit], failed: b
             ),
             None,
         )
-        or next((event.who.host for event in rank_events if event.who.host), None),
+        or next((event.who.host for event in rank_events if event.who.host), None)
+        or next(
+            (
+                event.who.host
+                for event in events
+                if event.signature in _OWN_STATEMENTS and event.who.host and event.number("rank") == rank
+            ),
+            None,
+        ),
         local_rank=next((one.local_rank for one in exits if one.local_rank is not None), None),
         pids=tuple(dict.fromkeys(one.pid for one in exits if one.pid is not None)),
         own_source=own,

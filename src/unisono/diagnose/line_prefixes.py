@@ -56,6 +56,10 @@ _FILE_NODE = re.compile(
 _FILE_HOST = re.compile(
     r"^(?!(?:slurm|job|run|log|out|output|train|exp|attempt|std|console|part|epoch|version|test)[^a-z])(?P<host>[A-Za-z][A-Za-z0-9-]{0,60}?\d[A-Za-z0-9-]{0,20}?|(?:node|host|worker|machine|server|gpu)-[a-z])(?:[-_.]rank[-_]?\d{1,6})?\.(?:log|out|err|txt)$"
 )
+_FILE_SLURM = re.compile(
+    r"^(?:[A-Za-z]\w{0,40}[-_.])?\d{3,12}[-_.](?P<host>(?!(?:rank|task|proc|node|host|worker|machine|gpu|local|global)[-_.]?\d{1,6}\.)[A-Za-z][A-Za-z0-9-]{0,60}?)[-_.](?P<rank>\d{1,5})\.(?:log|out|err|txt)$"
+)
+"""A job, a node and a task, as Slurm's `%j-%N-%t` writes them."""
 _LOG_DIR = re.compile(r"(?:^|/)(?:attempt_\d{1,4}/)?(\d{1,4})/(?:stderr|stdout)\.log$")
 _MOST_PREFIXES = 4
 _MOST_SRUN_SHARE = 0.6
@@ -122,6 +126,8 @@ def _is_usual(has: list[bool]) -> bool:
 def who_is_file(name: str) -> Origin:
     """The rank and host of a log file, by its name."""
     base = name.rsplit("/", 1)[-1]
+    if slurm := _FILE_SLURM.match(base):
+        return Origin(rank=int(slurm["rank"]), host=slurm["host"])
     rank = _FILE_RANK.search(base)
     node = _FILE_NODE.search(base)
     host = _FILE_HOST.match(base)

@@ -1,6 +1,7 @@
 """Ranks that ended without an error message: signals, exit codes, silence; and what the kernel and Ray report about them."""
 
 import re
+from itertools import pairwise
 
 from unisono.diagnose.rule_view import View, first_of_each, hosts_of, ranks_of
 from unisono.diagnose.rules_hang import LOST, WAITED, stalled
@@ -231,6 +232,7 @@ def _ended(view: View, exits: list[Exit], confidence: float) -> Hypothesis:
     ranks = tuple(sorted({one.rank for one in exits if one.rank is not None}))
     if not ranks and len(exits) == 1:
         ranks = ranks_of(view.facts.of("fatal_python", "kernel_segfault")) or _left_over(view)
+        ranks = ranks or _dead_before_the_end(view)
     first = [one.rank for one in exits if one.first and one.rank is not None]
     alike = len({one.code for one in exits}) == 1 and set(view.facts.ranks) <= set(ranks)
     if (
@@ -330,6 +332,28 @@ def _left_over(view: View) -> tuple[int, ...]:
     return tuple(rest) if reporting and len(rest) == 1 else ()
 
 
+_AT_ONCE_S, _ALIVE_S = 0.1, 0.3
+"""DeepSpeed's launcher ends its processes one after another: one that is dead takes no time, a living one does."""
+
+
+def _dead_before_the_end(view: View) -> tuple[int, ...]:
+    """The one process that DeepSpeed's launcher had not to end, by its times, on a single node."""
+    lines = view.facts.of("deepspeed_killing", "deepspeed_return")
+    local = {one.number("pid"): one.number("local_rank") for one in view.facts.of("spawned")}
+    killed = [one for one in lines if one.signature == "deepspeed_killing"]
+    if (view.facts.nodes or 1) > 1 or len(killed) < 2 or any(one.time is None for one in lines):
+        return ()
+    took = {
+        one.number("pid"): (after.time or 0.0) - (one.time or 0.0)
+        for one, after in pairwise(lines)
+        if one.signature == "deepspeed_killing"
+    }
+    dead = [pid for pid, seconds in took.items() if seconds < _AT_ONCE_S]
+    alive = [pid for pid, seconds in took.items() if seconds > _ALIVE_S]
+    rank = local.get(dead[0]) if len(dead) == 1 and len(dead) + len(alive) == len(killed) else None
+    return () if rank is None else (rank,)
+
+
 def _by_words(view: View) -> list[Hypothesis]:
     """A crash that the interpreter or the shell reported."""
     stated = [event for event in view.facts.of("fatal_python", "kernel_segfault") if not view.survived(event)]
@@ -378,12 +402,17 @@ def find_silence(view: View) -> list[Hypothesis]:
             f"rank {rank} is gone without a message: the others lost their connection to it",
             (*first_of_each(lost, limit=4), *last),
             (rank,),
+            (source.host,) if source and source.host and len(_hosts_of_logs(view)) > 1 else (),
             confidence=0.75,
             step=view.facts.step,
             facts={"signal": ""},
             missing=("its exit code", "dmesg of its host"),
         )
     ]
+
+
+def _hosts_of_logs(view: View) -> set[str]:
+    return {log.host for log in view.facts.sources.values() if log.host}
 
 
 def _gap(view: View) -> set[int]:

@@ -56,11 +56,17 @@ def find_destroyed_twice(view: View) -> list[Hypothesis]:
     began = min([*(trace.began for trace in found), *(event.order for event in lines)])
     source = (found[0].event if found else lines[0]).source
     done = [event for event in view.finishes if event.source != source or event.order < began]
-    if not done and not _all_steps(view) and not _done_lines(view):
+    if not done and not _all_steps(view) and not _done_lines(view) and not _only_destroyed(view, found):
         return []
     evidence = (*lines[:2], *(trace.event for trace in found[:2]), *done[:1])
     why = "training was done; then the process group was destroyed a second time"
     return [Hypothesis("process_group_destroyed_twice", why, evidence, confidence=0.95)]
+
+
+def _only_destroyed(view: View, found: list[Traceback]) -> bool:
+    """Whether steps were made, and nothing but the second end of the group failed."""
+    others = [trace for trace in view.tracebacks if trace not in found and not view.is_victim(trace)]
+    return bool(found and view.progress and not others)
 
 
 def find_nan(view: View) -> list[Hypothesis]:
@@ -153,6 +159,10 @@ def _all_done(view: View) -> list[Hypothesis]:
     ]
     if bad or view.failing_exits or view.tracebacks:
         return []
+    ended, started = view.facts.of("deepspeed_done"), view.facts.of("spawned")
+    if ended and len(ended) >= len(started) and not view.consequences:
+        why = "every process that the launcher started ended successfully"
+        return [Hypothesis("healthy", why, (ended[-1],), confidence=0.9)]
     done = _done_lines(view)
     if done:
         return [

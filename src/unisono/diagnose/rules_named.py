@@ -117,7 +117,28 @@ def _alone(view: View, stated: Named) -> bool:
     named = set(ranks_of(stated.events))
     if len(named) != 1 or stated.cause in ALL_TOGETHER:
         return False
-    return any(event.rank not in (None, *named) for event in view.consequences)
+    if any(event.rank not in (None, *named) for event in view.consequences):
+        return True
+    return stated.cause in _OF_ONE_NODE and (_others_write(view, named) or _only_snippet(view, named))
+
+
+_OF_ONE_NODE = frozenset(
+    {"missing_dependency", "version_mismatch", "flash_attn_missing", "bnb_no_gpu", "model_path_missing"}
+)
+"""Causes that are in the environment of one node as often as in that of all."""
+
+
+def _others_write(view: View, named: set[int]) -> bool:
+    """Whether every other rank has a log of its own with lines in it; none of them reports the cause."""
+    others = [known for rank, known in view.facts.ranks.items() if rank not in named]
+    logs = [view.facts.sources.get(known.own_source) for known in others]
+    return bool(logs) and all(log is not None and log.lines > 0 for log in logs)
+
+
+def _only_snippet(view: View, named: set[int]) -> bool:
+    """Whether Ray, which lists the errors of all workers, lists those of this rank alone."""
+    listed = {event.number("rank") for event in view.facts.of("ray_snippet")}
+    return listed == named and (view.facts.world_size or 0) > 1
 
 
 def _only_device_error(view: View) -> int | None:

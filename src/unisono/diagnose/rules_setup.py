@@ -13,6 +13,8 @@ _LOOPBACK = ("127.", "localhost", "::1")
 def find_unequal_nodes(view: View) -> list[Hypothesis]:
     """Nodes that start different numbers of ranks, and a start that hung."""
     counts = _counts(view)
+    if worlds := _worlds(view):
+        return [_different_worlds(view, worlds)]
     if len(counts) < 2 or len({count for count, _ in counts.values()}) < 2 or not _start_failed(view):
         return []
     tally = Counter(count for count, _ in counts.values())
@@ -33,6 +35,34 @@ def find_unequal_nodes(view: View) -> list[Hypothesis]:
             confidence=0.9,
         )
     ]
+
+
+def _worlds(view: View) -> dict[int, Event]:
+    """The world sizes for which launchers of one run prepared their ranks, each with a line; empty unless they differ and no step was made."""
+    if view.facts.step or view.finishes:
+        return {}
+    for signature in ("lightning_member", "deepspeed_world"):
+        found: dict[int, Event] = {}
+        places: dict[int, set[str]] = defaultdict(set)
+        for event in view.facts.of(signature):
+            if world := event.number("world"):
+                found.setdefault(world, event)
+                places[world].add(_node(view, event))
+        apart = sum(len(nodes) for nodes in places.values()) == len(set().union(*places.values()))
+        if len(found) > 1 and apart:
+            return found
+    return {}
+
+
+def _different_worlds(view: View, worlds: dict[int, Event]) -> Hypothesis:
+    listed = ", ".join(f"{_node(view, event)}: {world}" for world, event in worlds.items())
+    waits = first_of_each(view.facts.of(*WAITED, "clients_joined"), limit=2)
+    return Hypothesis(
+        "nproc_mismatch",
+        f"the nodes start different numbers of ranks, each for a world of its own ({listed})",
+        (*worlds.values(), *waits),
+        confidence=0.9,
+    )
 
 
 def find_unbound(view: View) -> list[Hypothesis]:
@@ -215,6 +245,16 @@ def find_interfaces(view: View) -> list[Hypothesis]:
                 first_of_each(none),
                 hosts=hosts if len(hosts) == 1 else (),
                 confidence=0.9,
+            )
+        ]
+    far = [event for event in view.facts.of("gloo_unreachable") if not view.survived(event)]
+    if far:
+        return [
+            Hypothesis(
+                "nccl_socket_iface",
+                "a rank gave the address of an interface that another host cannot reach",
+                first_of_each(far),
+                confidence=0.85,
             )
         ]
     used = view.facts.of("bootstrap")

@@ -293,9 +293,12 @@ def acc_cases(base: Path) -> Iterator[tuple[str, object]]:
     )
     yield (
         "acc-row",
-        lambda: p(base, "acc-row", Want(USER, 1, evidence="NoneType"), acc(2, FAULT="row", WORKERS="2")),
+        lambda: p(base, "acc-row", Want(USER, 1), by_hand("acc_fit.py", 2, FAULT="row", WORKERS="2")),
     )
-    yield "acc-row-cut", lambda: p(base, "acc-row-cut", Want(USER, 1), acc(2, FAULT="row"), cut=30)
+    yield (
+        "acc-row-cut",
+        lambda: p(base, "acc-row-cut", Want(USER, 1), by_hand("acc_fit.py", 2, FAULT="row"), cut=12),
+    )
     yield (
         "acc-loopback",
         lambda: p(
