@@ -172,7 +172,7 @@ def make_diagnosis(
     findings = [_of_excerpt(finding, excerpts) for finding in findings]
     features = (*reported, *log_features(facts, findings))
     ranking = rank(features, framework=facts.framework, is_failure=not language)
-    if not language and not excerpts:
+    if not language and not any(name in excerpts for name in facts.sources):
         ranking = replace(ranking, ruled_out=_not_in_complete_logs(facts, ranking))
     first = findings[0]
     narrated = any(feature.id in NARRATION for feature in reported)

@@ -81,7 +81,7 @@ def acc(n: int, *more: str, nodes: int = 1, head: str = "", **env: str) -> Calla
         base = ("accelerate", "launch", "--cpu", "--mixed_precision", "no", "--dynamo_backend", "no")
         out = []
         for i in range(nodes):
-            where = ("--num_machines", str(nodes), "--num_processes", str(n))
+            where: tuple[str, ...] = ("--num_machines", str(nodes), "--num_processes", str(n))
             if nodes > 1:
                 where += (
                     "--machine_rank",
@@ -127,13 +127,13 @@ def full(
     base: Path, name: str, program: str, size: str, layout: str = "train.log", want: Want | None = None
 ) -> Case:
     with small_disk(base / "disk", size) as disk:
-        env = {"OUT": str(disk / "runs")}
+        out = str(disk / "runs")
         if program == "acc_fit.py":
-            parts = acc(2, **env)
+            parts = acc(2, OUT=out)
         elif program == "pl_fit.py":
-            parts = pl(**env)
+            parts = pl(OUT=out)
         else:
-            parts = ray_fit(**env)
+            parts = ray_fit(OUT=out)
         return play(base, name, want or Want("disk_full", 0), parts, layout=layout)
 
 
@@ -710,12 +710,11 @@ def shell(*lines: str, **env: str) -> Callable[[Stage], list[Part]]:
 
 def ray_cases(base: Path) -> Iterator[tuple[str, object]]:
     p = play
-    long = {"limit_s": 80.0}
-    yield "ray-ok", lambda: p(base, "ray-ok", Want("healthy"), ray_fit(), **long)
-    yield "ray-ok-tune", lambda: p(base, "ray-ok-tune", Want("healthy"), ray_fit(FAULT="tune"), **long)
+    yield "ray-ok", lambda: p(base, "ray-ok", Want("healthy"), ray_fit(), limit_s=80)
+    yield "ray-ok-tune", lambda: p(base, "ray-ok-tune", Want("healthy"), ray_fit(FAULT="tune"), limit_s=80)
     yield (
         "ray-ok-again",
-        lambda: p(base, "ray-ok-again", Want("healthy", also=()), ray_again, layout="k8s", **long),
+        lambda: p(base, "ray-ok-again", Want("healthy", also=()), ray_again, layout="k8s", limit_s=80),
     )
     yield (
         "ray-kill",
@@ -724,7 +723,7 @@ def ray_cases(base: Path) -> Iterator[tuple[str, object]]:
             "ray-kill",
             Want("ray_worker_died", 1, also=("rank_died_first", "host_oom_killed", "rank_killed")),
             ray_fit(FAULT="kill"),
-            **long,
+            limit_s=80,
         ),
     )
     yield (
@@ -735,7 +734,7 @@ def ray_cases(base: Path) -> Iterator[tuple[str, object]]:
             Want(USER, 1, evidence="KeyError"),
             ray_fit(FAULT="row"),
             layout="compose",
-            **long,
+            limit_s=80,
         ),
     )
     yield (
@@ -745,12 +744,12 @@ def ray_cases(base: Path) -> Iterator[tuple[str, object]]:
             "ray-package",
             Want("missing_dependency", 1, evidence="megatron_fused_ops"),
             ray_fit(FAULT="package"),
-            **long,
+            limit_s=80,
         ),
     )
     yield (
         "ray-twice",
-        lambda: p(base, "ray-twice", Want("healthy"), ray_fit(FAULT="twice"), **long),
+        lambda: p(base, "ray-twice", Want("healthy"), ray_fit(FAULT="twice"), limit_s=80),
     )
     yield "ray-full", lambda: full(base, "ray-full", "ray_loop.py", "6m", want=Want("disk_full"))
     yield (
@@ -760,7 +759,7 @@ def ray_cases(base: Path) -> Iterator[tuple[str, object]]:
             "ray-tune-row",
             Want(USER, evidence="not supported by this schedule"),
             ray_fit(FAULT="tune_row"),
-            **long,
+            limit_s=80,
         ),
     )
     yield (
