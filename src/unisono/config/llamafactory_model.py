@@ -42,7 +42,7 @@ def _dtype(draft: Draft) -> str:
     values = draft.values
     if values["bf16"] or values["pure_bf16"]:
         return "bfloat16"
-    return "auto" if values["fp16"] or draft.verb != "train" else "float32"
+    return "auto" if values["fp16"] or not values["dataset"] else "float32"
 
 
 def _rope(draft: Draft) -> None:
