@@ -68,11 +68,13 @@ def assert_same(row: dict[str, Any], ids: list[int | None], labels: list[int]) -
     assert row["loss"] == [False, *(label != -100 for label in labels[1:])]
 
 
+ROWS_ALONE = [
+    case for case in GOLDEN["cases"] if not case["options"].get("packing") and case["stage"] != "sft_packed"
+]
 SAMPLE = [
-    case
-    for case in GOLDEN["cases"]
-    if "packing" not in str(case["options"]) or case["options"].get("packing") is False
-][::24]
+    *ROWS_ALONE[::60],
+    *(next(case for case in ROWS_ALONE if case["stage"] == stage) for stage in ("pt", "rm", "kto")),
+]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from unisono.config.lf_template import lf_template_of, stop_ids
 from unisono.data.token_table import TokenTable
 from unisono.model.generate import generate
 from unisono.text import plain
@@ -206,9 +207,12 @@ class _StopCheck:
 
 
 def _stop_ids(run: Run, questions: list[Question]) -> set[int]:
-    """The end-of-sequence token, and the special tokens with which the references end."""
+    """The end-of-sequence token, the stop words of a template, and the special tokens with which the references end."""
     special = set(run.tokenizer.all_special_ids)
     ends = {q.answer[-1] for q in questions} & special
+    layout = lf_template_of(run.plan.config.data.template)
+    if layout is not None:
+        ends |= stop_ids(run.tokenizer, layout)
     return ends | ({run.tokenizer.eos_token_id} - {None})
 
 
