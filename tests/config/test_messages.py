@@ -73,7 +73,7 @@ def test_all_problems_come_at_once_each_with_its_line(tmp_path: Path) -> None:
         ("optim: {betas: [0.9]}", "optim.betas: must be a list of two numbers from 0 to below 1, got a list"),
         ("deterministic: 1", "deterministic: must be true or false, got 1"),
         ("batch: {micro: 0}", "batch.micro: must be a whole number of at least 1 or `auto`, got 0"),
-        ("track: tensorboard", "track: must be a list (each: `tensorboard`), got 'tensorboard'"),
+        ("track: tensorboard", "track: must be a list (each: one of `tensorboard`, `wandb`, `swanlab`), got 'tensorboard'"),
         ("eval: {every: 5}", "eval.every: must be an amount with its unit, e.g. `3 epochs`, `500 steps` or `2M tokens` or null, got 5"),
         ("output_dir: ''", "output_dir: must be text that is not empty, got ''"),
         ("memory: [1]", "memory: must be a section (keys: gradient_checkpointing), got a list"),

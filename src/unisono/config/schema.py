@@ -566,9 +566,10 @@ class RunConfig(Section):
         default={},
         description="why an environment variable was set by hand, by name; recorded in plan.json with its value",
     )
-    track: list[Literal["tensorboard"]] = Field(
+    track: list[Literal["tensorboard", "wandb", "swanlab"]] = Field(
         default=[],
-        description="trackers for metrics besides metrics.jsonl; needs `pip install 'unisono[track]'`",
+        description="trackers for metrics besides metrics.jsonl; tensorboard needs `pip install 'unisono[track]'`, the others the package of their name,"
+        " and their own environment variables",
     )
     deterministic: bool = Field(
         default=False, description="bit-exact runs on GPU, too; runs on CPU always are"

@@ -133,7 +133,7 @@ PACKAGES = Check(
     "config.packages",
     "packages that this run needs",
     "a missing package for one option fails only when that option is first used",
-    "tensorboard for `track`, the storage's package for `checkpoint.storage` and URLs of data (fail if missing), py-spy for stacks of unresponsive ranks (warns).",
+    "the packages for `track`, the storage's package for `checkpoint.storage` and URLs of data (fail if missing), py-spy for stacks of unresponsive ranks (warns).",
     ("missing_dependency",),
 )
 CATALOGUE: tuple[Check, ...] = (START, MODEL, DATA, MEMORY, DISK, PACKAGES, HUB)
@@ -308,7 +308,7 @@ def _check_packages(facts: Surroundings, loaded: LoadedConfig) -> list[Finding]:
     """Findings on packages that this config needs."""
     config, installed = loaded.config, facts.probes.packages()
     urls = [section.path for _, section in sources_of(config.data)] + [config.checkpoint.storage or ""]
-    wanted = {"tensorboard": "track: [tensorboard]"} if "tensorboard" in config.track else {}
+    wanted: dict[str, str] = {name: f"track: [{name}]" for name in config.track}
     for url in urls:
         scheme, is_url, _ = url.partition("://")
         if is_url and scheme.lower() in _STORAGES:

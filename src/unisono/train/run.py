@@ -20,7 +20,7 @@ from unisono.model.sharding import ShardedRoot
 from unisono.plan import RankPlace, RunPlan, Stream, deal
 from unisono.rundir import RunDir
 from unisono.rundir.records import MetricsWriter
-from unisono.track import TensorboardWriter
+from unisono.track import Trackers
 from unisono.train.front_io import FrontMessages, Outcome, StopRequest
 from unisono.train.gradient_sync import GradientSync
 from unisono.train.optim import Optimizers
@@ -312,7 +312,7 @@ class Run:
     store: CheckpointStore | None
     """Set on rank 0 only, like metrics and tracker: there is one writer."""
     metrics: MetricsWriter | None
-    tracker: TensorboardWriter | None
+    tracker: Trackers | None
     stop: StopRequest
     generator_watch: GeneratorWatch
     saver: Saver

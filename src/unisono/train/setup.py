@@ -18,7 +18,7 @@ from unisono.model.sharding import ShardedRoot, shard_model
 from unisono.plan import RankPlace, RunPlan, Stream
 from unisono.rundir import RunDir
 from unisono.rundir.records import MetricsWriter, truncate_after
-from unisono.track import TensorboardWriter
+from unisono.track import ServiceWriter, TensorboardWriter, Tracker, Trackers
 from unisono.train import faults
 from unisono.train.front_io import StopRequest, front_messages
 from unisono.train.gradient_sync import GradientSync, NoSync, ReplicaSync, ShardSync, scalars_of_a_step
@@ -164,11 +164,16 @@ def _open_metrics(files: RunDir, state: TrainState, report: Reporter) -> Metrics
     return MetricsWriter(files.metrics)
 
 
-def _open_tracker(plan: RunPlan, files: RunDir, report: Reporter) -> TensorboardWriter | None:
-    if "tensorboard" not in plan.config.track:
-        return None
-    purge_step = plan.resume.step + 1 if plan.resume else None
-    return TensorboardWriter(files.tensorboard, report, purge_step=purge_step)
+def _open_tracker(plan: RunPlan, files: RunDir, report: Reporter) -> Trackers | None:
+    trackers: list[Tracker] = []
+    for name in plan.config.track:
+        if name == "tensorboard":
+            purge_step = plan.resume.step + 1 if plan.resume else None
+            trackers.append(TensorboardWriter(files.tensorboard, report, purge_step=purge_step))
+        else:
+            directory, title = files.root / name, files.root.name
+            trackers.append(ServiceWriter(name, directory, report, name=title, run_id=plan.run_id))
+    return Trackers(trackers) if trackers else None
 
 
 def _tables(loaded: LoadedModel) -> set[int]:
