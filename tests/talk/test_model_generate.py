@@ -99,6 +99,32 @@ def test_a_tiny_top_p_is_greedy(make_model: Make) -> None:
     )
 
 
+def test_top_k_draws_only_from_so_many_tokens_and_top_p_is_a_share_of_them(make_model: Make) -> None:
+    model = make_model()
+    with torch.no_grad():
+        order = model(input_ids=torch.tensor([PROMPTS[0]])).logits[0, -1].argsort(descending=True).tolist()
+
+    def drawn(**settings: Any) -> set[int]:
+        answers = (
+            generate(
+                model,
+                [PROMPTS[0]],
+                max_new_tokens=1,
+                stop_ids=set(),
+                pad_id=0,
+                temperature=1.0,
+                seed=s,
+                **settings,
+            )
+            for s in range(60)
+        )
+        return {answer[0][0] for answer in answers}
+
+    assert drawn(top_k=3) == set(order[:3])
+    assert drawn(top_k=1) == {order[0]}
+    assert drawn(top_k=3, top_p=0.3) == {order[0]}
+
+
 def test_the_frequencies_of_sampled_tokens_are_their_probabilities(make_model: Make) -> None:
     model = make_model()
     with torch.no_grad():

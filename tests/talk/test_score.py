@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unisono.train.evaluation import bleu, exact_match, rouge_l
+from unisono.train.evaluation import bleu, exact_match, rouge_l, similarity
 
 TEXTS = st.text(max_size=40)
 PAIRS = st.lists(st.tuples(TEXTS, TEXTS), min_size=1, max_size=6)
@@ -67,3 +67,37 @@ def test_bleu_of_equal_sentences_is_100_and_of_others_less() -> None:
 
 def test_white_space_at_the_ends_does_not_count() -> None:
     assert exact_match([(" a\n", "a"), ("a", "b")]) == 0.5
+
+
+# LLaMA-Factory 0.9.5's own figures for these texts (nltk's sentence_bleu of characters, smoothing method 3).
+CHARACTER_BLEU = [
+    ("Hello! I am a model.", "Hello! I am {{name}}, an AI assistant.", 25.6287),
+    ("the cat sat on the mat", "the cat sat on a mat.", 77.3932),
+    ("", "x", 0.0),
+    ("ab", "abc def", 4.8808),
+    ("你好，我是助手。", "你好！我是一个助手。", 23.5305),
+    ("same text", "same text", 100.0),
+    ("don't stop 3.14 times", "do not stop 3.14 times", 80.0617),
+]
+
+
+@pytest.mark.parametrize(("answer", "reference", "score"), CHARACTER_BLEU)
+def test_bleu_4_of_a_prediction_is_that_of_llamafactory(answer: str, reference: str, score: float) -> None:
+    assert similarity([(answer, reference)])["bleu-4"] == pytest.approx(score, abs=1e-4)
+
+
+@given(PAIRS)
+@settings(deadline=None, max_examples=60)
+def test_scores_of_a_prediction_are_means_between_0_and_100(pairs: list[tuple[str, str]]) -> None:
+    found = similarity(pairs)
+    assert list(found) == ["bleu-4", "rouge-1", "rouge-2", "rouge-l"]
+    for name, score in found.items():
+        assert 0.0 <= score <= 100.0 + 1e-9
+        assert score == pytest.approx(sum(similarity([pair])[name] for pair in pairs) / len(pairs))
+
+
+def test_rouge_of_a_prediction_counts_words_and_their_order() -> None:
+    found = similarity([("the cat sat on the mat", "on the mat sat the cat")])
+    assert found["rouge-1"] == pytest.approx(100.0)
+    assert found["rouge-2"] == pytest.approx(60.0)  # the cat, on the, the mat: 3 of 5
+    assert found["rouge-l"] == pytest.approx(50.0)

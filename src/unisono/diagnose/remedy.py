@@ -119,7 +119,7 @@ def _oom_host(finding: Hypothesis, facts: RunFacts) -> list[str]:
         lines[0] += " smaller preprocessing_num_workers and dataloader_num_workers, streaming: true."
     else:
         lines[0] += (
-            " fewer dataloader workers and a smaller num_proc (preprocessing_num_workers), streaming data sets, low_cpu_mem_usage when loading."
+            " fewer dataloader workers and a smaller num_proc (preprocessing_num_workers), streaming datasets, low_cpu_mem_usage when loading."
         )
     return lines
 

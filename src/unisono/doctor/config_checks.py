@@ -33,7 +33,7 @@ _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
 
 
 def check_hub(facts: Surroundings) -> list[Finding]:
-    """Whether the config's models and data sets can be had from the Hub. Nothing is downloaded."""
+    """Whether the config's models and datasets can be had from the Hub. Nothing is downloaded."""
     assert facts.loaded is not None, "this area is checked with a config only"
     named = hub_ids(facts.loaded.config)
     cache = facts.environment.hub_cache

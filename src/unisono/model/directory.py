@@ -33,7 +33,7 @@ _ANSWER_S = 5.0
 
 
 def locate_model(path: str, revision: str | None = None) -> Path:
-    """The directory with the model's files.
+    """The directory with the model's files; of a run with full fine-tuning, that of its result.
 
     Raises:
         ModelError: if there is no such directory or built-in model, or the hub does not provide it.
@@ -41,6 +41,8 @@ def locate_model(path: str, revision: str | None = None) -> Path:
     if path.startswith(_BUILTIN):
         return _builtin(path)
     directory = Path(path).expanduser()
+    if (directory / "plan.json").is_file() and (directory / "model" / "config.json").is_file():
+        directory /= "model"
     if directory.is_dir():
         if not (directory / "config.json").is_file() and not (directory / "adapter_config.json").is_file():
             raise ModelError.of(

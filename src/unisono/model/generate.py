@@ -35,6 +35,7 @@ def generate(
     pad_id: int,
     temperature: float = 0.0,
     top_p: float = 1.0,
+    top_k: int = 0,
     seed: int = 0,
     on_token: OnToken | None = None,
     is_done: IsDone | None = None,
@@ -55,6 +56,7 @@ def generate(
         pad_id: any token; it pads batches on the left and is masked.
         temperature: 0 selects the most likely token, else the logits are divided by it.
         top_p: only the most likely tokens that together reach this probability can be sampled.
+        top_k: only this many of the most likely tokens can be sampled; 0: all.
         seed: of the random streams.
         on_token: called with each new token of the answer; for a single prompt only.
         is_done: called with a prompt's index and its answer so far; True ends that answer.
@@ -72,7 +74,14 @@ def generate(
             listener = _Listener(
                 batch, stop_ids=stop_ids, on_token=on_token, is_done=is_done, is_over=is_over
             )
-            draws = _Draws(batch, length=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
+            draws = _Draws(
+                batch,
+                length=max_new_tokens,
+                temperature=temperature,
+                top_p=top_p,
+                top_k=top_k,
+                seed=seed,
+            )
             _run(
                 model,
                 [prompts[i] for i in batch],
@@ -183,9 +192,19 @@ class _Listener(StoppingCriteria):
 class _Draws(LogitsProcessor):
     """Samples the token of each row with the row's own random numbers; the greedy search after it can only select that token."""
 
-    def __init__(self, batch: list[int], *, length: int, temperature: float, top_p: float, seed: int) -> None:
+    def __init__(
+        self,
+        batch: list[int],
+        *,
+        length: int,
+        temperature: float,
+        top_p: float,
+        top_k: int,
+        seed: int,
+    ) -> None:
         self._temperature = temperature
         self._top_p = top_p
+        self._top_k = top_k
         self._step = 0
         # (B, length) float64 in [0, 1)
         self._numbers = (
@@ -200,6 +219,9 @@ class _Draws(LogitsProcessor):
         self._step += 1
         likely = torch.softmax(scores.double() / self._temperature, dim=-1)
         ordered, tokens = likely.sort(dim=-1, descending=True, stable=True)
+        if self._top_k:
+            ordered[:, self._top_k :] = 0.0
+            ordered /= ordered.sum(dim=-1, keepdim=True)  # top_p is a share of what top_k leaves
         before = ordered.cumsum(dim=-1) - ordered
         ordered = ordered.masked_fill((before >= self._top_p) & (before > 0), 0.0)
         edges = ordered.cumsum(dim=-1)

@@ -106,8 +106,22 @@ class InferenceModel:
             yield model
 
 
-def open_for_inference(name: str, *, step: int | None = None, report: Reporter) -> InferenceModel:
+def open_for_inference(
+    name: str,
+    *,
+    step: int | None = None,
+    base: str | None = None,
+    template: str | None = None,
+    report: Reporter,
+) -> InferenceModel:
     """Finds and loads a run or model, on this machine's accelerator if there is one.
+
+    Args:
+        name: a run's directory, a model's or adapter's directory, a hub id, or `builtin:NAME`.
+        step: for a run: use this checkpoint instead of the result.
+        base: the base model of an adapter, instead of the one that the adapter or its run names.
+        template: `lf:NAME`, a template of LLaMA-Factory, instead of the one that the target was trained with.
+        report: receives progress.
 
     Raises:
         UsageError: if it does not exist, or has no weights yet.
@@ -115,7 +129,7 @@ def open_for_inference(name: str, *, step: int | None = None, report: Reporter) 
         IntegrityError: if a checkpoint is damaged, or a file differs from its list.
     """
     report.phase("locate", f"looking for {name}")
-    target = find_target(name, step=step)
+    target = find_target(name, step=step, base=base)
     verify_target(target, report)
     report.phase("load_model", f"loading {target.description}")
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")

@@ -1,6 +1,6 @@
 """Finds what RUN|MODEL on a command line means: a run's final weights, one of its checkpoints, a model, an adapter. Without torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -45,12 +45,13 @@ class Target:
     notes: tuple[str, ...] = ()
 
 
-def find_target(name: str, *, step: int | None = None) -> Target:
+def find_target(name: str, *, step: int | None = None, base: str | None = None) -> Target:
     """Finds a run or model.
 
     Args:
         name: a run's directory, a model's or adapter's directory, a hub id, or `builtin:NAME`.
         step: for a run: use this checkpoint instead of the result.
+        base: the base model of an adapter, instead of the one that the adapter or its run names.
 
     Raises:
         UsageError: if it does not exist, or has no weights yet.
@@ -65,13 +66,26 @@ def find_target(name: str, *, step: int | None = None) -> Target:
             fix="give a run's directory, a model's directory, or a hub id",
         )
     try:
-        return _find(name, directory, step)
+        found = _find(name, directory, step)
+        return found if base is None else _on_base(found, base)
     except UsageError:  # a file that cannot be read may be one that was damaged since it was written
         for place in (directory, RunDir(directory).adapter, RunDir(directory).model):
             checked = check_model(place)
             if not checked.intact:
                 raise checked.refusal(restore="copy the directory again, or export it again") from None
         raise
+
+
+def _on_base(target: Target, base: str) -> Target:
+    """The target with its adapter on a different base model."""
+    if target.source == "model":
+        raise UsageError.of(
+            f"{target.name} is not an adapter",
+            where=str(target.weights),
+            why=f"it has all weights, so it cannot be put on {base}",
+            fix="use it as the model, without an adapter",
+        )
+    return replace(target, base=locate_model(base), description=f"the adapter of {target.name} on {base}")
 
 
 def _find(name: str, directory: Path, step: int | None) -> Target:
