@@ -22,11 +22,31 @@ from unisono.plan.run_plan import permutation
 
 TESTS = Path(__file__).parent.parent / "tests"
 EXAMPLE = TESTS / "llamafactory" / "examples" / "train_lora" / "qwen3_lora_sft.yaml"
-TOKENIZER = TESTS / "data" / "llamafactory" / "golden_tokenizer"
+TOKENIZER = TESTS / "data" / "llamafactory" / "tokenizer"
 RESULT = Path(__file__).parent / "results" / "llamafactory.json"
 MODEL = "Qwen/Qwen3-4B-Instruct-2507"  # a directory of this name in the working directory
 ROWS, SEED, TOLERANCE = 64, 42, 1e-4
-WORDS = "remind me on Tuesday about the report and call the office before noon with all numbers of last week".split()
+WORDS = [
+    "remind",
+    "me",
+    "on",
+    "Tuesday",
+    "about",
+    "the",
+    "report",
+    "and",
+    "call",
+    "the",
+    "office",
+    "before",
+    "noon",
+    "with",
+    "all",
+    "numbers",
+    "of",
+    "last",
+    "week",
+]
 
 
 def make_model(place: Path) -> None:
@@ -50,13 +70,15 @@ def make_model(place: Path) -> None:
     model = Qwen3ForCausalLM(config)
     model.save_pretrained(place / MODEL)
     AutoTokenizer.from_pretrained(TOKENIZER).save_pretrained(place / MODEL)
-    adapter = get_peft_model(model, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"))
+    adapter = get_peft_model(
+        model, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
+    )
     adapter.save_pretrained(place / "initial")
 
 
 def make_rows() -> list[dict[str, str]]:
     """Rows of different lengths."""
-    draw = random.Random(5)  # noqa: S311 - rows, not a secret
+    draw = random.Random(5)
     return [
         {
             "instruction": " ".join(draw.choices(WORDS, k=draw.randint(2, 12))),
@@ -91,7 +113,9 @@ def write_case(place: Path, rows: list[dict[str, str]], steps: int) -> Path:
 
 def run(command: list[str], place: Path, **variables: str) -> None:
     """Runs a command; its output is shown only if it fails."""
-    done = subprocess.run(command, cwd=place, env=os.environ | variables, capture_output=True, text=True)
+    done = subprocess.run(
+        command, check=False, cwd=place, env=os.environ | variables, capture_output=True, text=True
+    )
     if done.returncode:
         sys.exit(f"{' '.join(command)} failed:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
 
@@ -103,7 +127,9 @@ def read_losses(path: Path, key: str = "loss") -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--llamafactory", required=True, help="llamafactory-cli")
     parser.add_argument("--steps", type=int, default=5)
     options = parser.parse_args()
@@ -128,7 +154,10 @@ def main() -> None:
         }
     pairs = list(zip(figures["llamafactory"], figures["unisono"], strict=True))
     figures["largest relative difference"] = max(abs(a - b) / a for a, b in pairs)
-    figures |= {"command": " ".join(["python", "bench/llamafactory.py", *sys.argv[1:2], "PATH"]), "machine": platform.platform()}
+    figures |= {
+        "command": " ".join(["python", "bench/llamafactory.py", *sys.argv[1:2], "PATH"]),
+        "machine": platform.platform(),
+    }
     RESULT.write_text(json.dumps(figures, indent=1) + "\n")
     print(json.dumps(figures, indent=1))
     if len(pairs) < options.steps or figures["largest relative difference"] > TOLERANCE:

@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from unisono.cli.generate import AnswerWriter, Seed, Step, System, Target, Temperature, TopP
+from unisono.cli.generate import (
+    AnswerWriter,
+    Overrides,
+    Seed,
+    Step,
+    System,
+    Target,
+    Temperature,
+    TopK,
+    TopP,
+)
 from unisono.cli.output import Output, output
 
 if TYPE_CHECKING:
@@ -27,27 +37,30 @@ _HELP = (
 
 
 def chat(
+    context: typer.Context,
     target: Target,
+    overrides: Overrides = None,
     system: System = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens in an answer.")] = 512,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
+    top_k: TopK = 0,
     seed: Seed = 0,
     step: Step = None,
 ) -> None:
     """Chats with a model. Commands: /clear, /save FILE, /exit, /help; Ctrl-C ends an answer, Ctrl-D the conversation."""
+    from unisono.cli.llamafactory_file import read_inference_request
     from unisono.cli.progress import Progress
     from unisono.supervise.task_process import TaskProcess
 
-    request = {
-        "target": target,
-        "step": step,
-        "system": system,
+    sampling = {
         "max_tokens": max_tokens,
         "temperature": temperature,
         "top_p": top_p,
+        "top_k": top_k,
         "seed": seed,
     }
+    request = read_inference_request(context, target, overrides, sampling) | {"step": step, "system": system}
     printer = output()
     with TaskProcess("chat", request, has_input=True) as task:
         messages = task.messages()

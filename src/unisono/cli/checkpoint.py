@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from unisono.cli.checkpoint_verify import verify
-from unisono.cli.generate import Step, Target
+from unisono.cli.generate import Overrides, Step, Target
 from unisono.cli.output import output
 
 if TYPE_CHECKING:
@@ -17,23 +17,35 @@ if TYPE_CHECKING:
 def export(
     target: Target,
     out: Annotated[
-        str,
-        typer.Argument(metavar="OUT", help="a directory that is empty or does not exist", show_default=False),
-    ],
+        str | None,
+        typer.Argument(
+            metavar="OUT",
+            help="a directory that is empty or does not exist; default: export_dir of a LLaMA-Factory file",
+            show_default=False,
+        ),
+    ] = None,
+    overrides: Overrides = None,
     merge: Annotated[
         bool, typer.Option("--merge", help="Merge the adapter into the weights of its base model.")
     ] = False,
     step: Step = None,
 ) -> None:
     """Writes the adapter, or the whole model, with tokenizer, chat template and generation_config."""
+    from unisono.cli.llamafactory_file import read_inference_file, split_prompt
     from unisono.cli.progress import Progress
+    from unisono.errors import UsageError
     from unisono.supervise.task_process import run_task
 
+    out, overrides = split_prompt(out, overrides)
+    given = read_inference_file(target, overrides)
+    request = given.export(merge=merge) if given else {"target": target, "merge": merge}
+    if out is not None:
+        request["out"] = out
+    if not request.get("out"):
+        raise UsageError.of("there is no directory to write to", where="OUT", fix="add one, e.g. `merged`")
     printer = output()
     with Progress(printer) as progress:
-        result = run_task(
-            "export", {"target": target, "step": step, "out": out, "merge": merge}, on_message=progress.show
-        )
+        result = run_task("export", request | {"step": step}, on_message=progress.show)
     if printer.json:
         printer.emit({"schema": 1, **result})
         return

@@ -17,7 +17,7 @@ Target = Annotated[
     str,
     typer.Argument(
         metavar="RUN|MODEL",
-        help="directory of a run, a model or an adapter; a hub id; or builtin:tiny",
+        help="directory of a run, a model or an adapter; a hub id; builtin:tiny; or a LLaMA-Factory file",
         show_default=False,
     ),
 ]
@@ -30,11 +30,21 @@ TopP = Annotated[
     float,
     typer.Option(min=0.0, max=1.0, help="Sample from the most likely tokens with this total probability."),
 ]
+TopK = Annotated[
+    int, typer.Option(min=0, help="Sample from this many of the most likely tokens; 0: from all.")
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[KEY=VALUE]...", help="keys of a LLaMA-Factory file, if one is given", show_default=False
+    ),
+]
 Seed = Annotated[int, typer.Option(min=0, help="The same seed gives the same answers.")]
 System = Annotated[str | None, typer.Option(help="A system message before the prompt.", show_default=False)]
 
 
 def generate(
+    context: typer.Context,
     target: Target,
     prompt: Annotated[
         str | None,
@@ -42,6 +52,7 @@ def generate(
             metavar="PROMPT", help="without it and without --file: read from stdin", show_default=False
         ),
     ] = None,
+    overrides: Overrides = None,
     file: Annotated[
         str | None,
         typer.Option(
@@ -70,6 +81,7 @@ def generate(
     ] = None,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
+    top_k: TopK = 0,
     seed: Seed = 0,
     stop: Annotated[
         list[str] | None,
@@ -84,8 +96,10 @@ def generate(
     step: Step = None,
 ) -> None:
     """Answers one prompt, or each prompt of a file. Answers go to stdout, everything else to stderr."""
+    from unisono.cli.llamafactory_file import read_inference_request, split_prompt
     from unisono.errors import UsageError
 
+    prompt, overrides = split_prompt(prompt, overrides)
     if prompt is not None and file is not None:
         raise UsageError.of(
             "a prompt and a file of prompts are given", where="--file", fix="give one of them"
@@ -96,17 +110,19 @@ def generate(
         )
     if out is not None:
         refuse_unwritable(out, "--out")
-    request = {
-        "target": target,
+    sampling = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "seed": seed,
+    }
+    request = read_inference_request(context, target, overrides, sampling) | {
         "step": step,
         "prompt": None if file else _prompt(prompt),
         "file": file,
         "system": system,
         "raw": raw,
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        "top_p": top_p,
-        "seed": seed,
         "stop": stop or [],
     }
     result = _run(request, streams=file is None and out is None and not output().json)
@@ -192,16 +208,18 @@ _LABELS = {
 
 
 def evaluate(
+    context: typer.Context,
     target: Target,
+    overrides: Overrides = None,
     data: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--data",
             metavar="FILE",
             help="Rows with answers, in any training format.",
             show_default=False,
         ),
-    ],
+    ] = None,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Only the first N rows.", show_default=False)
     ] = None,
@@ -216,26 +234,31 @@ def evaluate(
     ] = None,
     step: Step = None,
 ) -> None:
-    """Measures loss and perplexity over the loss tokens, exact match, ROUGE-L and BLEU of greedy answers."""
+    """Measures loss and perplexity over the loss tokens, exact match, ROUGE-L and BLEU of greedy answers.
+
+    A LLaMA-Factory file with `do_predict` needs no --data: its rows are answered, and the answers written to its output_dir.
+    """
     import json
 
-    from unisono.cli.progress import Progress
+    from unisono.cli.llamafactory_file import read_inference_file
     from unisono.facts import read_environment
     from unisono.files import write_text
-    from unisono.supervise.task_process import run_task
 
     if out is not None:
         refuse_unwritable(out, "--out")
-    request = {
-        "target": target,
-        "step": step,
-        "data": data,
-        "limit": limit,
-        "cache_dir": str(read_environment().cache_dir),
-    }
+    cache_dir = str(read_environment().cache_dir)
+    given = read_inference_file(target, overrides or [])
+    if given is not None and data is None:
+        _predict(given.prediction(step=step, limit=limit, out=out) | {"cache_dir": cache_dir})
+        return
+    if data is None:
+        from unisono.errors import UsageError
+
+        raise UsageError.of("there are no rows to evaluate", where="--data", fix="add --data FILE")
+    model = given.model if given else {"target": target}
+    request = {**model, "step": step, "data": data, "limit": limit, "cache_dir": cache_dir}
+    result = _run_task("eval", request)
     printer = output()
-    with Progress(printer) as progress:
-        result = run_task("eval", request, on_message=progress.show)
     if out is not None:
         write_text(out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in result["rows"]))
         printer.notify(f"wrote {len(result['rows'])} answers to {out}")
@@ -245,6 +268,33 @@ def evaluate(
         return
     for text in table(result, data):
         printer.result(text)
+
+
+def _run_task(name: str, request: dict[str, Any]) -> dict[str, Any]:
+    from unisono.cli.progress import Progress
+    from unisono.supervise.task_process import run_task
+
+    with Progress(output()) as progress:
+        return run_task(name, request, on_message=progress.show)
+
+
+def _predict(request: dict[str, Any]) -> None:
+    """Answers the rows of a LLaMA-Factory file, and shows the scores."""
+    from unisono.text import one_line
+
+    result = _run_task("predict", request)
+    printer = output()
+    if printer.json:
+        printer.emit({"schema": 1, **result})
+        return
+    ledger = result["ledger"]
+    lost = ", ".join(f"{ledger[name]} {name}" for name in ("cut", "dropped", "bad") if ledger.get(name))
+    printer.result(
+        f"{one_line(result['description'])}: {result['rows']} rows" + (f" ({lost})" if lost else "")
+    )
+    for name, value in result["figures"].items():
+        printer.result(f"  {name.removeprefix('predict_'):<19} {value:.4g}")
+    printer.result(f"  in {result['out']}: {', '.join(result['files'])}")
 
 
 def table(result: dict[str, Any], data: str) -> list[str]:

@@ -140,8 +140,6 @@ class Translation:
             "predict": (f"unisono eval {self.name}", "it predicts, and has no `do_train: true`"),
             "export": (f"unisono export {self.name}", "it merges an adapter into the model (`export_dir`)"),
         }.get(self.verb, (f"unisono chat {self.name}", "it has no `do_train: true`"))
-        if self.verb == "export":
-            command += f" --out {self.values['export_dir']}"
         return Problem(f"{self.name} is not a file for training", self.name, why, f"run `{command}`")
 
     def notes(self, variables: Collection[str] = ()) -> list[str]:

@@ -19,7 +19,7 @@ from unisono.events import Reporter
 from unisono.inputs import expand, fault_of
 from unisono.model.generate import generate
 from unisono.task import data_tasks
-from unisono.task.inference import InferenceModel, decode, open_for_inference
+from unisono.task.inference import InferenceModel, decode, open_requested
 from unisono.text import plain
 from unisono.train.evaluation import Question, bleu, exact_match, question_of, rouge_l
 from unisono.train.run import load_rows
@@ -33,7 +33,7 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     fault = fault_of(expand(file), file)
     if fault is not None and "://" not in file and not (fault.is_missing and glob.has_magic(file)):
         raise DataError.of(fault.what, where="--data", why=fault.why, fix=fault.fix)
-    opened = open_for_inference(request["target"], step=request.get("step"), report=report)
+    opened = open_requested(request, report)
     config = evaluation_config(opened, file)
     body = {
         "config": config.model_dump(mode="json", by_alias=True),

@@ -36,7 +36,7 @@ from unisono.task.inference import (
     template_of,
     trusts_code,
 )
-from unisono.task.target import Target, find_target, verify_target
+from unisono.task.target import Target, requested_target, verify_target
 from unisono.text import parse_bytes
 from unisono.train.weights import Entries, entries_of, write_model, write_weights
 
@@ -56,7 +56,7 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
         UnfitError: if the storage fails.
     """
     out = _free_place(request["out"])
-    target = find_target(request["target"], step=request.get("step"))
+    target = requested_target(request)
     verify_target(target, report)
     merge = bool(request.get("merge")) and _has_adapter(target)
     if request.get("merge") and not merge:
@@ -64,7 +64,9 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     report.phase("export", f"writing {out}")
     with whole_directory(out) as directory:
         if merge:
-            extra, entries = write_merged(target, directory, report)
+            extra, entries = write_merged(
+                target, directory, report, max_file_bytes=_largest_file(target, request.get("max_shard_size"))
+            )
         else:
             extra, entries = {}, write_as_it_is(target, directory)
         _write_rest(target, directory)
@@ -103,7 +105,9 @@ def write_as_it_is(target: Target, directory: Path) -> Entries:
     return {name: entry for name, entry in listing.files.items() if name.endswith(".safetensors")}
 
 
-def write_merged(target: Target, directory: Path, report: Reporter) -> tuple[dict[str, Any], Entries]:
+def write_merged(
+    target: Target, directory: Path, report: Reporter, *, max_file_bytes: int
+) -> tuple[dict[str, Any], Entries]:
     """Writes the model with the adapter merged into its weights, in the dtype of the model's own files.
 
     The written model is loaded again, and its logits are compared with those of base plus adapter.
@@ -123,7 +127,7 @@ def write_merged(target: Target, directory: Path, report: Reporter) -> tuple[dic
         GenerationConfig()
     )  # the real one is written below; transformers would refuse an invalid one
     merged.config.use_cache = True
-    entries = write_model(merged, directory, dtype=dtype, max_file_bytes=_largest_file(target))
+    entries = write_model(merged, directory, dtype=dtype, max_file_bytes=max_file_bytes)
     del loaded, merged
     report.phase("verify", "verifying the merged model")
     again = load_base(directory, dtype=getattr(torch, dtype), trust_remote_code=trusts_code(target)).eval()
@@ -190,8 +194,10 @@ def _free_place(name: str) -> Path:
     return out
 
 
-def _largest_file(target: Target) -> int:
-    """Maximum bytes of a weight file: by the run's config, else the config's default."""
+def _largest_file(target: Target, size: str | None) -> int:
+    """Maximum bytes of a weight file: as requested, else by the run's config, else the config's default."""
+    if size:
+        return parse_bytes(size)
     section = target.plan.config.checkpoint if target.plan else CheckpointSection()
     return parse_bytes(section.max_shard_size)
 

@@ -21,7 +21,7 @@ from unisono.task.inference import (
     TextStream,
     cut_at_stop,
     decode,
-    open_for_inference,
+    open_requested,
     prompt_ids,
 )
 
@@ -215,7 +215,7 @@ def run_generate(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     description, answers (for each prompt: where, prompt, answer, tokens, ended: `stop` or `length`).
     """
     prompts = _prompts(request)
-    opened = open_for_inference(request["target"], step=request.get("step"), report=report)
+    opened = open_requested(request, report)
     raw = bool(request.get("raw"))
     max_tokens: int | None = request["max_tokens"]
     ids, template = encode_prompts(
@@ -236,6 +236,7 @@ def run_generate(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
             pad_id=opened.pad_id,
             temperature=request["temperature"],
             top_p=request["top_p"],
+            top_k=request.get("top_k", 0),
             seed=request["seed"],
             on_token=_sender(stream, report) if stream else None,
             is_done=StopStrings(opened.tokenizer, stops) if stops else None,
@@ -293,7 +294,7 @@ def run_chat(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     description, note), then for each `answer`: `token` (text) as they are generated and `answer` (text, tokens, ended: stop | length |
     interrupted), or `refused_turn` (text, fix) if the turn cannot be answered. Result: turns.
     """
-    opened = open_for_inference(request["target"], step=request.get("step"), report=report)
+    opened = open_requested(request, report)
     template, note = opened.chat_template()
     interrupt = _Interrupt()
     signal.signal(signal.SIGINT, interrupt)
@@ -391,6 +392,7 @@ class Conversation:
                 pad_id=self._opened.pad_id,
                 temperature=self._request["temperature"],
                 top_p=self._request["top_p"],
+                top_k=self._request.get("top_k", 0),
                 seed=self._request["seed"] + self.turns,
                 on_token=send,
                 is_done=lambda *_: self._interrupt.pressed,

@@ -34,7 +34,7 @@ from unisono.model.load import (
     odd_parameters,
 )
 from unisono.model.rope import context_of, take_rope
-from unisono.task.target import Target, find_target, verify_target
+from unisono.task.target import Target, requested_target, verify_target
 from unisono.text import library_words
 
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -106,30 +106,25 @@ class InferenceModel:
             yield model
 
 
-def open_for_inference(
-    name: str,
-    *,
-    step: int | None = None,
-    base: str | None = None,
-    template: str | None = None,
-    report: Reporter,
-) -> InferenceModel:
+def open_for_inference(name: str, *, step: int | None = None, report: Reporter) -> InferenceModel:
     """Finds and loads a run or model, on this machine's accelerator if there is one.
-
-    Args:
-        name: a run's directory, a model's or adapter's directory, a hub id, or `builtin:NAME`.
-        step: for a run: use this checkpoint instead of the result.
-        base: the base model of an adapter, instead of the one that the adapter or its run names.
-        template: `lf:NAME`, a template of LLaMA-Factory, instead of the one that the target was trained with.
-        report: receives progress.
 
     Raises:
         UsageError: if it does not exist, or has no weights yet.
         ModelError: if files are missing or do not match each other.
         IntegrityError: if a checkpoint is damaged, or a file differs from its list.
     """
-    report.phase("locate", f"looking for {name}")
-    target = find_target(name, step=step, base=base)
+    return open_requested({"target": name, "step": step}, report)
+
+
+def open_requested(request: dict[str, Any], report: Reporter) -> InferenceModel:
+    """Finds and loads what a task's request names: target, and if present step, base, template and thinking.
+
+    Raises:
+        UnisonoError: as `open_for_inference`.
+    """
+    report.phase("locate", f"looking for {request['target']}")
+    target = requested_target(request)
     verify_target(target, report)
     report.phase("load_model", f"loading {target.description}")
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -283,8 +278,12 @@ def trusts_code(target: Target) -> bool:
 
 
 def template_of(target: Target, tokenizer: Any) -> ChatTemplate | None:
-    """The template that a run was trained with; for a model its own."""
+    """The template that was chosen for the target, or that a run was trained with; for a model its own."""
     plan = target.plan
+    chosen = lf_template_of(target.template)
+    if chosen is not None:
+        adapt_tokenizer(tokenizer, chosen)
+        return lf_chat_template(tokenizer, chosen, thinking=target.thinking)
     known = sorted(_known_stops(target, tokenizer))
     names = tuple(str(tokenizer.convert_ids_to_tokens(i)) for i in known if i < len(tokenizer))
     if plan is None or plan.config.objective == "pretrain":

@@ -1,12 +1,12 @@
 """The task `predict`: answers to the rows of a LLaMA-Factory file with `do_predict`, and how similar they are to the references.
 
-Request: target, base (or null), template (or null), config (a RunConfig as JSON, whose data.train are the rows), generation (max_new_tokens,
+Request: target, base, template and thinking (as for `requested_target`), config (a RunConfig as JSON, whose data.train are the rows), generation (max_tokens,
 temperature, top_p, top_k, seed, skip_special_tokens), cache_dir, out (a directory). It writes into `out`, as LLaMA-Factory does:
 
     generated_predictions.jsonl   {prompt, predict, label} for each row, in the order of the rows
     predict_results.json          the mean scores of all rows, 0 to 100
 
-Result: description, out, rows, figures, ledger.
+Result: description, out, files, rows, figures, ledger.
 """
 
 import json
@@ -22,7 +22,7 @@ from unisono.events import Reporter
 from unisono.files import write_json, write_text
 from unisono.model.generate import generate
 from unisono.task import data_tasks
-from unisono.task.inference import InferenceModel, open_for_inference
+from unisono.task.inference import InferenceModel, open_requested
 from unisono.train.evaluation import Question, question_of, similarity
 
 PREDICTIONS, RESULTS = "generated_predictions.jsonl", "predict_results.json"
@@ -51,9 +51,7 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
             why="the rows count in the loss as a whole",
             fix="use rows with a prompt and a response",
         )
-    opened = open_for_inference(
-        request["target"], base=request["base"], template=request["template"], report=report
-    )
+    opened = open_requested(request, report)
     started = time.monotonic()
     sampling = request["generation"]
     answers = _answers(opened, questions, sampling, report)
@@ -68,6 +66,7 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     return {
         "description": opened.target.description,
         "out": str(out),
+        "files": [PREDICTIONS, RESULTS],
         "rows": len(rows),
         "figures": figures,
         "ledger": prepared["ledger"],
@@ -78,7 +77,7 @@ def _answers(
     opened: InferenceModel, questions: Sequence[Question], sampling: dict[str, Any], report: Reporter
 ) -> list[list[int]]:
     """The tokens of each answer; questions that leave less room in the context get shorter answers, in batches of their own."""
-    room = [min(sampling["max_new_tokens"], opened.context - len(question.prompt)) for question in questions]
+    room = [min(sampling["max_tokens"], opened.context - len(question.prompt)) for question in questions]
     stops = opened.stops(opened.template)
     answers: list[list[int]] = [[] for _ in questions]
     with opened.ready() as model:

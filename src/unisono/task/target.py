@@ -34,6 +34,8 @@ class Target:
         plan: of the run, if it is one.
         description: one line for the user.
         notes: warnings for the user.
+        template: `lf:NAME`, a template of LLaMA-Factory, instead of the one that it was trained with.
+        thinking: as data.thinking, for such a template.
     """
 
     name: str
@@ -43,6 +45,18 @@ class Target:
     plan: RunPlan | None
     description: str
     notes: tuple[str, ...] = ()
+    template: str | None = None
+    thinking: bool | None = None
+
+
+def requested_target(request: dict[str, Any]) -> Target:
+    """Finds what a task's request names: target, and if present step, base, template and thinking.
+
+    Raises:
+        UnisonoError: as `find_target`.
+    """
+    found = find_target(request["target"], step=request.get("step"), base=request.get("base"))
+    return replace(found, template=request.get("template"), thinking=request.get("thinking"))
 
 
 def find_target(name: str, *, step: int | None = None, base: str | None = None) -> Target:
