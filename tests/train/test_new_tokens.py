@@ -74,14 +74,14 @@ def test_the_result_has_the_new_rows_wherever_it_is_loaded(
     (run.directory / "result.json").write_text(json.dumps({"outcome": "completed"}))
     of_run, at_step = (find_target(str(run.directory), step=step) for step in (None, 6))
     assert (of_run.source, at_step.source) == ("adapter", "checkpoint")
-    logits = []
-    for target in (of_run, at_step):
-        loaded = load_target(target, dtype="float32", device=torch.device("cpu"))
-        logits.append(logits_of_probe(loaded.model))
+    loaded = [
+        load_target(target, dtype="float32", device=torch.device("cpu")).model for target in (of_run, at_step)
+    ]
+    logits = [logits_of_probe(model) for model in loaded]
     assert torch.allclose(*logits, atol=1e-6)
     assert logits[0].shape[-1] == len(old) + 3
 
-    merged = merge_adapter(loaded.model, where="here")
+    merged = merge_adapter(loaded[-1], where="here")
     assert torch.allclose(logits_of_probe(merged), logits[0], atol=1e-5)
     base = AutoModelForCausalLM.from_pretrained(place)
     base.resize_token_embeddings(len(old) + 3)

@@ -117,7 +117,7 @@ def scale_rows_together(modules: list[torch.nn.Module]) -> None:
         del module.forward
 
 
-@torch.no_grad()
+@torch.no_grad()  # type: ignore[untyped-decorator]
 def _row_by_row(
     rotary: Any, x: torch.Tensor, position_ids: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
