@@ -1,6 +1,9 @@
 """LLaMA-Factory's example files run unchanged: train, then predict, merge and chat. Run: pytest tests/llamafactory"""
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -150,3 +153,45 @@ def test_a_file_of_a_different_command_names_that_command(workspace: Workspace) 
 )
 def test_near_examples_train(workspace: Workspace, name: str) -> None:
     workspace.must("train", workspace.example(name))
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_two_ranks_that_are_killed_resume_bit_equal(workspace: Workspace, tmp_path: Path) -> None:
+    command = ["train", workspace.example(LORA), "--nproc", "2", "max_steps=14", "save_steps=3"]
+    workspace.must(*command, f"output_dir={tmp_path / 'undisturbed'}")
+    killed = tmp_path / "killed"
+    front = subprocess.Popen(
+        [sys.executable, "-m", "unisono", "--json", *command, f"output_dir={killed}"],
+        cwd=workspace.root,
+        env=os.environ | {"XDG_CACHE_HOME": str(workspace.root / ".cache")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert front.stdout is not None
+    with front:
+        for line in front.stdout:
+            event = json.loads(line)
+            if event["kind"] == "step" and event["step"] >= 5:
+                front.kill()
+                break
+        else:
+            raise AssertionError("it ended before it was killed")
+    assert not (killed / "result.json").exists()
+    workspace.must(*command, f"output_dir={killed}")
+    both = [
+        [
+            (line["step"], line["loss"])
+            for line in workspace.lines(str(run / "metrics.jsonl"))
+            if "loss" in line
+        ]
+        for run in (tmp_path / "undisturbed", killed)
+    ]
+    assert both[0] == both[1]
+    assert [step for step, _ in both[0]] == list(range(1, 15))
+    weights = [
+        (run / "adapter" / "adapter_model.safetensors").read_bytes()
+        for run in (tmp_path / "undisturbed", killed)
+    ]
+    assert weights[0] == weights[1]
