@@ -14,6 +14,7 @@ from tests.nodes.network_namespaces import Ground, Namespaces
 from tests.nodes.own_disks import assert_whole_at_the_head, disk, start_apart, store_in
 from tests.nodes.verdict_checks import refused
 from unisono.checkpoint.manifest import MANIFEST, Manifest
+from unisono.supervise.fork_server import SHARED
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -35,7 +36,7 @@ def test_a_storage_that_refuses_ends_every_node_before_step_1_with_the_same_word
 def test_a_fetch_that_takes_longer_than_the_join_timeout_is_waited_for_with_a_line(
     ground: Ground, pair: Job
 ) -> None:
-    """The child that fetches is stopped for so long."""
+    """The child that fetches is stopped for so long; it starts by itself, since a forked one would be done before it is found."""
     del ground
     copies = pair.folder / "copies"
     copies.mkdir()
@@ -44,7 +45,8 @@ def test_a_fetch_that_takes_longer_than_the_join_timeout_is_waited_for_with_a_li
     run_id = pair.read("plan.json")["run_id"]
     shutil.rmtree(pair.out)
     pair.config(duration="4 steps")
-    fronts = pair.start_all("--resume", "--join-timeout", "15", json=False)
+    alone = {SHARED: ""}
+    fronts = pair.start_all("--resume", "--join-timeout", "15", json=False, env=alone)
     line = f"{fronts[0].label} is downloading step 2 of run {run_id} from file://{copies}/out ("
     fronts[0].wait_for(line)
     pair.until(lambda: bool(reaching(pair)), what="a child fetches")

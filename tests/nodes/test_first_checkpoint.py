@@ -43,7 +43,9 @@ def test_checkpoints_that_cannot_all_fit_on_the_heads_disk_are_the_same_verdict_
     fronts = [pair.start(0, own=small, rehearse=True, json=False), pair.start(1, rehearse=True, json=False)]
     assert together(fronts) == [6, 6], pair.transcript()
     for front in fronts:
-        assert "the checkpoints of this run do not fit: up to 100 at a time take" in front.text("err")
+        assert "the checkpoints of this run do not fit: up to 101 at the same time need" in front.text(
+            "err"
+        ), front.text()
         assert "[storage_unfit]" in front.text("err")
     verdict = pair.read("result.json")["verdict"]
     assert (verdict["cause"], verdict["hosts"], verdict["ranks"]) == ("storage_unfit", [fronts[0].host], [])

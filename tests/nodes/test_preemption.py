@@ -4,6 +4,7 @@ import random
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -153,9 +154,12 @@ def test_a_second_signal_on_any_node_leaves_at_once_everywhere(pair: Job, node: 
     assert time.monotonic() - sent < 15
     pair.wait_gone(limit_s=5)
     assert pair.read("result.json")["outcome"] == "preempted"
-    assert "a second signal: ending the ranks; the newest checkpoint is" in fronts[1].text("err"), (
-        pair.transcript()
-    )
+    assert "a second signal: ending the ranks; " in fronts[1].text("err"), pair.transcript()
+    newest = pair.read("result.json")[
+        "checkpoint"
+    ]  # the last step that is kept in memory is saved after the ranks
+    assert Path(newest).is_dir()
+    assert f"checkpoint: {newest}" in fronts[1].text(), pair.transcript()
 
 
 @pytest.mark.long

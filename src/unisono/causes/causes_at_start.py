@@ -620,7 +620,7 @@ RENDEZVOUS_CAUSES: tuple[Cause, ...] = (
             "`Permission denied`, `Read-only file system`",
             "`df -h PATH` or `df -i PATH` (inodes) is near 100 %",
             "`touch PATH/x` does not return",
-            "`the checkpoints of this run do not fit: up to 5 at a time take 7.3 GB, and there are 4.1 GB`, after the first of them",
+            "`the checkpoints of this run do not fit: up to 5 at the same time need 7.3 GB, and 4.1 GB are available`, after the first of them",
         ),
         neighbours=(
             ("disk_full", "there was space at the start, but it was used up during the run"),
