@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from unisono.config.schema import TagsSection
 from unisono.data.formats import FormatName, detect, to_example
 from unisono.data.rows import Completion, Conversation, RowError, Text
 
@@ -48,6 +49,86 @@ USER, ASSISTANT = {"role": "user", "content": "q"}, {"role": "assistant", "conte
 )  # fmt: skip
 def test_a_row_becomes_its_example(name: FormatName, row: dict[str, Any], expected: object) -> None:
     assert to_example(name, row, {}) == expected
+
+
+def turns(*pairs: tuple[str, str]) -> list[dict[str, str]]:
+    return [{"who": who, "said": said} for who, said in pairs]
+
+
+def test_tags_are_the_words_of_a_source_and_there_are_no_others() -> None:
+    tags = TagsSection(
+        role_tag="who", content_tag="said", user_tag="me", assistant_tag="it", observation_tag=None, function_tag="call",
+    )  # fmt: skip
+    rows = turns(("system", "s"), ("me", "q"), ("call", '{"name": "f", "arguments": {"a": 1}}'))
+    assert to_example("sharegpt", {"conversations": rows, "system": "not read"}, {}, tags) == Conversation(
+        [{"role": "system", "content": "s"}, USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+    )
+    for word in ("human", "observation", "gpt"):
+        with pytest.raises(RowError, match=f"turn 1 is from '{word}'") as caught:
+            to_example("sharegpt", {"conversations": turns((word, "q"))}, {}, tags)
+        assert caught.value.fix == "who is one of me, it, call, system"
+    with pytest.raises(RowError, match="no text under `said`"):
+        to_example("sharegpt", {"conversations": [{"from": "human", "value": "q"}]}, {}, tags)
+
+
+def test_a_column_that_is_not_read_is_as_if_it_were_not_there() -> None:
+    row = {"instruction": "q", "input": "more", "output": "a", "history": [["q", "a"]], "system": "s"}
+    off = {"input": None, "history": None, "system": None}
+    assert to_example("alpaca", row, off) == Conversation([USER, ASSISTANT])
+    assert to_example("alpaca", row, {**off, "instruction": None, "input": "instruction"}) == Conversation(
+        [USER, ASSISTANT]
+    )
+    with pytest.raises(RowError, match=r"the column output is not read \(columns: \{output: null\}\)"):
+        to_example("alpaca", row, {"output": None})
+    assert detect(row, {"output": None}) is None
+
+
+def test_text_may_have_a_second_column_if_it_is_named() -> None:
+    row = {"text": "a", "input": "b"}
+    assert to_example("text", row, {}) == Text("a")
+    assert to_example("text", row, {"input": "input"}) == Text("a\nb")
+    assert to_example("text", {"text": "a", "input": ""}, {"input": "input"}) == Text("a")
+
+
+def test_openai_rows_are_what_llamafactory_makes_of_them() -> None:
+    """Recorded from the converter of LLaMA-Factory 0.9.5."""
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    row = {
+        "messages": [
+            USER, {"role": "assistant", "content": "lost", "tool_calls": [call]}, {"role": "tool", "content": "1"},
+            {"role": "tool", "content": "2"}, ASSISTANT, {"role": "tool", "content": "dropped"},
+        ],
+    }  # fmt: skip
+    kept = {"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    assert to_example("openai", row, {}) == Conversation(
+        [
+            {"role": "system", "content": "detailed thinking off"}, USER, {"role": "assistant", "content": "", "tool_calls": [kept]},
+            {"role": "tool", "content": "1\n</tool_response>\n<tool_response>\n2"}, ASSISTANT,
+        ]
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("system", "tools", "expected"),
+    [
+        ("", None, "detailed thinking off"), ("s", None, "s\ndetailed thinking off"), ("detailed thinking on", None, "detailed thinking on"),
+        ("", "[]", None), ("s", '[{"name": "f"}]', "s\n"),
+    ],
+)  # fmt: skip
+def test_the_system_message_of_openai_rows(system: str, tools: str | None, expected: str | None) -> None:
+    row = {"messages": [USER, ASSISTANT], "system": system, "tools": tools}
+    example = to_example("openai", row, {})
+    assert isinstance(example, Conversation)
+    leading = example.messages[0]
+    assert (leading["content"] if leading["role"] == "system" else None) == expected
+
+
+@pytest.mark.parametrize("order", ["", "u", "a", "uu", "uau", "ua s", "us", "t", "uaa"])
+def test_openai_rows_out_of_order_are_bad(order: str) -> None:
+    roles = {"u": "user", "a": "assistant", "t": "tool", "s": "system", " ": "user"}
+    messages = [{"role": roles[letter], "content": "x"} for letter in order]
+    with pytest.raises(RowError, match=r"out of turn|no answer at the end"):
+        to_example("openai", {"messages": messages}, {})
 
 
 def test_openai_messages_lose_nulls_and_get_text_and_objects() -> None:

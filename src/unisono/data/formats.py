@@ -202,8 +202,10 @@ def _read_alpaca(row: _Columns) -> Example:
 
 
 def _instruction(row: _Columns) -> str:
-    """The text of the column, which may be switched off: the question is then in `input` alone."""
-    return row.text("instruction") if row.is_read("instruction") else ""
+    """The text of the column. It may be switched off, or empty: the question is then in `input` alone."""
+    if not row.is_read("instruction") or row.get("instruction") is None:
+        return ""
+    return row.text("instruction")
 
 
 def _system(row: _Columns) -> list[Message]:
@@ -326,6 +328,13 @@ def _openai_turn(turn: Any, number: int, words: _Words) -> Message:
                 f"a tool call of turn {number} has no function name",
                 "write {function: {name: …, arguments: …}}",
             )
+        known = set(words.roles.values())
+        if (
+            "function_call" not in known and not {"tool", "system"} <= known
+        ):  # LLaMA-Factory has no role for it
+            raise RowError(
+                f"turn {number} has tool calls, and there is no function_tag", "set tags.function_tag"
+            )
         calls = [{"type": "function", "function": function} for function in functions]
     elif role == "function_call":
         calls = _calls_of_text(text, number)
@@ -337,7 +346,7 @@ def _openai_turn(turn: Any, number: int, words: _Words) -> Message:
 def _refuse_disorder(turns: list[Message]) -> None:
     """Turns of the user or a tool, and of the assistant, take turns; the last one is the assistant's."""
     for number, turn in enumerate(turns, 1):
-        if (turn["role"] in ("user", "tool")) != (number % 2 == 1):
+        if turn["role"] not in (("user", "tool") if number % 2 else ("assistant",)):
             raise RowError(
                 f"turn {number} is from {turn['role']}, out of turn", "user and assistant take turns"
             )
