@@ -7,7 +7,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.data.build import eval_rows, row_repeats
+from unisono.config.schema import MixSection, SourceSection
+from unisono.data.build import eval_rows, mixed_counts, picked_rows, row_repeats
 from unisono.data.ingest import fit
 from unisono.data.token_table import Encoded
 
@@ -77,3 +78,90 @@ def test_a_weight_reports_how_often_rows_occur(n: int, weight: float, seed: int,
 def test_weight_2_gives_all_rows_twice_and_one_half_gives_half_of_them() -> None:
     assert row_repeats(4, weight=2, seed=0, source=0) == [2, 2, 2, 2]
     assert sorted(row_repeats(4, weight=0.5, seed=0, source=0)) == [0, 0, 1, 1]
+
+
+@given(st.integers(1, 200), st.integers(1, 200), st.integers(0, 2**32 - 1))
+def test_a_number_of_rows_for_evaluation_is_that_many(n: int, count: int, seed: int) -> None:
+    chosen = eval_rows(n, share=count, seed=seed)
+    assert len(set(chosen)) == min(n, count)
+
+
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+@given(st.integers(1, 200), st.integers(1, 500), st.none() | st.integers(1, 500), SEEDS, st.integers(0, 5))
+def test_samples_are_a_pick_without_replacement_up_to_the_number_of_rows_and_with_it_beyond(
+    n: int, samples: int, rows: int | None, seed: int, source: int
+) -> None:
+    section = SourceSection(path="p", samples=samples, rows=rows)
+    picked = picked_rows(n, section, seed=seed, source=source).tolist()
+    assert picked == picked_rows(n, section, seed=seed, source=source).tolist()
+    assert len(picked) == min(samples, rows or samples)
+    assert len(set(picked[:n])) == min(len(picked), n)
+    assert all(0 <= row < n for row in picked)
+    # `rows` keeps the first of the pick
+    alone = picked_rows(n, SourceSection(path="p", samples=samples), seed=seed, source=source).tolist()
+    assert picked == alone[: len(picked)]
+
+
+def test_a_different_seed_or_source_picks_other_rows() -> None:
+    section = SourceSection(path="p", samples=50)
+    picks = {
+        tuple(picked_rows(1000, section, seed=seed, source=source).tolist())
+        for seed in (0, 1)
+        for source in (0, 1)
+    }
+    assert len(picks) == 4
+
+
+def test_rows_that_are_drawn_again_are_drawn_evenly() -> None:
+    picked = picked_rows(10, SourceSection(path="p", samples=10_010), seed=0, source=0)
+    counts = np.bincount(picked, minlength=10)
+    # Of 10,000 even draws: the standard deviation of each count is 30.
+    assert counts.sum() == 10_010
+    assert (abs(counts - 1001) < 5 * 30).all()
+
+
+SIZES = st.lists(st.integers(1, 60), min_size=2, max_size=5)
+
+
+def mix(strategy: str, probabilities: list[float] | None = None) -> MixSection:
+    return MixSection.model_validate({"strategy": strategy, "probabilities": probabilities})
+
+
+@given(SIZES, SEEDS)
+def test_sources_in_turn(sizes: list[int], seed: int) -> None:
+    assert mixed_counts(sizes, mix("concat"), seed=seed) == sizes
+    assert mixed_counts(sizes, mix("interleave_once"), seed=seed) == sizes
+    assert mixed_counts(sizes, mix("interleave_under"), seed=seed) == [min(sizes)] * len(sizes)
+    assert mixed_counts(sizes, mix("interleave_over"), seed=seed) == [max(sizes)] * len(sizes)
+
+
+@given(SIZES, SEEDS, st.data())
+def test_sources_by_probability(sizes: list[int], seed: int, data: st.DataObject) -> None:
+    parts = [data.draw(st.integers(1, 9)) for _ in sizes]
+    shares = [part / sum(parts) for part in parts]
+    under, over, once = (
+        mixed_counts(sizes, mix(f"interleave_{name}", shares), seed=seed)
+        for name in ("under", "over", "once")
+    )
+    assert once == sizes
+    assert under == mixed_counts(sizes, mix("interleave_under", shares), seed=seed)
+    # under: exactly one source is exhausted, and none is taken from beyond its end
+    assert all(count <= size for count, size in zip(under, sizes, strict=True))
+    assert sum(count == size for count, size in zip(under, sizes, strict=True)) == 1
+    # over: all are, and the one that was exhausted last was not begun again
+    assert all(count >= size for count, size in zip(over, sizes, strict=True))
+    assert any(count == size for count, size in zip(over, sizes, strict=True))
+
+
+def test_the_probabilities_are_those_of_the_draws() -> None:
+    counts = mixed_counts([10_000, 10_000], mix("interleave_under", [0.75, 0.25]), seed=3)
+    assert counts[0] == 10_000
+    assert abs(counts[1] - 3333) < 5 * 67  # the standard deviation of the number of draws until then
+
+
+def test_a_source_without_rows_ends_the_turns_at_once_or_is_left_out() -> None:
+    for probabilities in (None, [0.5, 0.5]):
+        assert mixed_counts([0, 5], mix("interleave_under", probabilities), seed=0) == [0, 0]
+        assert mixed_counts([0, 5], mix("interleave_over", probabilities), seed=0) == [0, 5]

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,60 @@ def check_table(summary: DataSummary, *, max_length: int) -> None:
             assert sum(len(ids) for ids, _ in rows) == table.sequence_tokens()[s] <= max_length
             assert sum(int(targets.sum()) for _, targets in rows) == table.sequence_loss_tokens()[s]
             assert all(targets.any() and not targets[0] for _, targets in rows)
+
+
+_shaped = st.tuples(
+    st.lists(_row, min_size=1, max_size=12), st.none() | st.integers(1, 20), st.none() | st.integers(1, 20)
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    sources=st.lists(_shaped, min_size=1, max_size=3),
+    strategy=st.sampled_from(["concat", "interleave_under", "interleave_over", "interleave_once"]),
+    by_chance=st.booleans(),
+    count=st.none() | st.integers(1, 6),
+)
+def test_the_ledger_adds_up_with_rows_samples_and_mixes(
+    tokenizer_dir: TokenizerDir,
+    sources: list[tuple[list[Any], int | None, int | None]],
+    strategy: str,
+    *,
+    by_chance: bool,
+    count: int | None,
+) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        train = [
+            {"path": write_rows(folder / f"{i}.jsonl", rows), "format": "prompt-completion", "rows": first, "samples": samples}
+            for i, (rows, first, samples) in enumerate(sources)
+        ]  # fmt: skip
+        shares = [1 / len(train)] * len(train) if by_chance and strategy != "concat" else None
+        mix = {"strategy": strategy, "probabilities": shares}
+        data = {
+            "train": train,
+            "eval": count,
+            "mix": mix,
+            "max_length": 48,
+            "too_long": "drop",
+            "on_bad_row": "skip",
+        }
+        try:
+            summary, ledger = prepare(make_config(data), tokenizer_dir(), folder)
+        except DataError as error:
+            assert "no rows are left" in str(error)  # noqa: PT017 - either outcome is right
+            return
+        for entry, (rows, first, samples) in zip(ledger["sources"], sources, strict=True):
+            read = len(rows) if first is None or samples is not None else min(first, len(rows))
+            assert entry["rows"] == read == entry["used"] + sum(entry["dropped"].values()) + entry["bad"]
+            if samples is not None:
+                assert entry["used"] <= min(samples, first or samples)
+        assert ledger["total"]["eval"] == (count or 0)
+        noted = Counter(row["what"] for row in ledger["rows"])
+        assert noted["dropped"] == sum(ledger["total"]["dropped"].values())
+        assert noted["bad"] == ledger["total"]["bad"]
+        assert summary.train.rows >= ledger["total"]["used"] - (count or 0)
+        check_table(summary, max_length=48)
 
 
 def test_rows_that_something_was_done_to_are_in_the_ledger_with_their_line(

@@ -99,3 +99,149 @@ def test_the_histogram_counts_every_row_once(lengths: list[int]) -> None:
     assert (classes[0]["first"], classes[-1]["last"]) == (min(lengths), max(lengths))
     for entry in classes:
         assert entry["rows"] == sum(entry["first"] <= length <= entry["last"] for length in lengths)
+
+
+@pytest.fixture
+def see(tokenizer_dir: TokenizerDir, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """What `unisono data preview --json` shows of sources in one folder; with a refusal, its problems as text under `stderr`."""
+    model = tmp_path / "model"
+    shutil.copytree(tokenizer_dir(), model)
+    (model / "config.json").write_text('{"model_type": "llama", "vocab_size": 10000}', encoding="utf-8")
+
+    def preview(data: dict[str, Any], **more: Any) -> dict[str, Any]:
+        config = tmp_path / "config.yaml"
+        config.write_text(json.dumps({"model": str(model), "output_dir": "out", "data": data, **more}))
+        done = subprocess.run(
+            [sys.executable, "-m", "unisono", "data", "preview", str(config), "--json", "--rows", "1000"],
+            env={**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}, capture_output=True, text=True, check=False, cwd=tmp_path,
+        )  # fmt: skip
+        if done.returncode:
+            return {"rc": done.returncode, "stderr": done.stderr}
+        return json.loads(done.stdout)
+
+    return preview
+
+
+See = Callable[..., dict[str, Any]]
+
+
+def write(path: Path, rows: list[Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def numbers(found: dict[str, Any]) -> list[int]:
+    return [int(row["row"].rpartition(":")[2]) for row in found["rows"]]
+
+
+def pairs(count: int, name: str = "a") -> list[dict[str, str]]:
+    return [{"prompt": f"{name} {number}", "completion": "c"} for number in range(count)]
+
+
+def test_rows_takes_the_first_of_a_source_and_samples_a_seeded_pick(see: See, tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", pairs(30))
+    first = see({"train": [{"path": "a.jsonl", "rows": 4}]})
+    assert numbers(first) == [1, 2, 3, 4]
+    assert first["ledger"]["total"]["rows"] == 4
+    picked = see({"train": [{"path": "a.jsonl", "samples": 6}]})
+    assert len(numbers(picked)) == 6
+    assert numbers(picked) != [1, 2, 3, 4, 5, 6]
+    total = picked["ledger"]["total"]
+    assert (total["rows"], total["used"], total["dropped"]) == (30, 6, {"samples": 24})
+    assert len(picked["notes"]) == 20
+    assert {(note["what"], note["why"]) for note in picked["notes"]} == {
+        ("dropped", "not among the 6 rows picked by samples")
+    }
+    assert numbers(see({"train": [{"path": "a.jsonl", "samples": 6}]}, seed=1)) != numbers(picked)
+    both = see({"train": [{"path": "a.jsonl", "samples": 6, "rows": 2}]})
+    assert set(numbers(both)) < set(numbers(picked))
+    assert both["ledger"]["total"]["dropped"] == {"samples": 28}
+    more = see({"train": [{"path": "a.jsonl", "samples": 40}]})
+    assert (more["ledger"]["total"]["used"], more["data"]["train"]["rows"]) == (30, 40)
+
+
+def test_each_of_these_keys_is_a_table_of_its_own_in_the_cache(see: See, tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", pairs(30))
+    sections: list[dict[str, Any]] = [
+        {}, {"rows": 4}, {"samples": 4}, {"columns": {"tools": None}}, {"format": "prompt-completion"},
+    ]  # fmt: skip
+    for section in sections:
+        data = {"train": [{"path": "a.jsonl", **section}]}
+        assert [see(data)["data"]["cache_hit"] for _ in range(2)] == [False, True]
+    for data in (
+        {"train": "a.jsonl", "eval": 3},
+        {"train": ["a.jsonl", "a.jsonl"], "mix": {"strategy": "interleave_under"}},
+    ):
+        assert [see(data)["data"]["cache_hit"] for _ in range(2)] == [False, True]
+
+
+def test_eval_is_a_number_of_rows_or_a_list_of_sources(see: See, tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", pairs(30))
+    write(tmp_path / "b.jsonl", pairs(9, "b"))
+    found = see({"train": "a.jsonl", "eval": 7})
+    assert (found["data"]["eval"]["rows"], found["data"]["train"]["rows"]) == (7, 23)
+    found = see(
+        {
+            "train": "a.jsonl",
+            "eval": ["b.jsonl", {"path": "b.jsonl", "rows": 2}, {"path": "a.jsonl", "samples": 5}],
+        }
+    )
+    assert (found["data"]["eval"]["rows"], found["data"]["train"]["rows"]) == (16, 30)
+    refused = see({"train": "a.jsonl", "eval": 30})
+    assert refused["rc"] == 2
+    assert "no rows are left to train on" in refused["stderr"]
+    assert "a number of rows" in see({"train": "a.jsonl", "eval": 0})["stderr"]
+
+
+def test_a_mix_takes_rows_from_the_sources_in_turn(see: See, tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", pairs(10))
+    write(tmp_path / "b.jsonl", pairs(4, "b"))
+
+    def mixed(**mix: Any) -> tuple[int, list[tuple[int, dict[str, int]]]]:
+        found = see({"train": ["a.jsonl", "b.jsonl"], "mix": mix})
+        sources = found["ledger"]["sources"]
+        return found["data"]["train"]["rows"], [(entry["used"], entry["dropped"]) for entry in sources]
+
+    assert mixed() == (14, [(10, {}), (4, {})])
+    assert mixed(strategy="interleave_once") == (14, [(10, {}), (4, {})])
+    assert mixed(strategy="interleave_under") == (8, [(4, {"mix": 6}), (4, {})])
+    assert mixed(strategy="interleave_over") == (20, [(10, {}), (4, {})])
+    rows, ((used, dropped), (others, _)) = mixed(strategy="interleave_under", probabilities=[0.1, 0.9])
+    assert (rows, others) == (used + 4, 4)
+    assert dropped == {"mix": 10 - used}
+
+
+def test_tags_and_columns_that_are_not_read_change_the_text(see: See, tmp_path: Path) -> None:
+    turns = [{"who": "system", "said": "S"}, {"who": "me", "said": "Q"}, {"who": "it", "said": "A"}]
+    write(tmp_path / "a.jsonl", [{"conversations": turns}] * 2)
+    tags = {"role_tag": "who", "content_tag": "said", "user_tag": "me", "assistant_tag": "it"}
+    found = see({"train": [{"path": "a.jsonl", "format": "sharegpt", "tags": tags}]})
+    assert "".join(run["text"] for run in found["rows"][0]["runs"]).count("<|im_start|>") == 3
+    refused = see(
+        {"train": [{"path": "a.jsonl", "format": "sharegpt", "tags": {**tags, "system_tag": None}}]}
+    )
+    assert refused["rc"] == 2
+    assert "turn 1 is from 'system'" in refused["stderr"]
+    write(tmp_path / "b.jsonl", [{"instruction": "Q", "input": "MORE", "output": "A", "system": "S"}])
+    texts = [
+        "".join(
+            run["text"]
+            for run in see({"train": [{"path": "b.jsonl", "columns": columns}]})["rows"][0]["runs"]
+        )
+        for columns in ({}, {"input": None}, {"system": None})
+    ]
+    assert [("MORE" in text, "S<|im_end|>" in text) for text in texts] == [
+        (True, True),
+        (False, True),
+        (True, False),
+    ]
+
+
+def test_a_directory_is_a_source_with_the_names_of_its_files(see: See, tmp_path: Path) -> None:
+    for name in ("b", "a"):
+        write(tmp_path / "rows" / f"{name}.jsonl", pairs(2, name))
+    found = see({"train": "rows"})
+    assert [row["row"] for row in found["rows"]] == [
+        "rows/a.jsonl:1", "rows/a.jsonl:2", "rows/b.jsonl:1", "rows/b.jsonl:2",
+    ]  # fmt: skip
+    assert found["ledger"]["sources"][0]["path"] == "rows"
