@@ -341,7 +341,7 @@ def test_a_fetch_that_takes_long_reports_how_far_it_is(
     _, reported = process.communicate(timeout=60)
     assert process.returncode == 0, reported
     run_id = front.read("plan.json")["run_id"]
-    line = rf"fetching step 3 of run {run_id} from file://{copies}/out: [\d.]+ [kM]?B of 268 MB"
+    line = rf"downloading step 3 of run {run_id} from file://{copies}/out: [\d.]+ [kM]?B of 268 MB"
     assert re.search(line, reported), reported
 
 
