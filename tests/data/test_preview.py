@@ -165,13 +165,12 @@ def test_each_of_these_keys_is_a_table_of_its_own_in_the_cache(see: See, tmp_pat
     sections: list[dict[str, Any]] = [
         {}, {"rows": 4}, {"samples": 4}, {"columns": {"tools": None}}, {"format": "prompt-completion"},
     ]  # fmt: skip
-    for section in sections:
-        data = {"train": [{"path": "a.jsonl", **section}]}
-        assert [see(data)["data"]["cache_hit"] for _ in range(2)] == [False, True]
-    for data in (
+    tables: list[dict[str, Any]] = [
+        *({"train": [{"path": "a.jsonl", **section}]} for section in sections),
         {"train": "a.jsonl", "eval": 3},
         {"train": ["a.jsonl", "a.jsonl"], "mix": {"strategy": "interleave_under"}},
-    ):
+    ]
+    for data in tables:
         assert [see(data)["data"]["cache_hit"] for _ in range(2)] == [False, True]
 
 

@@ -28,6 +28,15 @@ from unisono.plan.run_plan import ModelFacts
 from unisono.text import library_words, nearest, one_line
 
 _BUILTIN = "builtin:"
+_TOKENIZER = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+)
+"""A tokenizer has at least one of these files."""
 _ANSWER_S = 5.0
 """How long to wait for the hub before falling back to its cache."""
 
@@ -68,26 +77,24 @@ def locate_tokenizer(config: RunConfig) -> Path:
         ModelError: as locate_model, or if the directory has no tokenizer, or a file of it cannot be read.
     """
     named = config.model.tokenizer
-    directory = (
-        _tokenizer_directory(named) if named else locate_model(config.model.path, config.model.revision)
-    )
-    known = (
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "tokenizer.model",
-        "vocab.json",
-        "vocab.txt",
-        "spiece.model",
-    )
-    if not any((directory / name).is_file() for name in known):
+    directory = _tokenizer_directory(named) if named else _own_tokenizer(config)
+    if not any((directory / name).is_file() for name in _TOKENIZER):
         raise ModelError.of(
             f"{directory} has no tokenizer",
             where="model.tokenizer" if named else "model.path",
-            why=f"none of {', '.join(known)} is in it",
+            why=f"none of {', '.join(_TOKENIZER)} is in it",
             fix="set model.tokenizer to the directory or hub id of a tokenizer",
         )
     check_tokenizer_files(directory)
     return directory
+
+
+def _own_tokenizer(config: RunConfig) -> Path:
+    """The model's directory; one without a model is enough to show rows."""
+    directory = Path(config.model.path).expanduser()
+    if not (directory / "config.json").is_file() and any((directory / n).is_file() for n in _TOKENIZER):
+        return directory.resolve()
+    return locate_model(config.model.path, config.model.revision)
 
 
 def _tokenizer_directory(named: str) -> Path:

@@ -109,7 +109,7 @@ def preview(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     data = prepare_data(
         config,
         tokenizer=directory,
-        vocab_size=None if config.model.resize_vocabulary else _vocab_size(config),
+        vocab_size=None if config.model.resize_vocabulary else _vocab_size(config, directory),
         cache_dir=Path(request["cache_dir"]),
         report=report,
         is_preview=True,
@@ -222,7 +222,10 @@ def _source_rows(config: RunConfig, cache_dir: Path) -> Iterator[tuple[Source, R
             yield source, row
 
 
-def _vocab_size(config: RunConfig) -> int | None:
+def _vocab_size(config: RunConfig, tokenizer: Path) -> int | None:
+    """Rows of the embedding; None if the model's directory holds a tokenizer only."""
+    if config.model.tokenizer is None and not (tokenizer / "config.json").is_file():
+        return None
     settings = read_model_config(locate_model(config.model.path, config.model.revision))
     size = settings.get("text_config", settings).get("vocab_size")
     return size if isinstance(size, int) else None
