@@ -125,7 +125,7 @@ def test_a_file_of_another_verb_ends_with_the_command_to_paste(capsys: pytest.Ca
     code, _, err = run(capsys, "train", "merge.yaml")
     assert code == 2
     assert err.count("error:") == 1
-    assert "run `unisono export merge.yaml --out merged`" in err
+    assert "run `unisono export merge.yaml`" in err
 
 
 @pytest.mark.parametrize("command", [["train"], ["doctor"], ["data", "preview"]])
@@ -200,9 +200,9 @@ def test_init_as_json_lists_the_keys_of_a_file_for_a_different_verb(
     )
     code, out, err = run(capsys, "init", "--from-llamafactory", "merge.yaml", "--json")
     assert code == 0
-    assert "run `unisono export merge.yaml --out merged`" in err
+    assert "run `unisono export merge.yaml`" in err
     fates = {entry["key"]: (entry["fate"], entry["ours"]) for entry in json.loads(out)["keys"]}
-    assert fates["export_dir"] == ("translated", "--out")
+    assert fates["export_dir"] == ("translated", "OUT")
     assert run(capsys, "init", "--from-llamafactory", "merge.yaml")[0] == 2
 
 

@@ -495,7 +495,7 @@ def test_json_is_read_too() -> None:
 @pytest.mark.parametrize(
     ("keys", "verb", "command"),
     [
-        ({"export_dir": "merged"}, "export", "unisono export x.yaml --out merged"),
+        ({"export_dir": "merged"}, "export", "unisono export x.yaml"),
         ({"do_predict": True, "predict_with_generate": True, "eval_dataset": "other"}, "predict", "unisono eval x.yaml"),
         ({}, "chat", "unisono chat x.yaml"),
     ],

@@ -72,3 +72,19 @@ def test_options_win_over_the_keys_of_the_file(workspace: Workspace) -> None:
         for more in (["--temperature", "0"], ["do_sample=false"], ["--top-k", "1"])
     ]
     assert len(set(greedy)) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "model: builtin:tiny\ndata: {train: rows.jsonl}\noutput_dir: runs/x\n",
+        "model_name_or_path: Qwen/Qwen3-4B-Instruct-2507\nstage: sft\ndo_train: true\ndataset: identity\n"
+        "template: qwen3_nothink\noutput_dir: runs/x\noverwrite_output_dir: true\n",
+    ],
+    ids=["ours", "LLaMA-Factory"],
+)
+def test_a_config_is_read_from_a_pipe(workspace: Workspace, text: str) -> None:
+    """As a Slurm job passes it to its nodes."""
+    (workspace.root / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 9)
+    done = workspace.run("train", "/dev/stdin", "--dry-run", given=text)
+    assert done.code == 0, done.stderr

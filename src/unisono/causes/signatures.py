@@ -792,7 +792,7 @@ TRAINERS_SIGNATURES: tuple[Signature, ...] = (
 ELSEWHERE_SIGNATURES: tuple[Signature, ...] = (
     Signature(
         id="usage_error", hints=(": error: ", "Could not override '", "is not in struct", "Error: No such option", "Error: Missing ", "Error: Invalid value", "Error: Got unexpected", "can't open file '"),
-        pattern=r"^[\w./-]{1,120}(?: [\w.-]{1,30}){0,4}: error: (?:unrecognized arguments|the following arguments are required|argument |ambiguous option|one of the arguments|expected )|Could not override '|Key '[^']{1,80}' is not in struct|"
+        pattern=r"^[\w./-][\w./ -]{0,200}: error: (?:unrecognized arguments|the following arguments are required|argument |ambiguous option|one of the arguments|expected )|Could not override '|Key '[^']{1,80}' is not in struct|"
         r"^Error: (?:No such option|Missing (?:option|argument)|Invalid value|Got unexpected extra)|: can't open file '", kind="error", cause="user_code_error",
         source="CPython, argparse and its command line; click; Hydra", example="train.py: error: unrecognized arguments: --local-rank=1", look_alike="usage: train.py [-h] [--local_rank LOCAL_RANK]",
     ),

@@ -214,7 +214,7 @@ def with_overwriting(request: TrainRequest) -> TrainRequest:
 
     An unfinished run of the same config is still resumed: the same command after a failure continues.
     """
-    if request.resume or request.fresh:
+    if request.resume or request.fresh or not request.config_path.is_file():  # a pipe can be read only once
         return request
     try:
         raw, _ = read_yaml(request.config_path)
