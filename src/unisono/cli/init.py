@@ -3,13 +3,14 @@
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from unisono.cli.output import output
 
 if TYPE_CHECKING:
+    from unisono.config import LoadedConfig
     from unisono.config.llamafactory import Translation
     from unisono.errors import UnisonoError
 
@@ -105,7 +106,6 @@ def _translate(path: Path, template: str | None, out: Path | None) -> None:
     Raises:
         UnisonoError: with all that is wrong with the file.
     """
-    from unisono.cli.translated_config import config_text
     from unisono.config.load import config_of, read_llamafactory
     from unisono.errors import UnisonoError, UsageError
 
@@ -121,7 +121,7 @@ def _translate(path: Path, template: str | None, out: Path | None) -> None:
             raise
         _list_refused_keys(translation, error)
         return
-    text = config_text(translation, loaded)
+    text = _config_text(translation, loaded)
     if output().json:
         output().emit({"schema": 1, **translation.to_json()})
     elif out is None:
@@ -171,3 +171,33 @@ def _write_new(path: Path, text: str) -> None:
         raise UsageError.of(
             f"{path} cannot be written", why=str(error), fix="give a file in a directory that you may write"
         ) from error
+
+
+_COMMENT_AT = 48  # the column of comments
+
+
+def _config_text(translation: "Translation", loaded: "LoadedConfig") -> str:
+    """YAML in our keys, and only those; a comment names the key of the file, or LLaMA-Factory's default."""
+    assert loaded.translation is translation
+    ignored = [key.key for key in translation.keys if key.fate == "ignored"]
+    lines = [f"# Translated from {translation.name}, a file of LLaMA-Factory."]
+    if ignored:
+        lines.append(f"# Ignored, since they change nothing here: {', '.join(ignored)}.")
+    return "\n".join([*lines, *_lines(translation.config, "", translation)]) + "\n"
+
+
+def _lines(section: dict[str, Any], prefix: str, translation: "Translation") -> list[str]:
+    import yaml
+
+    found: list[str] = []
+    indent = "  " * prefix.count(".")
+    for name, value in section.items():
+        key = prefix + name
+        if isinstance(value, dict) and key not in translation.origins:
+            found += [f"{indent}{name}:", *_lines(value, f"{key}.", translation)]
+            continue
+        text = yaml.safe_dump({name: value}, sort_keys=False, allow_unicode=True, width=1000)
+        first, *rest = text.rstrip("\n").split("\n")
+        comment = f"# {translation.names.get(key, 'the default there')}"
+        found += [f"{indent + first:<{_COMMENT_AT}} {comment}", *(indent + line for line in rest)]
+    return found

@@ -186,7 +186,7 @@ def _either(row: _Columns) -> str:
 def _read_alpaca(row: _Columns) -> Example:
     messages = _system(row)
     history = row.get("history") if row.has("history") else []
-    for pair in _list_of(history, "history"):
+    for pair in list_of(history, "history"):
         if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(side, str) for side in pair)):
             raise RowError("history is not a list of [question, answer]", "write [[question, answer], …]")
         messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
@@ -214,7 +214,7 @@ def _system(row: _Columns) -> list[Message]:
 
 
 def _read_sharegpt(row: _Columns) -> Example:
-    turns = _list_of(row.get("conversations" if not row.has("messages") else "messages"), "conversations")
+    turns = list_of(row.get("conversations" if not row.has("messages") else "messages"), "conversations")
     words = _words_of(row.tags)
     messages: list[Message] = []
     for number, turn in enumerate(turns, 1):
@@ -294,7 +294,7 @@ def _read_openai(row: _Columns) -> Example:
     words = _words_of(row.tags or _OPENAI_TAGS)
     turns: list[Message] = []
     answers: list[str] = []
-    for number, turn in enumerate(_list_of(row.get("messages"), "messages"), 1):
+    for number, turn in enumerate(list_of(row.get("messages"), "messages"), 1):
         message = _openai_turn(turn, number, words)
         if message["role"] == "tool":
             answers.append(message["content"])
@@ -321,7 +321,7 @@ def _openai_turn(turn: Any, number: int, words: _Words) -> Message:
         return {"role": role, "content": text}
     if calls:
         functions = [
-            call.get("function") if isinstance(call, dict) else None for call in _list_of(calls, "tool_calls")
+            call.get("function") if isinstance(call, dict) else None for call in list_of(calls, "tool_calls")
         ]
         if not all(isinstance(one, dict) and isinstance(one.get("name"), str) for one in functions):
             raise RowError(
@@ -379,7 +379,7 @@ def _calls_of_text(text: str, number: int) -> list[dict[str, Any]]:
 
 def _messages(value: Any, column: str) -> list[Message]:
     messages = []
-    for number, message in enumerate(_list_of(value, column), 1):
+    for number, message in enumerate(list_of(value, column), 1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise RowError(f"message {number} has no role", "write {role: user, content: …}")
         messages.append(_message(message, number))
@@ -400,7 +400,7 @@ def _message(message: Message, number: int) -> Message:
     kept["content"] = content
     calls = kept.get("tool_calls")
     if calls is not None:
-        calls = _list_of(calls, f"tool_calls of message {number}")
+        calls = list_of(calls, f"tool_calls of message {number}")
         kept["tool_calls"] = [_call(call, number) for call in calls]
         if not calls:
             del kept["tool_calls"]
@@ -456,7 +456,12 @@ def _checked(messages: list[Message], column: str) -> list[Message]:
     return messages
 
 
-def _list_of(value: Any, name: str) -> list[Any]:
+def list_of(value: Any, name: str) -> list[Any]:
+    """A list, also as the JSON text that CSV files have.
+
+    Raises:
+        RowError: if it is neither; `name` is that of the column.
+    """
     if isinstance(value, str) and value.lstrip().startswith("["):  # in CSV a list must be JSON
         try:
             value = json.loads(value)

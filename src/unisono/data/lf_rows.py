@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from unisono.data.formats import list_of
 from unisono.data.rows import Exchange, RowError, Turn
 from unisono.text import one_line
 
@@ -72,7 +73,7 @@ class _Row:
         found = self.get("conversations", "messages")
         if found is None:
             raise RowError("there is no column with the turns", "set columns: {conversations: NAME}")
-        return _listed(found, "conversations")
+        return list_of(found, "conversations")
 
     def turn(self, message: Any, number: int) -> tuple[str, str]:
         """Role and text of a message."""
@@ -149,7 +150,7 @@ def _openai_system(exchange: Exchange) -> str:
 def _alpaca_prompt(row: _Row) -> list[Turn]:
     turns: list[Turn] = []
     history = row.get("history")
-    for pair in _listed(history, "history") if history is not None else []:
+    for pair in list_of(history, "history") if history is not None else []:
         if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(side, str) for side in pair)):
             raise RowError("history is not a list of [question, answer]", "write [[question, answer], …]")
         turns += [Turn("user", pair[0]), Turn("assistant", pair[1])]
@@ -238,21 +239,10 @@ def _exchange(row: _Row, messages: list[Any], *, has_answer: bool) -> Exchange:
     return Exchange(turns, answers, system, row.tools())
 
 
-def _listed(value: Any, column: str) -> list[Any]:
-    if isinstance(value, str) and value.lstrip().startswith("["):  # in CSV a list must be JSON
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            raise RowError(f"{column} is a string, but not a JSON list", "write a list") from None
-    if not isinstance(value, list):
-        raise RowError(f"{column} is not a list", "write a list")
-    return value
-
-
 def _calls(calls: Any, number: int) -> str:
     functions = [
         call.get("function", call) if isinstance(call, dict) else None
-        for call in _listed(calls, "tool_calls")
+        for call in list_of(calls, "tool_calls")
     ]
     if not all(isinstance(function, dict) for function in functions):
         raise RowError(
