@@ -45,6 +45,7 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]
     return int(ended.value.code or 0), captured.out, captured.err
 
 
+@pytest.mark.processes
 def test_a_file_is_trained_and_its_config_runs_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = run(capsys, "train", "x.yaml", "per_device_train_batch_size=4", "optim.weight_decay=0.1")
     assert code == 0, err
@@ -63,6 +64,7 @@ def test_a_file_is_trained_and_its_config_runs_as_it_is(capsys: pytest.CaptureFi
     assert first == second != []
 
 
+@pytest.mark.processes
 def test_overwrite_output_dir_renames_a_finished_run_and_resumes_an_unfinished_one(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -97,6 +99,7 @@ def test_the_plan_names_the_line_of_each_value(capsys: pytest.CaptureFixture[str
     assert origins["optim.eps"] == "x.yaml: LLaMA-Factory's default"
 
 
+@pytest.mark.processes
 def test_the_switches_in_the_environment_have_their_options_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,6 +148,7 @@ def test_preview_shows_the_rows(capsys: pytest.CaptureFixture[str]) -> None:
     assert "x.yaml is a LLaMA-Factory file" in err
 
 
+@pytest.mark.processes
 def test_doctor_takes_the_file(capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = run(capsys, "doctor", "x.yaml")
     assert code in (0, 6), err  # 6: this machine is not fit
