@@ -91,6 +91,7 @@ def test_overwrite_output_dir_renames_a_finished_run_and_resumes_an_unfinished_o
     assert "--fresh" in err
 
 
+@pytest.mark.processes
 def test_the_plan_names_the_line_of_each_value(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, "train", "x.yaml", "--dry-run")
     assert code == 0, err
@@ -141,6 +142,7 @@ def test_a_v1_file_is_refused_by_every_command(
     assert "micro_batch_size → batch.micro" in err
 
 
+@pytest.mark.processes
 def test_preview_shows_the_rows(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, "data", "preview", "x.yaml", "max_samples=3", "--rows", "1")
     assert code == 0, err
