@@ -5,118 +5,34 @@ Quantities keep their text (`3 epochs`, `3%`); `Duration`, `Warmup` and similar 
 
 import hashlib
 import json
-import re
-from datetime import date
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
-    AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     SerializerFunctionWrapHandler,
     model_serializer,
     model_validator,
 )
 
+from unisono.config.fields import (
+    BytesText,
+    DateText,
+    DurationText,
+    NotNegative,
+    PatienceText,
+    Pattern,
+    Positive,
+    SecondsText,
+    Section,
+    Share,
+    StorageText,
+    WarmupText,
+    float_of_yaml,
+)
 from unisono.config.lf_template import lf_name
+from unisono.config.preference import PAIRS, PREFERENCE, Objective, PreferenceSection, keys_of
 from unisono.config.yaml_file import Takes
-from unisono.text import Duration, Warmup, parse_bytes, parse_seconds
-
-
-class Section(BaseModel):
-    """A frozen section that refuses unknown keys."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-
-def _check_duration(text: str) -> str:
-    Duration.parse(text)
-    return text
-
-
-def _check_warmup(text: str) -> str:
-    Warmup.parse(text)
-    return text
-
-
-def _check_seconds(text: str) -> str:
-    parse_seconds(text)
-    return text
-
-
-def _check_bytes(text: str) -> str:
-    parse_bytes(text)
-    return text
-
-
-def _text_of_yaml(value: Any) -> Any:
-    """The text where YAML reads a date."""
-    return value.isoformat() if isinstance(value, date) else value
-
-
-def _check_date(text: str) -> str:
-    if not re.fullmatch(r"\d{4}-\d\d-\d\d", text):
-        raise ValueError(f"{text!r} is not a date; write YYYY-MM-DD")
-    date.fromisoformat(text)
-    return text
-
-
-def _check_storage(text: str) -> str:
-    scheme, found, place = text.partition("://")
-    if not found or not scheme or not place.strip("/"):
-        raise ValueError(f"{text!r} is not a URL; write s3://bucket/runs or file:///mnt/copies")
-    if scheme in ("file", "local") and not place.startswith("/"):
-        raise ValueError(f"{text!r} has no absolute path; write {scheme}:///{place}")
-    return text
-
-
-def _check_pattern(text: str) -> str:
-    try:
-        re.compile(text)
-    except (re.error, OverflowError, RecursionError) as error:  # the last two: `a{99999999999}`, and (((…
-        raise ValueError(f"{text!r} is not a valid regular expression: {error}") from error
-    return text
-
-
-def _float_of_yaml(value: Any) -> Any:
-    """The number where YAML 1.1 reads a string, e.g. `1e-4`."""
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
-
-
-DurationText = Annotated[
-    str,
-    AfterValidator(_check_duration),
-    Takes("an amount with its unit, e.g. `3 epochs`, `500 steps` or `2M tokens`"),
-]
-WarmupText = Annotated[
-    str, AfterValidator(_check_warmup), Takes("a share or a number of steps, e.g. `3%` or `100 steps`")
-]
-SecondsText = Annotated[
-    str, AfterValidator(_check_seconds), Takes("a time, e.g. `25 seconds` or `2 minutes`")
-]
-PatienceText = Annotated[
-    str,
-    AfterValidator(lambda text: text if text == "auto" else _check_seconds(text)),
-    Takes("`auto`, or a time, e.g. `5 minutes`"),
-]
-BytesText = Annotated[str, AfterValidator(_check_bytes), Takes("a size, e.g. `1 GB` or `50 MB`")]
-StorageText = Annotated[
-    str, AfterValidator(_check_storage), Takes("a URL, e.g. `s3://bucket/runs` or `file:///mnt/copies`")
-]
-DateText = Annotated[
-    str, BeforeValidator(_text_of_yaml), AfterValidator(_check_date), Takes("a date as YYYY-MM-DD")
-]
-Pattern = Annotated[str, AfterValidator(_check_pattern), Takes("a regular expression")]
-Share = Annotated[float, BeforeValidator(_float_of_yaml), Field(ge=0.0, lt=1.0)]
-Positive = Annotated[float, BeforeValidator(_float_of_yaml), Field(gt=0.0)]
-NotNegative = Annotated[float, BeforeValidator(_float_of_yaml), Field(ge=0.0)]
 
 _ROUNDING = 1e-6  # of a sum of probabilities, which people write with few digits
 
@@ -131,7 +47,7 @@ class RopeSection(Section):
     kind: Literal["linear", "dynamic", "yarn", "llama3"] = Field(
         description="linear: arXiv:2306.15595; dynamic: NTK-aware, by the length of each row; yarn: arXiv:2309.00071; llama3: as in Llama 3.1"
     )
-    factor: Annotated[float, BeforeValidator(_float_of_yaml), Field(gt=1.0)] | Literal["auto"] = Field(
+    factor: Annotated[float, BeforeValidator(float_of_yaml), Field(gt=1.0)] | Literal["auto"] = Field(
         default="auto",
         description="how many times longer rows may be; auto: as data.max_length needs, in whole multiples of the model's positions",
     )
@@ -298,7 +214,7 @@ class DataSection(Section):
         | str
         | list[str | SourceSection]
         | None,
-        BeforeValidator(_float_of_yaml),
+        BeforeValidator(float_of_yaml),
         Takes("a share between 0 and 1 (e.g. 0.05), a number of rows, a path, a list of sources, or null"),
     ] = Field(
         default=None,
@@ -402,6 +318,11 @@ class OptimSection(Section):
         default=0.0,
         description="share of the target probability that is spread evenly over the vocabulary; eval_loss has none",
     )
+    loss_weight: Literal["uniform", "dft"] = Field(
+        default="uniform",
+        description="weight of a token in the loss of sft and pretrain; dft (arXiv:2508.05629): its own probability, without gradient;"
+        " eval_loss has none",
+    )
     max_grad_norm: Positive | None = Field(
         default=1.0, description="clip gradients to this norm; null: no clipping"
     )
@@ -457,7 +378,7 @@ class EvalSection(Section):
     stop_after: int | None = Field(
         default=None,
         ge=1,
-        description="early stopping: stop after this many evaluations in a row without a better eval_loss",
+        description="early stopping: stop after this many evaluations in a row without a better eval_loss, or what checkpoint.best names",
     )
     exact_match: bool = Field(
         default=False,
@@ -476,8 +397,9 @@ class CheckpointSection(Section):
         default="200 steps", description="a period; the end of the run is always saved"
     )
     keep: int = Field(default=3, ge=1, description="number of recent checkpoints to keep")
-    best: Literal["eval_loss"] | None = Field(
-        default=None, description="eval_loss: the best checkpoint is kept, too, and becomes the result"
+    best: Literal["eval_loss", "reward_accuracy"] | None = Field(
+        default=None,
+        description="the best checkpoint by this metric is kept, too, and becomes the result; reward_accuracy: of pairs",
     )
     storage: StorageText | None = Field(
         default=None,
@@ -542,8 +464,14 @@ class RunConfig(Section):
         default=None, description="with `adapter: null`: the parts that are trained; null: all"
     )
     data: DataSection
-    objective: Literal["sft", "pretrain"] = Field(
-        default="sft", description="sft: answers to prompts; pretrain: all tokens of plain text"
+    objective: Objective = Field(
+        default="sft",
+        description="sft: answers to prompts; pretrain: all tokens of plain text; reward: a reward model of pairs; dpo (arXiv:2305.18290),"
+        " orpo (arXiv:2403.07691) and simpo (arXiv:2405.14734): pairs of answers; kto (arXiv:2402.01306): rated answers",
+    )
+    preference: PreferenceSection = Field(
+        default=PreferenceSection(),
+        description="of dpo, kto, orpo and simpo; each takes the keys that it uses",
     )
     optim: OptimSection = OptimSection()
     duration: DurationText = Field(default="3 epochs", description="length of the run")
@@ -592,6 +520,17 @@ class RunConfig(Section):
         if found:
             raise ValueError("\n".join(found))
         return self
+
+    @model_serializer(mode="wrap")
+    def _without_unused(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Of `preference` only the keys that the objective uses, so that a written config can be read again."""
+        found: dict[str, Any] = dump(self)
+        used = keys_of(self.objective)
+        if "preference" in found:
+            found["preference"] = {key: value for key, value in found["preference"].items() if key in used}
+            if not used:
+                del found["preference"]
+        return found
 
 
 def contradictions(config: RunConfig) -> list[str]:
@@ -680,7 +619,60 @@ def contradictions(config: RunConfig) -> list[str]:
             "data.loss_on: pretraining counts all tokens; remove it, or set `data.loss_on: all`",
         ),
     ]
-    return [text for is_wrong, text in rules if is_wrong] + _source_contradictions(config.data)
+    found = [text for is_wrong, text in rules if is_wrong]
+    return found + _objective_contradictions(config) + _source_contradictions(config.data)
+
+
+def _objective_contradictions(config: RunConfig) -> list[str]:
+    """The keys that do not go with the objective."""
+    objective, data, used = config.objective, config.data, keys_of(config.objective)
+    is_preference = objective in PREFERENCE
+    set_keys = sorted(config.preference.model_fields_set - set(used))
+    takes = f"it takes {', '.join(used)}" if used else "it takes none of `preference`"
+    found = [
+        f"preference.{key}: objective {objective} does not use it; {takes}; remove it" for key in set_keys
+    ]
+    rules = [
+        (
+            objective == "dpo"
+            and config.preference.loss != "sigmoid"
+            and config.preference.label_smoothing > 0,
+            f"preference.label_smoothing: {config.preference.loss} has none; set `preference.loss: sigmoid`, or remove it",
+        ),
+        (
+            is_preference and data.too_long == "split",
+            f"data.too_long: objective {objective} compares whole answers; set it to error, cut, balanced or drop",
+        ),
+        (
+            is_preference and data.loss_on == "all",
+            f"data.loss_on: objective {objective} counts the tokens of the answers; remove it",
+        ),
+        (
+            is_preference and config.optim.label_smoothing > 0,
+            f"optim.label_smoothing: objective {objective} has no token targets; remove it",
+        ),
+        (
+            is_preference and config.optim.loss_weight != "uniform",
+            f"optim.loss_weight: objective {objective} has no weights of tokens; remove it",
+        ),
+        (
+            config.optim.loss_weight != "uniform" and config.optim.label_smoothing > 0,
+            "optim.loss_weight: dft has no label smoothing; remove one of them",
+        ),
+        (
+            is_preference and config.eval.exact_match,
+            f"eval.exact_match: objective {objective} has no single right answer; remove it, or set `eval.samples`",
+        ),
+        (
+            objective == "reward" and config.eval.samples > 0,
+            "eval.samples: a reward model writes no answers; remove it",
+        ),
+        (
+            config.checkpoint.best == "reward_accuracy" and objective not in PAIRS,
+            f"checkpoint.best: objective {objective} has no reward_accuracy, which compares pairs; set `checkpoint.best: eval_loss`",
+        ),
+    ]
+    return found + [text for is_wrong, text in rules if is_wrong]
 
 
 _FORMATS_WITH_TAGS = ("sharegpt", "openai", "preference")

@@ -1,0 +1,69 @@
+"""Objectives, and the section `preference`: which objective uses which of its keys."""
+
+from typing import Annotated, Literal, get_args
+
+from pydantic import BeforeValidator, Field
+
+from unisono.config.fields import NotNegative, Positive, Section, float_of_yaml
+
+Objective = Literal["sft", "pretrain", "reward", "dpo", "kto", "orpo", "simpo"]
+
+PAIRS = ("reward", "dpo", "orpo", "simpo")
+"""Objectives whose rows are a chosen and a rejected answer."""
+
+RATINGS = ("kto",)
+"""Objectives whose rows are one answer with a label."""
+
+PREFERENCE = (*PAIRS, *RATINGS)
+"""All objectives of preference rows."""
+
+USED: dict[str, tuple[str, ...]] = {
+    "dpo": ("loss", "beta", "label_smoothing", "sft_weight", "reference"),
+    "kto": ("beta", "desirable_weight", "undesirable_weight", "sft_weight", "reference"),
+    "orpo": ("beta", "sft_weight"),
+    "simpo": ("beta", "gamma", "sft_weight"),
+}
+"""The keys of `preference` that each objective uses; the others use none."""
+
+
+class PreferenceSection(Section):
+    """The loss of preference objectives."""
+
+    loss: Literal["sigmoid", "hinge", "ipo"] = Field(
+        default="sigmoid",
+        description="of dpo; hinge: arXiv:2305.10425; ipo (arXiv:2310.12036): squared, of log-probabilities per token",
+    )
+    beta: Positive = Field(
+        default=0.1,
+        description="dpo, kto: how strongly the model is held at the reference; orpo: weight of the odds ratio; simpo: scale of the reward",
+    )
+    label_smoothing: Annotated[float, BeforeValidator(float_of_yaml), Field(ge=0.0, lt=0.5)] = Field(
+        default=0.0, description="of dpo with `loss: sigmoid`: share of pairs assumed to be swapped"
+    )
+    sft_weight: NotNegative = Field(
+        default=0.0,
+        description="weight of the mean cross entropy of a token of the chosen (kto: desirable) answer, added to the loss",
+    )
+    gamma: NotNegative = Field(default=0.5, description="of simpo: the margin that a reward must exceed")
+    desirable_weight: Positive = Field(default=1.0, description="of kto: weight of rows with `label: true`")
+    undesirable_weight: Positive = Field(
+        default=1.0, description="of kto: weight of rows with `label: false`"
+    )
+    reference: str = Field(
+        default="auto",
+        min_length=1,
+        description="of dpo and kto: the model to compare with; auto: the model without its adapter, or the starting weights; or a path",
+    )
+
+
+def keys_of(objective: str) -> tuple[str, ...]:
+    """The keys of `preference` that an objective uses."""
+    return USED.get(objective, ())
+
+
+def sides_of(objective: str) -> int:
+    """The number of rows of tokens that a unit of an objective has: 2 for a pair, and for a rated answer with the mismatched one."""
+    return 2 if objective in PREFERENCE else 1
+
+
+assert set(get_args(Objective)) == {"sft", "pretrain", *PREFERENCE}
