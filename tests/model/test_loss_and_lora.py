@@ -7,7 +7,8 @@ import pytest
 import torch
 import transformers
 
-from unisono.model.forward import head_loss, logits_loss, speed_up_lora
+from unisono.model.forward import speed_up_lora
+from unisono.model.head import head_log_probs, head_loss, logits_loss
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
@@ -71,3 +72,24 @@ def test_layers_with_dropout_or_dora_keep_pefts_way() -> None:
             peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", **options),
         )
         assert speed_up_lora(model) == 0
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("rows", [1, 127, 300])
+def test_log_probs_and_their_gradients_equal_those_of_log_softmax(rows: int, trained: bool) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    draw = [torch.randn(*shape, generator=generator) for shape in ((rows, 16), (50, 16), (rows,))]
+    labels = torch.randint(0, 50, (rows,), generator=generator)
+    found, wanted = [], []
+    for out in (found, wanted):
+        hidden, weight = draw[0].clone().requires_grad_(), draw[1].clone().requires_grad_(trained)
+        if out is found:
+            values = head_log_probs(hidden, weight, labels, dtype=torch.float32)
+        else:
+            values = torch.log_softmax(hidden @ weight.t(), 1).gather(1, labels[:, None])[:, 0]
+        (values * draw[2]).sum().backward()
+        out += [values.detach(), hidden.grad, weight.grad]
+    for one, other in zip(found, wanted, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)

@@ -20,6 +20,7 @@ from peft.utils import ModulesToSaveWrapper
 
 from unisono.errors import ModelError
 from unisono.model.attention import FLAT_ATTENTION, UnsupportedAttentionError, register
+from unisono.model.head import head_log_probs, head_loss, logits_log_probs, logits_loss
 from unisono.model.load import DTYPES, LoadedModel
 from unisono.model.rope import scale_rows_apart, scale_rows_together
 
@@ -39,6 +40,7 @@ class Rows:
         label_index: (N,) int64, the positions among T whose hidden state predicts a loss token.
         labels: (N,) int64, the tokens to predict.
         noise: (T, E) float32, added to the input embeddings; None for none.
+        loss_counts: loss tokens of each row; they sum to N. Needed by sums of rows only.
     """
 
     input_ids: torch.Tensor
@@ -47,6 +49,11 @@ class Rows:
     label_index: torch.Tensor
     labels: torch.Tensor
     noise: torch.Tensor | None = None
+    loss_counts: list[int] = field(default_factory=list)
+
+    def sums(self, values: torch.Tensor) -> torch.Tensor:
+        """(R,): the sums of values (N,) at the loss tokens of each row; 0 for a row without any."""
+        return torch.stack([part.sum() for part in values.split(self.loss_counts)])
 
 
 @dataclass
@@ -91,6 +98,23 @@ class Forward:
                 weight = _head_of(self.loaded.base).weight
                 return head_loss(self._hidden(rows), weight, rows.labels, dtype=self.dtype, **how)
             return logits_loss(self._logits(rows), rows.labels, **how)
+
+    def log_probs(self, rows: Rows) -> torch.Tensor:
+        """(N,) float32, with a gradient: the log-probability of each loss token of these rows."""
+        return self.within(lambda: self._log_probs(rows))
+
+    def _log_probs(self, rows: Rows) -> torch.Tensor:
+        with self._precision(), self._noise(rows):
+            if self.head == "chunked":
+                weight = _head_of(self.loaded.base).weight
+                return head_log_probs(self._hidden(rows), weight, rows.labels, dtype=self.dtype)
+            return logits_log_probs(self._logits(rows), rows.labels)
+
+    @contextlib.contextmanager
+    def without_adapter(self) -> Any:
+        """A context in which the adapter is switched off: the model gives what its base gives."""
+        with self.loaded.model.disable_adapter():
+            yield
 
     @contextlib.contextmanager
     def _noise(self, rows: Rows) -> Any:
@@ -243,7 +267,9 @@ def _try_head(forward: Forward, wanted: torch.Tensor) -> None:
 def _head_of(base: Any) -> Any:
     """The head, or what peft trains in its place."""
     head = base.get_output_embeddings()
-    return head.modules_to_save[head.active_adapters[0]] if isinstance(head, ModulesToSaveWrapper) else head
+    if not isinstance(head, ModulesToSaveWrapper):
+        return head
+    return head.original_module if head.disable_adapters else head.modules_to_save[head.active_adapters[0]]
 
 
 def _try_flat(forward: Forward, wanted: torch.Tensor) -> None:
@@ -316,94 +342,6 @@ def _padded_values(rows: Rows, values: torch.Tensor) -> torch.Tensor:
     found = values.new_zeros(len(rows.lengths), max(rows.lengths), values.shape[-1])
     found[row_of, rows.position_ids] = values
     return found
-
-
-_CHUNK = 128  # rows of logits in memory at a time; N × V logits at once cost 10 to 30 % of a step and most of its memory
-
-
-class ChunkedCrossEntropy(torch.autograd.Function):
-    """Cross entropy of a linear head whose logits never exist all at once.
-
-    The gradients are computed in the forward pass, chunk by chunk, while the logits exist.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        labels: torch.Tensor,
-        count: int,
-        smoothing: float,
-    ) -> torch.Tensor:
-        """hidden (N, E), weight (V, E), labels (N,) int64 → the loss, a float32 scalar."""
-        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        d_hidden = torch.empty_like(hidden) if needs_hidden else None
-        d_weight = (
-            torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if needs_weight else None
-        )
-        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        for first in range(0, hidden.shape[0], _CHUNK):
-            rows, wanted = hidden[first : first + _CHUNK], labels[first : first + _CHUNK, None]
-            logits = (rows @ weight.t()).float()
-            normaliser = torch.logsumexp(logits, dim=1, keepdim=True)
-            picked = logits.gather(1, wanted)
-            if smoothing:
-                picked = (1 - smoothing) * picked + smoothing * logits.mean(1, keepdim=True)
-            total += (normaliser - picked).sum()
-            if d_hidden is None and d_weight is None:
-                continue
-            # d loss / d logits = (softmax - target) / count, in the memory of the logits; the target is one hot unless it is smoothed
-            logits.sub_(normaliser).exp_()
-            logits.scatter_add_(1, wanted, torch.full_like(wanted, smoothing - 1, dtype=logits.dtype))
-            if smoothing:
-                logits.sub_(smoothing / logits.shape[1])
-            d_logits = logits.div_(count).to(weight.dtype)
-            if d_hidden is not None:
-                torch.mm(d_logits, weight, out=d_hidden[first : first + _CHUNK])
-            if d_weight is not None:
-                d_weight += (d_logits.t() @ rows).float()
-        ctx.save_for_backward(*(t for t in (d_hidden, d_weight) if t is not None))
-        ctx.has = (d_hidden is not None, d_weight is not None)
-        ctx.weight_dtype = weight.dtype
-        return total / count
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """The gradients computed in forward, times the incoming gradient."""
-        saved = list(ctx.saved_tensors)
-        d_hidden = saved.pop(0) if ctx.has[0] else None
-        d_weight = saved.pop(0) if ctx.has[1] else None
-        return (
-            None if d_hidden is None else d_hidden * grad.to(d_hidden.dtype),
-            None if d_weight is None else (d_weight * grad).to(ctx.weight_dtype),
-            None,
-            None,
-            None,
-        )
-
-
-def head_loss(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
-    *,
-    count: int,
-    dtype: torch.dtype,
-    smoothing: float = 0.0,
-) -> torch.Tensor:
-    """The loss of hidden states (N, E) under a linear head (V, E), as a float32 scalar; products in `dtype`."""
-    return ChunkedCrossEntropy.apply(hidden.to(dtype), weight.to(dtype), labels, count, smoothing)
-
-
-def logits_loss(
-    logits: torch.Tensor, labels: torch.Tensor, *, count: int, smoothing: float = 0.0
-) -> torch.Tensor:
-    """The loss of logits (N, V), for heads that are more than one matrix."""
-    total = torch.nn.functional.cross_entropy(
-        logits.float(), labels, reduction="sum", label_smoothing=smoothing
-    )
-    return total / count
 
 
 class LoraProduct(torch.autograd.Function):
