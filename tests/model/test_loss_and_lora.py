@@ -76,7 +76,7 @@ def test_layers_with_dropout_or_dora_keep_pefts_way() -> None:
 
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("rows", [1, 127, 300])
-def test_log_probs_and_their_gradients_equal_those_of_log_softmax(rows: int, trained: bool) -> None:
+def test_log_probs_and_their_gradients_equal_those_of_log_softmax(*, rows: int, trained: bool) -> None:
     generator = torch.Generator().manual_seed(rows)
     draw = [torch.randn(*shape, generator=generator) for shape in ((rows, 16), (50, 16), (rows,))]
     labels = torch.randint(0, 50, (rows,), generator=generator)
