@@ -1,0 +1,1 @@
+"""What a run minimizes: the objectives, and the seam through which step, evaluation and rehearsal use them."""
