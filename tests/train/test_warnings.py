@@ -61,7 +61,7 @@ def test_an_eval_loss_that_is_not_a_number_is_never_the_best(
     train_here: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     losses = iter([2.0, math.nan, 1.5, 1.0])
-    monkeypatch.setattr(loop, "evaluation_loss", lambda _run: next(losses))
+    monkeypatch.setattr(loop, "evaluate_rows", lambda _run: {"loss": next(losses)})
     run = train_here(data={"eval": 0.2}, eval={"every": "1 steps"}, duration="3 steps")
     assert [m["best"] for m in run.of_kind("eval") if m["step"] > 0] == [False, True, True]
 

@@ -90,7 +90,7 @@ def list_(run: Run) -> None:
     store, key = open_run(run)
     files = RunDir(run)
     section, every = _keeping(files)
-    best = _best_step(store, files) if section.get("best") else None
+    best = _best_step(store, files, section["best"]) if section.get("best") else None
     rules = Rules(keep=1, every=every)
     rows = [
         row_of(path, key=key) | {"best": _step(path) == best, "for_ever": rules.are_permanent(_step(path))}
@@ -134,7 +134,7 @@ def prune(
         )
     _refuse_damaged_plan(files)
     section, every = _keeping(files)
-    best = _best_step(store, files) if section.get("best") else None
+    best = _best_step(store, files, section["best"]) if section.get("best") else None
     removed = store.sweep()
     deleted = store.prune(
         keep if keep is not None else section.get("keep", 3),
@@ -206,11 +206,11 @@ def _plan_problem(plan: Any) -> str:
     return ""
 
 
-def _best_step(store: "CheckpointStore", files: "RunDir") -> int | None:
-    """The step with the lowest eval_loss among those with a checkpoint."""
+def _best_step(store: "CheckpointStore", files: "RunDir", metric: str) -> int | None:
+    """The best step by a metric among those with a checkpoint."""
     from unisono.rundir.records import best_evaluated
 
-    found = best_evaluated(files.metrics, {_step(path) for path in store.list()})
+    found = best_evaluated(files.metrics, {_step(path) for path in store.list()}, metric=metric)
     return found[0] if found else None
 
 

@@ -5,10 +5,12 @@ A table is a directory:
     tokens.arrow            all rows in the order of their sources: `ids` lists of int32, `targets` lists of uint8: 1 where the token is
                             predicted, 2 where the end of sequence is predicted in its place, else 0.
                             Every record batch but the last has ROWS_PER_BATCH rows
-    train-rows.arrow        one entry per row of the split: `stored` (row in tokens.arrow), `length`, `loss`, `file`, `number`
+    train-rows.arrow        one entry per row of the split: `stored` (row in tokens.arrow), `length`, `loss`, `file`, `number`; of rated
+                            answers also `label`, 1 for a desirable one. With two sides, a pair or a rated answer with a mismatched one,
+                            these are the rows `stored` and `stored` + 1 of tokens.arrow, and `length` and `loss` are sums over both
     train-sequences.arrow   one entry per sequence: `rows` lists of int64 (entries of train-rows), `tokens`, `loss_tokens`
     eval-rows.arrow, eval-sequences.arrow   the same for the evaluation, if there is one
-    meta.json               file names, figures, stop tokens, end of sequence
+    meta.json               file names, figures, sides (1 if absent), stop tokens, end of sequence
     ledger.json             data.json of a run
 """
 
@@ -64,6 +66,7 @@ class TokenTable:
         sequence_columns: `tokens` and `loss_tokens`, (sequences,) int64 each.
         files: the name of each file, and whether its rows are lines.
         eos: the end of sequence; None if the tokenizer has none.
+        sides: rows of tokens of each row of the table: 2 for a pair (chosen, rejected), and for a rated answer with a mismatched one.
     """
 
     split: Split
@@ -74,6 +77,7 @@ class TokenTable:
     sequence_columns: dict[str, Ints]
     files: list[tuple[str, bool]]
     eos: int | None = None
+    sides: int = 1
 
     @classmethod
     def open(cls, directory: Path, split: Split) -> Self:
@@ -101,6 +105,7 @@ class TokenTable:
             sequence_columns={name: _ints(sequences.column(name)) for name in ("tokens", "loss_tokens")},
             files=[(name, by_line) for name, by_line in meta["files"]],
             eos=meta.get("eos"),
+            sides=meta.get("sides", 1),
         )
 
     @property
@@ -113,23 +118,24 @@ class TokenTable:
         """The number of sequences of one epoch."""
         return len(self.sequence_ends) - 1
 
-    def row(self, i: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
-        """The tokens of a row, and which of them are predicted and count in the loss.
+    def row(self, i: int, side: int = 0) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
+        """The tokens of a side of a row, and which of them are predicted and count in the loss.
 
         Returns:
             ids (L,) int32 and targets (L,) bool; targets[0] is False, as it has no context.
         """
-        ids, targets = self._stored(i)
+        ids, targets = self._stored(i, side)
         return ids, targets != 0
 
-    def labels(self, i: int) -> npt.NDArray[np.int32]:
-        """What is to be predicted at the targets of a row, (N,) int32: its tokens, or the end of sequence where it closes an answer."""
-        ids, targets = self._stored(i)
+    def labels(self, i: int, side: int = 0) -> npt.NDArray[np.int32]:
+        """What is to be predicted at the targets of a side, (N,) int32: its tokens, or the end of sequence where it closes an answer."""
+        ids, targets = self._stored(i, side)
         wanted = targets[targets != 0]
         return np.where(wanted == _CLOSES, self.eos or 0, ids[targets != 0])
 
-    def _stored(self, i: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]:
-        number, place = divmod(int(self.columns["stored"][i]), ROWS_PER_BATCH)
+    def _stored(self, i: int, side: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]:
+        assert side < self.sides
+        number, place = divmod(int(self.columns["stored"][i]) + side, ROWS_PER_BATCH)
         block = self.blocks[number]
         first, end = block.ends[place], block.ends[place + 1]
         return block.ids[first:end], block.targets[first:end]
@@ -147,7 +153,7 @@ class TokenTable:
         return self.sequence_columns["loss_tokens"]
 
     def row_lengths(self) -> Ints:
-        """(rows,) int64: tokens of each row."""
+        """(rows,) int64: tokens of each row, over all sides."""
         return self.columns["length"]
 
     def row_id(self, i: int) -> str:
@@ -201,8 +207,9 @@ class Batch:
         lengths: tokens of each row, in order; they sum to T.
         label_index: (N,) int64, the positions whose hidden state predicts a loss token.
         labels: (N,) int64, the token to predict at each.
-        sequences: the sequences, in order.
-        row_ids: the origin of each row.
+        loss_counts: loss tokens of each row; they sum to N.
+        units: rows of the table, in order; each gives a row here for each side that was requested.
+        row_ids: the origin of each row of tokens.
     """
 
     input_ids: Ints
@@ -210,7 +217,8 @@ class Batch:
     lengths: list[int]
     label_index: Ints
     labels: Ints
-    sequences: list[int]
+    loss_counts: list[int]
+    units: list[int]
     row_ids: list[str]
 
     @property
@@ -224,10 +232,17 @@ class Batch:
         return len(self.labels)
 
 
-def collate(table: TokenTable, sequences: Sequence[int]) -> Batch:
-    """The batch of some sequences of a table."""
-    rows = [int(row) for sequence in sequences for row in table.rows_of(sequence)]
-    parts = [table.row(row) for row in rows]
+def collate(table: TokenTable, sequences: Sequence[int], sides: Sequence[int] = (0,)) -> Batch:
+    """The batch of some sequences of a table; of each unit only some sides."""
+    return collate_units(
+        table, [int(row) for sequence in sequences for row in table.rows_of(sequence)], sides
+    )
+
+
+def collate_units(table: TokenTable, units: Sequence[int], sides: Sequence[int] = (0,)) -> Batch:
+    """The batch of some rows of a table, those of a unit one after the other."""
+    rows = [(unit, side) for unit in units for side in sides]
+    parts = [table.row(*row) for row in rows]
     lengths = [len(ids) for ids, _ in parts]
     input_ids = np.concatenate([np.zeros(0, np.int64), *(ids for ids, _ in parts)])
     targets = np.concatenate([np.zeros(0, np.bool_), *(wanted for _, wanted in parts)])
@@ -238,9 +253,10 @@ def collate(table: TokenTable, sequences: Sequence[int]) -> Batch:
         position_ids=np.arange(len(input_ids), dtype=np.int64) - np.repeat(starts, lengths),
         lengths=lengths,
         label_index=predicted - 1,  # the state before a token predicts it
-        labels=np.concatenate([np.zeros(0, np.int64), *(table.labels(row) for row in rows)]),
-        sequences=[int(s) for s in sequences],
-        row_ids=[table.row_id(row) for row in rows],
+        labels=np.concatenate([np.zeros(0, np.int64), *(table.labels(*row) for row in rows)]),
+        loss_counts=[int(np.count_nonzero(wanted)) for _, wanted in parts],
+        units=list(units),
+        row_ids=[table.row_id(unit) for unit, _ in rows],
     )
 
 
@@ -334,7 +350,7 @@ def write_split(
     Args:
         directory: of the table.
         split: train or eval.
-        rows: `stored`, `length`, `loss`, `file`, `number`, one entry per row.
+        rows: `stored`, `length`, `loss`, `file`, `number`, and `label` of rated answers, one entry per row.
         sequences: rows of each sequence.
     """
     _write(directory / f"{split}-rows.arrow", {name: pa.array(values) for name, values in rows.items()})

@@ -59,7 +59,7 @@ def read_progress(run: RunDir) -> dict[str, Any]:
     for line in iterate_metrics(run.metrics):
         known["step"] = line["step"]
         if "eval_loss" in line:
-            known["eval"] = {"loss": line["eval_loss"]}
+            known["eval"] = {k.removeprefix("eval_"): v for k, v in line.items() if k.startswith("eval_")}
         else:
             known |= {name: line[name] for name in ("tokens", "loss", "tokens_per_second") if name in line}
     saved = CheckpointStore(run.checkpoints, key=b"").list()  # only names are read

@@ -41,8 +41,8 @@ _ANSWER_S = 5.0
 """How long to wait for the hub before falling back to its cache."""
 
 
-def locate_model(path: str, revision: str | None = None) -> Path:
-    """The directory with the model's files; of a run with full fine-tuning, that of its result.
+def locate_model(path: str, revision: str | None = None, *, key: str = "model.path") -> Path:
+    """The directory with the model's files; of a run with full fine-tuning, that of its result. `key` is where the config names it.
 
     Raises:
         ModelError: if there is no such directory or built-in model, or the hub does not provide it.
@@ -64,7 +64,7 @@ def locate_model(path: str, revision: str | None = None) -> Path:
     if _is_path(path):
         raise ModelError.of(
             f"there is no model directory {path}",
-            where="model.path",
+            where=key,
             fix="check the path; relative paths start at the working directory",
         )
     return _from_hub(path, revision)
@@ -238,6 +238,8 @@ def inspect_model(
     verify_files(directory, digests)
     if config.adapter is not None:
         contents |= _read_adapters(config.adapter, digests, verify_files)
+    if config.preference.reference != "auto":
+        contents |= _read_reference(config.preference.reference, text, digests, verify_files)
     odd = {file: found.odd for file, found in contents.items() if found.odd}
     if odd:
         raise odd_weights(odd)
@@ -274,6 +276,32 @@ def _read_adapters(
         verify_files(adapter.directory, {ADAPTER_FILE: (contents.bytes, contents.digest)})
         what = f"{contents.digest} {adapter.kind} {adapter.rank} {adapter.scaling!r}"
         digests[f"{adapter.key} {ADAPTER_FILE}"] = (contents.bytes, what)
+    return found
+
+
+def _read_reference(
+    named: str, text: dict[str, Any], digests: dict[str, tuple[int, str]], verify_files: VerifyFiles
+) -> dict[Path, WeightContents]:
+    """Reads the weights of the reference of preference objectives, and adds their digests by config key.
+
+    Raises:
+        ModelError: if it has a different vocabulary than the model, whose tokens it has to read.
+    """
+    directory = locate_model(named, key="preference.reference")
+    settings = read_model_config(directory)
+    size, own = settings.get("text_config", settings).get("vocab_size"), text.get("vocab_size")
+    if size != own:
+        raise ModelError.of(
+            f"the reference has {size} tokens, and the model {own}",
+            where=f"preference.reference: {named}",
+            why="both must read the same tokens",
+            fix="use a model of the same family, or set preference.reference: auto",
+        )
+    found = {file: read_contents(file) for file in weight_files(directory)}
+    own_digests = {file.name: (contents.bytes, contents.digest) for file, contents in found.items()}
+    own_digests["config.json"] = _digest_file(directory / "config.json")
+    verify_files(directory, own_digests)
+    digests |= {f"preference.reference {name}": value for name, value in own_digests.items()}
     return found
 
 

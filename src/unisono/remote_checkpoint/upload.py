@@ -193,7 +193,7 @@ class Uploads:
             "path": str(self._path),
             "keep": self._plan.config.checkpoint.keep,
             "keep_every": self._plan.keep_every,
-            "best": self._plan.config.checkpoint.best is not None,
+            "best": self._plan.config.checkpoint.best,
             "beside": str(self._run.root),
         }
         environment = child_environment(threads=1, without=self._leftovers)  # the ranks use the other cores

@@ -41,6 +41,11 @@ class RunDir:
         return self.root / "metrics.jsonl"
 
     @property
+    def reference(self) -> Path:
+        """The log-probabilities that the reference of dpo and kto gives to the answers."""
+        return self.root / "reference.safetensors"
+
+    @property
     def checkpoints(self) -> Path:
         """The directory of checkpoints."""
         return self.root / "checkpoints"

@@ -255,17 +255,29 @@ def iterate_metrics(path: Path) -> Iterator[dict[str, Any]]:
                 yield value
 
 
-def best_evaluated(path: Path, steps: Collection[int]) -> tuple[int, float] | None:
-    """The step of the lowest eval_loss among `steps`, and that loss; None if none of them was evaluated."""
-    measured = [
-        (line["eval_loss"], line["step"])
+def best_evaluated(path: Path, steps: Collection[int], *, metric: str) -> tuple[int, dict[str, Any]] | None:
+    """The step among `steps` with the lowest eval_loss, or the highest value of another metric, and its line; None if none was evaluated.
+
+    Args:
+        path: metrics.jsonl.
+        steps: to choose from.
+        metric: as checkpoint.best names it.
+    """
+    key, sign = best_key(metric)
+    measured = {
+        line["step"]: line
         for line in iterate_metrics(path)
-        if isinstance(line.get("eval_loss"), float) and line["step"] in steps
-    ]
+        if isinstance(line.get(key), float) and line["step"] in steps
+    }
     if not measured:
         return None
-    loss, step = min(measured)
-    return step, loss
+    step = min(measured, key=lambda step: (sign * measured[step][key], step))
+    return step, measured[step]
+
+
+def best_key(metric: str) -> tuple[str, int]:
+    """The key of a metric in an evaluation's line, and 1 if lower values are better, -1 if higher ones are."""
+    return ("eval_loss", 1) if metric == "eval_loss" else (f"eval_{metric}", -1)
 
 
 def without_nan(value: Any) -> Any:

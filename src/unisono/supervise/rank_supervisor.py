@@ -122,8 +122,8 @@ class Attempt:
             case "checkpoint":
                 self.checkpoint, self.saved_step = str(message.get("path")), int(message["step"])
             case "eval":
-                if message.get("eval_loss") is not None:
-                    self.evals["loss"] = message["eval_loss"]
+                found = {k.removeprefix("eval_"): v for k, v in message.items() if k.startswith("eval_")}
+                self.evals |= {name: value for name, value in found.items() if value is not None}
             case kind:
                 self.last = message if kind in FINAL_KINDS else self.last
 

@@ -31,7 +31,14 @@ from unisono.rundir.records import best_evaluated
 from unisono.task.read_back import forget_cached
 from unisono.text import one_line, redact
 
-BESIDE = ("environment.json", "config.yaml", "data.json", "metrics.jsonl", "plan.json")
+BESIDE = (
+    "environment.json",
+    "config.yaml",
+    "data.json",
+    "metrics.jsonl",
+    "reference.safetensors",
+    "plan.json",
+)
 """Files of a run that are copied with its checkpoints; the plan last, as a directory with it counts as a run."""
 TRIED = "tried"
 """The object that is written to test the storage; if the test is killed, the next one removes it."""
@@ -173,7 +180,7 @@ class Storage:
         if new:  # the other files of the run must exist before the copy counts
             self._write(f"{self._place(run_id, manifest.step)}/{MANIFEST}", manifest.to_bytes())
         if best:
-            rules = replace(rules, protect=self._best(run_id, beside / "metrics.jsonl"))
+            rules = replace(rules, protect=self._best(run_id, beside / "metrics.jsonl", best))
         deleted = self._prune(run_id, rules=rules, local=path.parent)
         size = manifest.total_bytes if new else 0
         seconds = time.monotonic() - began
@@ -306,10 +313,10 @@ class Storage:
             self._fs.rm(place, recursive=True)
         return removed
 
-    def _best(self, run_id: str, metrics: Path) -> set[int]:
+    def _best(self, run_id: str, metrics: Path, metric: str) -> set[int]:
         """The best step with a complete copy. A run that was resumed on a different machine has that checkpoint only in the storage."""
         steps = set(self._steps(run_id))
-        while (found := best_evaluated(metrics, steps)) is not None:
+        while (found := best_evaluated(metrics, steps, metric=metric)) is not None:
             if self._manifest(run_id, found[0]) is not None:
                 return {found[0]}
             steps.discard(found[0])

@@ -1,4 +1,4 @@
-"""Evaluation: the loss on the held-out rows, answers as samples, the share of answers that are exactly right, and other scores."""
+"""Evaluation: loss and metrics on the held-out rows, answers as samples, the share of answers that are exactly right, and other scores."""
 
 import math
 import re
@@ -6,43 +6,51 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
+import numpy as np
 import torch
 
 from unisono.config.lf_template import lf_template_of, stop_ids
 from unisono.data.token_table import TokenTable
 from unisono.model.generate import generate
+from unisono.objectives.objective import Counts
 from unisono.text import plain
 from unisono.train import faults
 from unisono.train.front_io import flags_of, outcome_of
-from unisono.train.run import Run, load_rows
+from unisono.train.run import Run, counts_of, load_micro
 
 _AGREE_EVERY_TOKENS = 8
 _REPORT_EVERY_S = 2.0  # a short evaluation reports its result only
 
 
-def evaluation_loss(run: Run) -> float | None:
-    """Σ of the cross entropy / loss tokens over all evaluation rows; None if there are none, or after a stop request.
+def evaluate_rows(run: Run) -> dict[str, float] | None:
+    """`loss` and the objective's metrics over all evaluation rows; None if there are none, or after a stop request.
 
     All ranks must call it; each takes its groups, and the result is bit-identical on all.
     """
-    table, groups = run.eval_table, run.evaluation
+    table, groups, objective = run.eval_table, run.evaluation, run.objective
     if table is None or groups is None:
         return None
     run.beats.enter("evaluate", total=table.sequences)
-    count = int(table.sequence_loss_tokens().sum())
-    total = 0.0
+    counts = counts_of(table, range(table.sequences))
+    totals = np.zeros(1 + 2 * len(objective.metrics))
     with torch.no_grad(), evaluating(run):
+        known = (
+            first_mean(run, table, list(groups.rounds()), units=counts.units)
+            if objective.first_sides
+            else 0.0
+        )
         done, reported = 0, time.monotonic()
         for group in groups.rounds():
             # All ranks take part in each sum, also those without a group in the last round.
             faults.pause(run.plan, run.group.rank, run.state.step, "evaluate")
-            part = [evaluation_part(run, group, count=count), *flags_of(run.stop.outcome)]
+            part = [*evaluation_part(run, group, counts=counts, known=known), *flags_of(run.stop.outcome)]
             summed = torch.tensor(part, dtype=torch.float64, device=run.device)
             run.group.sum(summed)
-            loss, *flags = run.group.figures(summed)
-            total += loss
-            run.agreed_stop = outcome_of(flags)
+            found = run.group.figures(summed)
+            totals += found[:-2]
+            run.agreed_stop = outcome_of(found[-2:])
             if run.stopping:  # an evaluation is not worth the grace period; the caller drops it
                 return None
             done = min(done + groups.micro_batch * groups.world_size, table.sequences)
@@ -50,22 +58,53 @@ def evaluation_loss(run: Run) -> float | None:
             if time.monotonic() - reported > _REPORT_EVERY_S:
                 reported = time.monotonic()
                 run.report.phase("evaluate", "evaluating", done=done, total=table.sequences)
-    return total
+    return {"loss": float(totals[0]), **objective.figures(totals[1:].tolist(), known=known)}
 
 
-def evaluation_part(run: Run, group: list[int], *, count: int) -> float:
-    """The summed cross entropy of one group of evaluation sequences, divided by `count`; 0 for an empty group.
+def evaluation_part(run: Run, group: list[int], *, counts: Counts, known: float = 0.0) -> list[float]:
+    """The loss of one group of evaluation sequences, divided by `counts`, and its sums of metrics; zeros for an empty group.
 
     With sharded weights all ranks must call it equally often, with rows or without.
     """
     assert run.eval_table is not None
+    nothing = [0.0] * (1 + 2 * len(run.objective.metrics))
     if not group and not run.gradient_sync.needs_equal_rounds:
-        return 0.0
-    rows, _ = load_rows(run.eval_table, group or [0], run.device)
-    if not len(rows.labels) and not run.gradient_sync.needs_equal_rounds:
-        return 0.0
-    loss = float(run.forward.loss(rows, count=count))
-    return loss if group else 0.0
+        return nothing
+    sides, reference = run.objective.sides, run.reference.get("eval")
+    micro, _ = load_micro(run.eval_table, group or [0], run.device, sides=sides, reference=reference)
+    if not len(micro.rows.labels) and not run.gradient_sync.needs_equal_rounds:
+        return nothing
+    part = run.objective.loss(run.forward, micro, counts=counts, known=known)
+    return [float(part.loss), *part.sums.tolist()] if group else nothing
+
+
+def first_mean(run: Run, table: TokenTable, groups: list[list[int]], *, units: int) -> float:
+    """The mean over units of what the objective needs before its loss; without gradient and dropout. All ranks must call it.
+
+    Args:
+        run: the run.
+        table: of the units.
+        groups: this rank's sequences, micro batch by micro batch; an empty group only takes part in a collective forward.
+        units: of all ranks.
+    """
+    objective = run.objective
+    total = torch.zeros((), dtype=torch.float64, device=run.device)
+    with torch.no_grad(), evaluating(run):
+        for group in groups:
+            if not group and not run.gradient_sync.needs_equal_rounds:
+                continue
+            micro, _ = load_micro(
+                table,
+                group or [0],
+                run.device,
+                sides=objective.first_sides,
+                reference=run.reference.get(table.split),
+            )
+            part = objective.first(run.forward, micro)
+            total += part.double() if group else 0.0
+    summed = total[None]
+    run.group.sum(summed)
+    return run.group.figures(summed)[0] / units
 
 
 class evaluating:  # noqa: N801 - read as `with evaluating(run)`
@@ -76,10 +115,11 @@ class evaluating:  # noqa: N801 - read as `with evaluating(run)`
         self._sharded = run.sharded
 
     def __enter__(self) -> None:
+        self._was_training = self._model.training
         self._model.eval()
 
     def __exit__(self, *error: object) -> None:
-        self._model.train()
+        self._model.train(self._was_training)
         if self._sharded is not None:
             self._sharded.reshard()
 
@@ -113,7 +153,7 @@ def show_samples(run: Run, *, step: int) -> None:
         return
     if not run.group.is_main and run.sharded is None:
         return
-    questions = _questions(run, range(min(section.samples, run.eval_table.rows)))
+    questions = _questions(run, range(run.eval_table.rows), limit=section.samples)
     for question, answer in _answers(run, questions, among=questions, limit=section.sample_tokens):
         run.report.send(
             "sample",
@@ -151,9 +191,14 @@ def exact_match_share(run: Run) -> float | None:
     return all_matches / total if run.stopping is None and total else None
 
 
-def _questions(run: Run, rows: range) -> list[Question]:
-    assert run.eval_table is not None
-    return [q for q in (question_of(run.eval_table, row) for row in rows) if q is not None]
+def _questions(run: Run, rows: range, *, limit: int | None = None) -> list[Question]:
+    """The questions of rows whose answer is a reference, which an undesirable answer is not; at most `limit`."""
+    table = run.eval_table
+    assert table is not None
+    desirable = table.columns.get("label")
+    wanted = (row for row in rows if desirable is None or desirable[row])
+    questions = (question_of(table, row) for row in wanted)
+    return list(islice((question for question in questions if question is not None), limit))
 
 
 def _answers(

@@ -21,9 +21,9 @@ _ALIGNED = 64  # elements: each gradient begins at a multiple of it, for vectori
 FIXED_SCALARS = 3  # the loss, and the two numbers of a stop request
 
 
-def scalars_of_a_step(world_size: int) -> int:
-    """Numbers of a step that are summed over the ranks beside the gradients: the fixed ones, and one for each rank."""
-    return FIXED_SCALARS + world_size
+def scalars_of_a_step(world_size: int, *, metrics: int) -> int:
+    """Numbers of a step that are summed over the ranks beside the gradients: the fixed ones, one for each rank, two for each metric."""
+    return FIXED_SCALARS + world_size + 2 * metrics
 
 
 class GradientSync(Protocol):

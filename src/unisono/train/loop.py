@@ -4,8 +4,9 @@ import math
 from typing import Any
 
 from unisono.causes import Verdict
+from unisono.rundir.records import best_key
 from unisono.train import faults
-from unisono.train.evaluation import evaluation_loss, exact_match_share, show_samples
+from unisono.train.evaluation import evaluate_rows, exact_match_share, show_samples
 from unisono.train.front_io import EXIT_CODES
 from unisono.train.run import Run
 from unisono.train.saving import finish_saving, require_checkpoint, save_checkpoint
@@ -96,7 +97,7 @@ def _advance(run: Run) -> Verdict | None:
         raise out_of_memory(run, error, shape=shape, phase="train") from error
     run.state.step = batches.step
     run.state.tokens += batches.tokens
-    run.state.loss_tokens += batches.loss_tokens
+    run.state.loss_tokens += batches.counts.loss_tokens
     last = run.state.step == run.plan.total_steps
     run.state.evaluation_due = run.eval_table is not None and (
         last or _is_due(run.plan.eval_every, run.state.step)
@@ -120,46 +121,54 @@ def _is_rehearsed(run: Run) -> bool:
 
 def _measure_before(run: Run) -> None:
     """Measures the figures before step 1, to compare with those at the end."""
-    loss = evaluation_loss(run)
-    if loss is not None:
-        run.state.eval["loss_before"] = loss
+    figures = evaluate_rows(run)
+    if figures is not None:
+        run.state.eval |= {f"{name}_before": value for name, value in figures.items()}
     share = exact_match_share(run)
     if share is not None:
         run.state.eval["exact_match_before"] = share
-    if loss is not None:
-        run.report.send("eval", step=0, eval_loss=loss, exact_match=share)
+    if figures is not None:
+        run.report.send("eval", step=0, **_named(figures), exact_match=share)
     show_samples(run, step=0)
 
 
 def _evaluate(run: Run) -> None:
-    """Measures the loss on the evaluation rows, and saves the state if it is the best."""
-    loss = evaluation_loss(run)
-    if loss is None:  # a stop request cut it short; evaluation_due stays set, and is saved
+    """Measures loss and metrics on the evaluation rows, and saves the state if it is the best."""
+    figures = evaluate_rows(run)
+    if figures is None:  # a stop request cut it short; evaluation_due stays set, and is saved
         return
     state = run.state
     state.evaluation_due = False
-    state.eval["loss"] = loss
-    if math.isfinite(loss) and (state.best_loss is None or loss < state.best_loss):
-        state.best_loss, state.best_step, state.evals_since_best = loss, state.step, 0
+    state.eval |= figures
+    line = {"step": state.step, **_named(figures)}
+    key, sign = best_key(run.plan.config.checkpoint.best or "eval_loss")
+    value = float(line.get(key, math.nan))
+    if math.isfinite(value) and (state.best_loss is None or sign * value < sign * state.best_loss):
+        state.best_loss, state.best_step, state.evals_since_best = value, state.step, 0
     else:
         state.evals_since_best += 1
-    line = {"step": state.step, "eval_loss": loss}
     if run.snapshots is not None:
         run.snapshots.publish(run, line)
     _keep_line(run, line)
-    run.report.send("eval", step=state.step, eval_loss=loss, best=state.best_step == state.step)
+    run.report.send("eval", **line, best=state.best_step == state.step)
     if run.tracker is not None:
-        run.tracker.scalars(state.step, {"eval/loss": loss})
+        run.tracker.scalars(state.step, {f"eval/{name}": value for name, value in figures.items()})
     show_samples(run, step=state.step)
     if run.plan.config.checkpoint.best and state.best_step == state.step:
         save_checkpoint(run)
 
 
+def _named(figures: dict[str, float]) -> dict[str, float]:
+    """The figures of an evaluation as they are named beside those of a step."""
+    return {f"eval_{name}": value for name, value in figures.items()}
+
+
 def _report_early_stop(run: Run) -> None:
     state = run.state
+    name, _ = best_key(run.plan.config.checkpoint.best or "eval_loss")
     run.report.warning(
         "early_stop",
-        f"eval_loss has not improved in {state.evals_since_best} evaluations; "
+        f"{name} has not improved in {state.evals_since_best} evaluations; "
         + (
             f"the best, {state.best_loss:.4f}, was at step {state.best_step}"
             if state.best_loss is not None
@@ -176,6 +185,7 @@ def _log_step(run: Run, outcome: StepOutcome, *, tokens: int) -> None:
         "step": state.step,
         "epoch": state.step / run.plan.steps_per_epoch,
         "loss": outcome.loss,
+        **outcome.metrics,
         "lr": outcome.lr,
         "grad_norm": outcome.grad_norm,
         "tokens": state.tokens,
@@ -192,7 +202,7 @@ def _log_step(run: Run, outcome: StepOutcome, *, tokens: int) -> None:
     _keep_line(run, line)
     run.report.send("step", **line)
     if run.tracker is not None:
-        names = ("loss", "lr", "grad_norm", "tokens_per_second")
+        names = ("loss", *outcome.metrics, "lr", "grad_norm", "tokens_per_second")
         run.tracker.scalars(state.step, {f"train/{name}": float(line[name]) for name in names})
 
 

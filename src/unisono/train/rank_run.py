@@ -148,7 +148,7 @@ def _take_best(run: Run) -> None:
     if run.plan.config.checkpoint.best is None or best is None or best == run.state.step:
         return
     assert run.storage is not None
-    step, loss = _find_best(run)
+    step, line = _find_best(run)
     if step != best and run.group.is_main:
         text = f"the checkpoint of the best step, {best}, is missing; the result is that of step {step or run.state.step}"
         run.report.warning("best_is_gone", text)
@@ -162,30 +162,37 @@ def _take_best(run: Run) -> None:
             run, path, trust=True
         )  # weights signed by another key may be the result, too; the rest is not used
     run.state, run.saved_step = state, saved
-    run.state.eval["loss"] = loss
+    run.state.eval |= line
 
 
-def _find_intact_best(run: Run) -> tuple[int, float] | None:
+def _find_intact_best(run: Run) -> tuple[int, dict[str, Any]] | None:
+    metric = run.plan.config.checkpoint.best
     assert run.store is not None
+    assert metric is not None
     saved = {step_of(path.name): path for path in run.store.list()}
-    while (best := best_evaluated(run.files.metrics, saved)) is not None:
+    while (best := best_evaluated(run.files.metrics, saved, metric=metric)) is not None:
         if not any(finding.is_fatal for finding in run.store.verify(saved[best[0]])):
             return best
         del saved[best[0]]
     return None
 
 
-def _find_best(run: Run) -> tuple[int, float]:
-    """The step of the intact checkpoint with the lowest eval_loss, and that loss; step 0 if there is none. All ranks must call it; rank 0 reads."""
+def _find_best(run: Run) -> tuple[int, dict[str, float]]:
+    """The best step with an intact checkpoint, and on rank 0 the figures of its evaluation; step 0 if there is none.
+
+    All ranks must call it; rank 0 reads.
+    """
     best = on_rank0(
         run,
         partial(_find_intact_best, run),
         what="looking for the best checkpoint",
         path=run.files.checkpoints,
     )
-    found = torch.tensor(best or (0, 0.0), dtype=torch.float64, device=run.device)
+    found = torch.tensor(best[0] if best else 0, dtype=torch.int64, device=run.device)
     run.group.broadcast(found)
-    return int(found[0]), float(found[1])
+    line = best[1] if best else {}
+    figures = {name.removeprefix("eval_"): value for name, value in line.items() if name.startswith("eval_")}
+    return int(found), figures
 
 
 _RANK_0_KINDS = frozenset({"eval", "sample", "checkpoint"})

@@ -13,10 +13,11 @@ from torch.distributed.tensor import DTensor
 from unisono.checkpoint.state import Tensors, optimizer_tensors
 from unisono.checkpoint.store import CheckpointStore
 from unisono.checkpoint.writer import StorageFailed
-from unisono.data.token_table import Batch, TokenTable, collate
+from unisono.data.token_table import Batch, Split, TokenTable, collate_units
 from unisono.events import Reporter
 from unisono.model.forward import Forward, Rows
 from unisono.model.sharding import ShardedRoot
+from unisono.objectives.objective import Counts, Micro, Objective
 from unisono.plan import RankPlace, RunPlan, Stream, deal
 from unisono.rundir import RunDir
 from unisono.rundir.records import MetricsWriter
@@ -41,7 +42,7 @@ class StepBatches:
         places: where in the endless stream of sequences each sequence of each micro batch is.
         rounds: the largest number of micro batches on any rank.
         tokens: input tokens of the global batch.
-        loss_tokens: loss tokens of the global batch; the loss is divided by this number.
+        counts: of the global batch; the loss is divided by them.
     """
 
     step: int
@@ -50,7 +51,7 @@ class StepBatches:
     places: list[list[int]]
     rounds: int
     tokens: int
-    loss_tokens: int
+    counts: Counts
 
 
 @dataclass
@@ -67,11 +68,6 @@ class TrainingData:
 
     def __post_init__(self) -> None:
         self._tokens = self.table.sequence_tokens()
-        self._loss_tokens = self.table.sequence_loss_tokens()
-
-    def tokens_of(self, sequences: Sequence[int]) -> list[int]:
-        """Tokens of each of some sequences."""
-        return [int(self._tokens[sequence]) for sequence in sequences]
 
     def step(self, step: int) -> StepBatches:
         """The sequences of a step, distributed over the ranks and split into micro batches."""
@@ -91,7 +87,7 @@ class TrainingData:
             places=[[first + place for place in group] for group in cut],
             rounds=-(-max(map(len, shares)) // self.micro_batch),
             tokens=int(self._tokens[sequences].sum()),
-            loss_tokens=int(self._loss_tokens[sequences].sum()),
+            counts=counts_of(self.table, sequences),
         )
 
     def longest(self) -> list[int]:
@@ -133,21 +129,79 @@ class EvaluationBatches:
             yield list(range(first, min(first + self.micro_batch, self.table.sequences)))
 
 
-def load_rows(table: TokenTable, sequences: Sequence[int], device: torch.device) -> tuple[Rows, Batch]:
-    """The rows of some sequences as tensors on the device, and the batch that they come from on the host."""
-    batch = collate(table, sequences)
+def counts_of(table: TokenTable, sequences: Sequence[int]) -> Counts:
+    """The counts of some sequences of a table."""
+    chosen = np.asarray(sequences, dtype=np.int64)
+    tokens = int(table.sequence_tokens()[chosen].sum())
+    return Counts(
+        units=int((table.sequence_ends[chosen + 1] - table.sequence_ends[chosen]).sum()),
+        loss_tokens=int(table.sequence_loss_tokens()[chosen].sum()),
+        first_tokens=tokens
+        if table.sides == 1
+        else sum(_first_tokens(table, sequence) for sequence in sequences),
+    )
+
+
+def _first_tokens(table: TokenTable, sequence: int) -> int:
+    return sum(len(table.row(int(unit))[0]) for unit in table.rows_of(sequence))
+
+
+def load_micro(
+    table: TokenTable,
+    sequences: Sequence[int],
+    device: torch.device,
+    *,
+    sides: Sequence[int] = (0,),
+    reference: torch.Tensor | None = None,
+) -> tuple[Micro, Batch]:
+    """The units of some sequences as tensors on the device, and the batch that they come from on the host.
+
+    Args:
+        table: of the split.
+        sequences: its sequences.
+        device: the computation's.
+        sides: of each unit, the rows of tokens to load.
+        reference: (rows of the table, 2), the reference's log-probabilities; None if the objective has none.
+    """
+    return load_units(
+        table,
+        [int(unit) for sequence in sequences for unit in table.rows_of(sequence)],
+        device,
+        sides=sides,
+        reference=reference,
+    )
+
+
+def load_units(
+    table: TokenTable,
+    units: Sequence[int],
+    device: torch.device,
+    *,
+    sides: Sequence[int] = (0,),
+    reference: torch.Tensor | None = None,
+) -> tuple[Micro, Batch]:
+    """The same of some units, each a row of the table."""
+    batch = collate_units(table, units, sides)
 
     def to_device(values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values).to(device, non_blocking=True)
 
+    desirable = table.columns.get("label")
     rows = Rows(
         to_device(batch.input_ids),
         to_device(batch.position_ids),
         list(batch.lengths),
         to_device(batch.label_index),
         to_device(batch.labels),
+        loss_counts=list(batch.loss_counts),
     )
-    return rows, batch
+    micro = Micro(
+        rows,
+        len(batch.units),
+        labels=None if desirable is None else to_device(desirable[batch.units] != 0),
+        reference=None if reference is None else reference[batch.units].to(device),
+    )
+    return micro, batch
 
 
 # ---- Random streams
@@ -252,11 +306,11 @@ class TrainState:
         loss_tokens: tokens that counted in the loss.
         loss: the loss of the last step.
         skipped: the latest steps that were skipped because loss or gradient was NaN or infinite.
-        best_loss: the smallest eval_loss so far.
-        best_step: the step with that eval_loss.
+        best_loss: the best value so far of eval_loss, or of the metric that checkpoint.best names.
+        best_step: the step with that value.
         evals_since_best: evaluations since then.
         evaluation_due: whether the step still has to be evaluated.
-        eval: figures for result.json: loss_before, exact_match_before, loss, exact_match.
+        eval: figures for result.json: loss_before, exact_match_before, loss, exact_match, and those of the objective.
     """
 
     step: int = 0
@@ -306,6 +360,7 @@ class Run:
     gradient_sync: GradientSync
     sharded: ShardedRoot | None
     """Set if every rank holds a shard of each weight."""
+    objective: Objective
     data: TrainingData
     eval_table: TokenTable | None
     state: TrainState
@@ -333,6 +388,9 @@ class Run:
     """Reports storage that does not respond; set while the run is active."""
     snapshots: "StepSnapshots | None" = None
     """Set if the run trains an adapter."""
+
+    reference: dict[Split, torch.Tensor] = field(default_factory=dict)
+    """The reference's log-probabilities of each split, (rows of the table, 2) float32; empty without a reference."""
 
     places: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
     """Sharded tensors by name: the global shape, and the offsets of this rank's part."""

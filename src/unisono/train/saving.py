@@ -314,10 +314,11 @@ def require_directory(run: Run) -> None:
 
 def _best_saved(run: Run) -> set[int]:
     """The best step that has a checkpoint. It may not be the best step of all, whose save may have failed."""
-    if run.plan.config.checkpoint.best is None or run.store is None:
+    metric = run.plan.config.checkpoint.best
+    if metric is None or run.store is None:
         return set()
     saved = {step_of(path.name) for path in run.store.list()}
-    found = best_evaluated(run.files.metrics, saved)
+    found = best_evaluated(run.files.metrics, saved, metric=metric)
     known = {run.state.best_step} if run.state.best_step is not None else set()  # its line may be damaged
     return (known & saved) | ({found[0]} if found else set())
 

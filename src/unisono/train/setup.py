@@ -15,6 +15,7 @@ from unisono.model.directory import locate_tokenizer
 from unisono.model.forward import Forward, choose_forward
 from unisono.model.load import LoadedModel, load_for_training
 from unisono.model.sharding import ShardedRoot, shard_model
+from unisono.objectives import objective_of
 from unisono.plan import RankPlace, RunPlan, Stream
 from unisono.rundir import RunDir
 from unisono.rundir.records import MetricsWriter, truncate_after
@@ -25,6 +26,7 @@ from unisono.train.gradient_sync import GradientSync, NoSync, ReplicaSync, Shard
 from unisono.train.join import check_device, join_ranks
 from unisono.train.optim import build_optimizers
 from unisono.train.process_group import Alone, Group, world_mesh
+from unisono.train.reference import set_reference
 from unisono.train.run import GeneratorWatch, Run, TrainingData, TrainState, seed_torch
 from unisono.train.saver import Saver, Staging
 from unisono.train.saving import restore
@@ -68,6 +70,7 @@ def set_up(plan: RunPlan, place: RankPlace, report: Reporter, stop: StopRequest,
         optimizers=build_optimizers(plan.config.optim, loaded.trainable, not_matrices=_tables(loaded)),
         gradient_sync=_gradient_sync(plan, group, device, loaded, sharded),
         sharded=sharded,
+        objective=objective_of(plan.config),
         data=data,
         eval_table=eval_table,
         state=TrainState(),
@@ -80,6 +83,8 @@ def set_up(plan: RunPlan, place: RankPlace, report: Reporter, stop: StopRequest,
         root_id=identity_of(files.root),
         front_messages=front_messages() if sharded is not None and group.is_main else None,
     )
+    if run.objective.uses_reference:
+        set_reference(run)  # with the starting weights
     if plan.resume is not None:
         report.phase("resume", f"reading checkpoint {plan.resume.step}")
         beats.enter("resume")
@@ -139,7 +144,8 @@ def _gradient_sync(
     if group.world_size == 1:
         return NoSync()
     parameters = list(loaded.trainable.values())
-    return ReplicaSync(group, device, parameters, scalars=scalars_of_a_step(group.world_size))
+    scalars = scalars_of_a_step(group.world_size, metrics=len(objective_of(plan.config).metrics))
+    return ReplicaSync(group, device, parameters, scalars=scalars)
 
 
 def _open_data(plan: RunPlan, place: RankPlace) -> tuple[TrainingData, TokenTable | None]:

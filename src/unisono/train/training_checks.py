@@ -11,12 +11,12 @@ import xxhash
 
 from unisono.causes import Evidence, Verdict
 from unisono.errors import RankDied
-from unisono.model.forward import Rows
 from unisono.model.load import odd_parameters
+from unisono.objectives.objective import Counts, Micro
 from unisono.plan import estimate_memory
 from unisono.text import show_bytes
 from unisono.train.evaluation import evaluating, evaluation_part
-from unisono.train.run import Run, StepBatches, load_rows
+from unisono.train.run import Run, StepBatches, counts_of, load_micro
 from unisono.train.step import StepOutcome
 
 MAX_SKIPPED = 3
@@ -180,22 +180,23 @@ def try_longest_batch(run: Run) -> MemoryTrial:
     run.report.phase("rehearse", "trying the longest batch")
     run.beats.enter("rehearse")
     group = run.data.longest()
-    rows, batch = load_rows(run.data.table, group, run.device)
+    table, sides = run.data.table, run.objective.sides
+    micro, batch = load_micro(table, group, run.device, sides=sides, reference=run.reference.get("train"))
     shape = f"{len(group)} sequences, {batch.tokens} tokens, longest row {max(batch.lengths)}"
     try:
         if not run.gradient_sync.needs_equal_rounds:
             run.gradient_sync.begin()  # gradients must be in their buffers, as in training
         held = _as_much_as_the_optimizer_will_hold(run)
-        seconds = _time_of(run, rows)
+        seconds = _time_of(run, micro)
         if seconds < _QUICK_S and not run.gradient_sync.needs_equal_rounds:
             # The first pass includes warmup, the second lacks the gradient sum and the update of a step: take the mean.
-            seconds = (seconds + _time_of(run, rows)) / 2
+            seconds = (seconds + _time_of(run, micro)) / 2
         run.optimizers.zero_grad()
         del held
         if run.evaluation is not None:
             first = next(run.evaluation.rounds())
             with torch.no_grad(), evaluating(run):
-                evaluation_part(run, first, count=1)
+                evaluation_part(run, first, counts=counts_of(run.evaluation.table, first))
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
@@ -205,11 +206,12 @@ def try_longest_batch(run: Run) -> MemoryTrial:
     return MemoryTrial(peak_bytes(run.device), seconds * tokens / max(1, batch.tokens))
 
 
-def _time_of(run: Run, rows: Rows) -> float:
+def _time_of(run: Run, micro: Micro) -> float:
     """Seconds for a forward and a backward."""
     began = time.perf_counter()
-    if len(rows.labels) or run.gradient_sync.needs_equal_rounds:
-        run.forward.loss(rows, count=max(1, len(rows.labels))).backward()
+    if len(micro.rows.labels) or run.gradient_sync.needs_equal_rounds:
+        counts = Counts(micro.units, max(1, len(micro.rows.labels)), sum(micro.rows.lengths))
+        run.objective.loss(run.forward, micro, counts=counts).loss.backward()
     if run.device.type == "cuda":
         torch.cuda.synchronize(run.device)
     return time.perf_counter() - began

@@ -82,6 +82,7 @@ PHASES: tuple[Phase, ...] = (
     Phase("agree.ranks", "waiting until all ranks agree", waits=True),
     Phase("join", "joining the other ranks", waits=True),
     Phase("resume", "reading the checkpoint"),
+    Phase("reference", "computing the reference's log-probabilities"),
     Phase("rehearse", "trying the longest batch"),
     Phase("data", "reading its batch", share="data", in_step=True),
     Phase("compute", "in forward and backward", share="compute", in_step=True),

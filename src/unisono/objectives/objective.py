@@ -1,0 +1,169 @@
+"""What a run minimizes: the seam between the training loop and the objectives.
+
+An objective turns the units of a micro batch into their part of the loss. A unit is a row, a pair, or a rated answer. Step, evaluation and
+the rehearsal of the longest batch all go through `Objective.loss`, which divides by the counts of the *global* batch, so that parts add up to
+the same loss for any number of micro batches and ranks.
+
+What the seam can carry without a change of the loop:
+
+- Other weights of tokens (DFT, in `sft`): `Forward.log_probs` gives each loss token's log-probability with its gradient.
+- Terms that need a figure of the whole global batch first, without gradient (the divergence of KTO): `first_sides` and `first`.
+- Values that another model gave for each unit, computed once and stored (`Micro.reference`): log-probabilities of a reference. Distillation
+  from stored log-probabilities is an objective whose stored values are those of the teacher.
+- Rows that are generated (GRPO): their log-probabilities at the time of generation are such stored values, and their advantages are part
+  of the micro batch as labels are; only the source of the rows is new, and it belongs to data, not to the loop.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from unisono.model.forward import Forward, Rows
+
+PAIR_METRICS = (
+    "rewards_chosen",
+    "rewards_rejected",
+    "reward_margin",
+    "reward_accuracy",
+    "logps_chosen",
+    "logps_rejected",
+)
+"""Metrics of pairs: means over pairs; logps are sums over the tokens of an answer, or means where the loss uses means."""
+
+
+@dataclass(frozen=True)
+class Micro:
+    """The units of one micro batch.
+
+    Attributes:
+        rows: the rows of tokens, in the order of the units, those of a unit one after the other; only the sides that were requested.
+        units: number of units, U.
+        labels: (U,) bool, whether an answer is desirable; None for objectives without labels.
+        reference: (U, 2) float32, the reference's log-probability of the answer of each side; None for objectives without a reference.
+    """
+
+    rows: Rows
+    units: int
+    labels: torch.Tensor | None = None
+    reference: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Counts:
+    """The counts of a global batch, or of all rows of an evaluation.
+
+    Attributes:
+        units: rows, pairs, or rated answers.
+        loss_tokens: tokens that count in the loss, over all sides.
+        first_tokens: all tokens of the first side of each unit.
+    """
+
+    units: int
+    loss_tokens: int
+    first_tokens: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """A micro batch's part of the loss and of the metrics.
+
+    Attributes:
+        loss: a float32 scalar with a gradient.
+        sums: (2 · metrics,) float32 without a gradient: for each metric its sum over units, and over how many units.
+    """
+
+    loss: torch.Tensor
+    sums: torch.Tensor
+
+
+class Objective(Protocol):
+    """What a run minimizes."""
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Names of the metrics that `loss` gives sums of."""
+        ...
+
+    @property
+    def sides(self) -> tuple[int, ...]:
+        """The sides of a unit that `loss` needs."""
+        ...
+
+    @property
+    def first_sides(self) -> tuple[int, ...]:
+        """The sides of a unit that `first` needs; empty if the loss needs no figure of the global batch."""
+        ...
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether it compares with a reference model."""
+        ...
+
+    def first(self, forward: Forward, micro: Micro) -> torch.Tensor:
+        """A float32 scalar; its sum over the units of the global batch, divided by their number, is `known` in `loss`."""
+        ...
+
+    def loss(self, forward: Forward, micro: Micro, *, counts: Counts, known: float = 0.0) -> Part:
+        """The micro batch's part of the loss.
+
+        Args:
+            forward: the model.
+            micro: the units.
+            counts: of the global batch.
+            known: the mean over the units of the global batch of what `first` gives.
+        """
+        ...
+
+    def figures(self, sums: list[float], *, known: float = 0.0) -> dict[str, float]:
+        """The metrics of a batch, from the sums over all ranks; one without meaning is absent."""
+        ...
+
+
+def means(names: tuple[str, ...], sums: list[float]) -> dict[str, float]:
+    """The means over units; one that no unit has a value for is absent."""
+    pairs = zip(names, sums[::2], sums[1::2], strict=True)
+    return {name: total / number for name, total, number in pairs if number}
+
+
+def sums_of(*values: torch.Tensor) -> torch.Tensor:
+    """Sum and number of values (n,), float32, of each metric, in the form of `Part.sums`."""
+    return torch.stack(
+        [
+            part
+            for value in values
+            for part in (value.detach().float().sum(), value.new_tensor(float(len(value))))
+        ]
+    )
+
+
+def pair_sums(
+    chosen: torch.Tensor, rejected: torch.Tensor, logps_chosen: torch.Tensor, logps_rejected: torch.Tensor
+) -> torch.Tensor:
+    """The sums of PAIR_METRICS from rewards and log-probabilities, (U,) each. Equal rewards are not accurate."""
+    accuracy = (chosen > rejected).float()
+    return sums_of(chosen, rejected, chosen - rejected, accuracy, logps_chosen, logps_rejected)
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The log-probabilities of the answers of pairs under the model, with a gradient.
+
+    Attributes:
+        chosen: (U,) float32, sums over the tokens of the chosen answer.
+        rejected: (U,), of the rejected one.
+        chosen_tokens: (U,), loss tokens of the chosen answer.
+        rejected_tokens: (U,), of the rejected one.
+    """
+
+    chosen: torch.Tensor
+    rejected: torch.Tensor
+    chosen_tokens: torch.Tensor
+    rejected_tokens: torch.Tensor
+
+
+def answers_of(forward: Forward, micro: Micro) -> Answers:
+    """The log-probabilities of the answers of pairs, from one forward over both sides."""
+    sums = micro.rows.sums(forward.log_probs(micro.rows)).view(-1, 2)
+    tokens = torch.tensor(micro.rows.loss_counts, dtype=sums.dtype, device=sums.device).view(-1, 2)
+    return Answers(sums[:, 0], sums[:, 1], tokens[:, 0], tokens[:, 1])
