@@ -80,7 +80,8 @@ def test_log_probs_and_their_gradients_equal_those_of_log_softmax(*, rows: int, 
     generator = torch.Generator().manual_seed(rows)
     draw = [torch.randn(*shape, generator=generator) for shape in ((rows, 16), (50, 16), (rows,))]
     labels = torch.randint(0, 50, (rows,), generator=generator)
-    found, wanted = [], []
+    found: list[torch.Tensor | None] = []
+    wanted: list[torch.Tensor | None] = []
     for out in (found, wanted):
         hidden, weight = draw[0].clone().requires_grad_(), draw[1].clone().requires_grad_(trained)
         if out is found:

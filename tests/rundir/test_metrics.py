@@ -138,7 +138,17 @@ def test_readers_pass_over_damaged_lines(tmp_path: Path) -> None:
     good = b'{"step": 1, "eval_loss": 0.5}\n'
     path.write_bytes(good + b"[" * 100_000 + b'\n{"step": 1' + b"0" * 400 + b"}\n\xff\n" + good)
     assert [line["step"] for line in read_metrics(path)] == [1, 1]
-    assert best_evaluated(path, [1]) == (1, 0.5)
+    assert best_evaluated(path, [1], metric="eval_loss") == (1, {"step": 1, "eval_loss": 0.5})
+
+
+def test_the_best_step_by_accuracy_is_the_first_with_the_highest(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for step, accuracy in ((1, 0.5), (2, 0.9), (3, 0.9), (4, 0.95)):
+        with path.open("a") as file:
+            print(json.dumps({"step": step, "eval_loss": 1.0, "eval_reward_accuracy": accuracy}), file=file)
+    found = best_evaluated(path, [1, 2, 3], metric="reward_accuracy")
+    assert found is not None
+    assert found[0] == 2
 
 
 def test_a_file_that_needs_no_cut_is_not_touched(tmp_path: Path) -> None:

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from unisono.config.schema import BatchSection, RunConfig, Section, config_digest
+from unisono.config.fields import Section
+from unisono.config.schema import BatchSection, RunConfig, config_digest
 from unisono.errors import ConfigError
 from unisono.plan.run_plan import (
     DataSummary,

@@ -22,7 +22,7 @@ from unisono.task import data_tasks
 from unisono.task.inference import InferenceModel, decode, open_requested
 from unisono.text import plain
 from unisono.train.evaluation import Question, bleu, exact_match, question_of, rouge_l
-from unisono.train.run import load_rows
+from unisono.train.run import load_micro
 
 _TOKENS = 8_192  # per forward
 
@@ -109,9 +109,9 @@ def losses(
     total, done = 0.0, 0
     with torch.no_grad():
         for group in _groups(table, sequences):
-            rows, _ = load_rows(table, group, opened.device)
-            if len(rows.labels):
-                total += float(opened.forward.loss(rows, count=count))
+            micro, _ = load_micro(table, group, opened.device)
+            if len(micro.rows.labels):
+                total += float(opened.forward.loss(micro.rows, count=count))
             done += len(group)
             report.phase("evaluate", "measuring the loss", done=done, total=len(sequences))
     known = count > 0

@@ -4,7 +4,7 @@
     URL/RUN_ID/step-00000100/*                                                        manifest.json last: without it a copy does not count
 
 Requests: {action: try, url, run_id}, {action: look, url, run_id or null, before: step or null},
-{action: upload, url, run_id, path, keep, keep_every: steps or null, best: whether the best stays, beside}, {action: fetch, url, run_id, step, to, beside},
+{action: upload, url, run_id, path, keep, keep_every: steps or null, best: the metric by which the best stays or null, beside}, {action: fetch, url, run_id, step, to, beside},
 {action: read_back, url, run_id, step, checksum: of the manifest}.
 Message `progress`: bytes, of. The storage's package takes credentials from the environment.
 """
@@ -156,7 +156,9 @@ class Storage:
             )
         return {"seconds": time.monotonic() - began}
 
-    def upload(self, run_id: str, path: Path, *, rules: Rules, best: bool, beside: Path) -> dict[str, Any]:
+    def upload(
+        self, run_id: str, path: Path, *, rules: Rules, best: str | None, beside: Path
+    ) -> dict[str, Any]:
         """Copies a checkpoint, its manifest last; then deletes old copies. Gives bytes, seconds, checksum, deleted (steps), pruned (it was gone here)."""
         began = time.monotonic()
         self.operation = "written"

@@ -50,7 +50,9 @@ def set_reference(run: Run) -> None:
     """
     run.beats.enter("reference")
     path, key = run.files.reference, reference_key(run)
-    tables = {"train": run.data.table} | ({"eval": run.eval_table} if run.eval_table is not None else {})
+    tables: dict[Split, TokenTable] = {"train": run.data.table}
+    if run.eval_table is not None:
+        tables["eval"] = run.eval_table
     found = on_rank0(run, partial(_read, path, key, tables), what="reading the reference values", path=path)
     stored, why = found if found is not None else (None, "")
     if run.group.any(stored is not None):
