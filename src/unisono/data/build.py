@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from unisono.config.lf_template import lf_name, lf_template_of
+from unisono.config.preference import RATINGS, sides_of
 from unisono.config.schema import MixSection, RunConfig, SourceSection
 from unisono.data.encode import Encoder, RowEncoder
 from unisono.data.ingest import Ingest, Progress, UsableRows, expected_rows, explain_fit
@@ -84,7 +85,15 @@ def build_table(
     progress = Progress(report, expected_rows([file for source in sources for file in source.files]))
     with Ledger(notes) as ledger:
         with TokenWriter(directory / "tokens.arrow") as writer:
-            intake = Ingest(config.data, encoder, ledger, writer, progress, limit_rows=limit_rows)
+            intake = Ingest(
+                config.data,
+                encoder,
+                ledger,
+                writer,
+                progress,
+                objective=config.objective,
+                limit_rows=limit_rows,
+            )
             for source in sources:
                 intake.read(source)
             intake.refuse()
@@ -97,6 +106,7 @@ def build_table(
         (directory / "template.jinja").write_text(template.source(), encoding="utf-8")
     meta = {
         "splits": splits,
+        "sides": sides_of(config.objective),
         "total": ledger.total(),
         "formats": intake.formats,
         "highest_id": writer.highest,
@@ -155,21 +165,27 @@ def _write_splits(
         first_of_row = np.repeat(
             np.cumsum(usable["pieces"][chosen]) - usable["pieces"][chosen], usable["pieces"][chosen]
         )
-        stored = usable["first"][row] + np.arange(len(row)) - first_of_row
+        sides = sides_of(config.objective)
+        stored = usable["first"][row] + (np.arange(len(row)) - first_of_row) * sides
+        of_side = [stored + side for side in range(sides)]
         columns = {
             "stored": stored,
-            "length": lengths[stored],
-            "loss": loss[stored],
+            "length": sum((lengths[side] for side in of_side), np.zeros(len(row), np.int64)),
+            "loss": sum((loss[side] for side in of_side), np.zeros(len(row), np.int64)),
             "file": usable["file"][row],
             "number": usable["number"][row],
         }
+        if config.objective in RATINGS:
+            columns["label"] = usable["label"][row]
+            writer.digest.update(columns["label"].data)
         sequences = _sequences(
-            columns["length"], count[row], packing=config.data.packing, limit=config.data.max_length
+            columns["length"], count[row], packing=config.data.packing, limit=config.data.max_length * sides
         )
         write_split(directory, split, columns, sequences)
         for rows in sequences:
             writer.digest.update(stored[rows].data)
-        figures[split] = _figures(columns, count[row], sequences)
+        longest = max(int(lengths[side].max()) for side in of_side)
+        figures[split] = _figures(columns, count[row], sequences, longest_row=longest)
         _count(ledger, usable["source"], columns, count, row, split=split)
     _refuse_nothing(config, ledger, figures)
     return figures
@@ -243,14 +259,16 @@ def _sequences(lengths: Ints, often: Ints, *, packing: bool, limit: int) -> list
     return [occurrences[rows].tolist() for rows in pack(lengths[occurrences].tolist(), limit=limit)]
 
 
-def _figures(columns: dict[str, Ints], often: Ints, sequences: list[list[int]]) -> dict[str, int]:
+def _figures(
+    columns: dict[str, Ints], often: Ints, sequences: list[list[int]], *, longest_row: int
+) -> dict[str, int]:
     lengths = columns["length"]
     return {
         "rows": int(often.sum()),
         "sequences": len(sequences),
         "tokens": int((lengths * often).sum()),
         "loss_tokens": int((columns["loss"] * often).sum()),
-        "longest_row": int(lengths.max()),
+        "longest_row": longest_row,
         "longest_sequence": max(int(lengths[rows].sum()) for rows in sequences),
     }
 

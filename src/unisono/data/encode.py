@@ -14,7 +14,7 @@ from unisono.data.formats import FormatName, to_example
 from unisono.data.rows import Completion, Conversation, Example, Exchange, RowError, Text
 from unisono.data.template import ChatTemplate, choose_template, fallback_template, known_stop_ids
 from unisono.data.template_limits import CHARACTERS, timers_armed
-from unisono.data.token_table import Encoded
+from unisono.data.token_table import Encoded, EncodedUnit
 from unisono.errors import DataError
 from unisono.text import one_line
 
@@ -148,6 +148,14 @@ class RowEncoder(Protocol):
 
     def encode(self, examples: Sequence[Example]) -> list[Encoded | RowError]:
         """The tokens of each example, or its error."""
+        ...
+
+    def encode_pairs(self, examples: Sequence[Example]) -> list[EncodedUnit | RowError]:
+        """For each example the prompt with the chosen answer, and with the rejected one; or its error."""
+        ...
+
+    def encode_ratings(self, examples: Sequence[Example]) -> list[EncodedUnit | RowError]:
+        """For each example the prompt with its answer, and with that of the row before it; or its error."""
         ...
 
 

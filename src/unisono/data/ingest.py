@@ -9,13 +9,14 @@ from typing import Literal
 
 import numpy as np
 
+from unisono.config.preference import PAIRS, PREFERENCE, RATINGS
 from unisono.config.schema import DataSection
 from unisono.data.encode import RowEncoder
 from unisono.data.formats import COLUMNS, FormatName, detect, shown
 from unisono.data.readers import read_rows
 from unisono.data.rows import BadRow, Example, Ledger, Place, RawRow, Row, RowError, RowFile, SourceCounts
 from unisono.data.sources import Source
-from unisono.data.token_table import Encoded, TokenWriter
+from unisono.data.token_table import Encoded, EncodedUnit, TokenWriter
 from unisono.errors import DataError, Problem
 from unisono.events import Reporter
 
@@ -24,10 +25,10 @@ TooLong = Literal["error", "cut", "drop", "split", "balanced"]
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """A row in pieces of at most max_length tokens.
+    """A row in pieces of at most max_length tokens, or a unit of two sides, each of at most max_length tokens.
 
     Attributes:
-        pieces: one; several if it was split; none if it was dropped, or if no token of it counts in the loss.
+        pieces: one; several if it was split; none if it was dropped, or if no token of it counts in the loss. Of a unit its two sides.
         what: used, cut, split, drop, or error.
         tokens_cut: tokens of the row that are not in any piece.
     """
@@ -55,6 +56,40 @@ def fit(row: Encoded, *, max_length: int, too_long: TooLong) -> Fitted:
     if too_long == "split":
         return _split(row, max_length)
     return Fitted([], "drop" if too_long == "drop" else "error")
+
+
+def fit_unit(unit: EncodedUnit, *, max_length: int, too_long: TooLong) -> Fitted:
+    """The unit with each side within max_length tokens. A cut takes the end of the answers, so that both sides keep the same prompt."""
+    if len(unit.sides) == 1:
+        return fit(unit.sides[0], max_length=max_length, too_long=too_long)
+    is_long = max(len(side.ids) for side in unit.sides) > max_length
+    if is_long and too_long not in ("cut", "balanced"):
+        return Fitted([], "drop" if too_long == "drop" else "error")
+    kept = [fit(side, max_length=max_length, too_long="cut") for side in unit.sides]
+    pieces = [piece for side in kept for piece in side.pieces]
+    cut = sum(side.tokens_cut for side in kept)
+    return Fitted(pieces if len(pieces) == len(kept) else [], "cut" if cut else "used", cut)
+
+
+def refuse_equal_sides(unit: EncodedUnit, fitted: Fitted) -> None:
+    """Refuses a pair of equal answers.
+
+    Raises:
+        RowError: if the answers are equal, or differ only in what was cut off.
+    """
+    if unit.label is not None or len(unit.sides) == 1 or not fitted.pieces:
+        return
+    chosen, rejected = fitted.pieces
+    if not np.array_equal(chosen.ids, rejected.ids):
+        return
+    if all(np.array_equal(*parts) for parts in zip(*((s.ids, s.targets) for s in unit.sides), strict=True)):
+        raise RowError(
+            "the chosen and the rejected answer are equal", "write two different answers, or remove the row"
+        )
+    raise RowError(
+        "the chosen and the rejected answer differ only in what is cut off",
+        "raise data.max_length, or remove the row",
+    )
 
 
 def _balanced(row: Encoded, max_length: int) -> Encoded:
@@ -115,6 +150,11 @@ def explain_fit(what: str, *, length: int, max_length: int, pieces: int, tokens_
 
 
 _BATCH = 512  # rows that go through the tokenizer together
+_RATED_BATCH = 1000  # of rated answers, which get the answers of other rows of their batch
+_NEEDS = {
+    True: "it compares a chosen and a rejected answer, or reads a label for each answer",
+    False: "it trains on one answer for each row",
+}
 _SHOWN_PROBLEMS = 20
 _REPORT_EVERY_S = 0.5
 _ALL_COUNTS = "; every token counts in the loss"
@@ -138,6 +178,7 @@ class UsableRows:
         tokens_cut: number of these that are not in any piece.
         is_cut: 1 if it was cut.
         is_split: 1 if it was split.
+        label: 1 if it is a desirable answer.
     """
 
     source: "array[int]" = field(default_factory=_numbers)
@@ -149,6 +190,7 @@ class UsableRows:
     tokens_cut: "array[int]" = field(default_factory=_numbers)
     is_cut: "array[int]" = field(default_factory=_numbers)
     is_split: "array[int]" = field(default_factory=_numbers)
+    label: "array[int]" = field(default_factory=_numbers)
 
 
 class Progress:
@@ -187,8 +229,10 @@ class Ingest:
         writer: TokenWriter,
         progress: Progress,
         *,
+        objective: str = "sft",
         limit_rows: int | None = None,
     ) -> None:
+        self._objective = objective
         self.files: dict[str, bool] = {}
         self.usable = UsableRows()
         self.formats: list[str] = []
@@ -221,7 +265,7 @@ class Ingest:
             raise DataError.of(f"{path} has no rows", where=path, fix="use a file with rows")
         name = self._format(source, leading[-1])
         everything = chain(leading, rows)
-        while batch := list(islice(everything, _BATCH)):
+        while batch := list(islice(everything, _RATED_BATCH if self._objective in RATINGS else _BATCH)):
             self._progress.add(len(batch), path)
             self._read_batch(source, name, batch)
 
@@ -259,12 +303,15 @@ class Ingest:
     def _format(self, source: Source, first: Row) -> FormatName:
         """The format of a source, as configured or as its first row shows."""
         path, configured = source.section.path, source.section.format
-        if configured == "preference":
+        wants_preference = self._objective in PREFERENCE
+        if configured != "auto" and wants_preference != (configured == "preference"):
             raise DataError.of(
-                f"{path} has preference rows, and objectives that train on them are not available yet",
-                where=path,
-                why="`format: preference` is for pairs of answers, and for rated ones",
-                fix="`unisono data preview` shows how they are encoded; to train, use rows with one answer",
+                f"{path} has {configured} rows, which objective {self._objective} cannot train on",
+                where=f"data.format: {configured}",
+                why=_NEEDS[wants_preference],
+                fix="set data.format: preference, with its columns"
+                if wants_preference
+                else f"set objective: {' or '.join(PREFERENCE)}, or use rows with one answer",
             )
         if configured != "auto":
             self.formats.append(f"{path}: {configured} (set){_ALL_COUNTS if configured == 'text' else ''}")
@@ -305,11 +352,20 @@ class Ingest:
             else:
                 places.append(row.place)
                 examples.append(example)
-        for place, encoded in zip(places, self._encoder.encode(examples), strict=True):
+        for place, encoded in zip(places, self._encoded(examples), strict=True):
             if isinstance(encoded, RowError):
                 self._take_bad(encoded.at(place), counts)
             else:
                 self._take(place, encoded, counts)
+
+    def _encoded(self, examples: list[Example]) -> list[EncodedUnit | RowError]:
+        """The units of the examples, as the objective needs them."""
+        if self._objective in PAIRS:
+            return self._encoder.encode_pairs(examples)
+        if self._objective in RATINGS:
+            return self._encoder.encode_ratings(examples)
+        rows = self._encoder.encode(examples)
+        return [row if isinstance(row, RowError) else EncodedUnit((row,)) for row in rows]
 
     def _example(self, name: FormatName, row: RawRow, source: Source) -> Example | BadRow:
         try:
@@ -317,12 +373,18 @@ class Ingest:
         except RowError as error:
             return error.at(row.place)
 
-    def _take(self, place: Place, row: Encoded, counts: SourceCounts) -> None:
+    def _take(self, place: Place, unit: EncodedUnit, counts: SourceCounts) -> None:
         max_length = self._data.max_length
-        fitted = fit(row, max_length=max_length, too_long=self._data.too_long)
-        if fitted.pieces:
-            self._keep(place, row, fitted)
+        fitted = fit_unit(unit, max_length=max_length, too_long=self._data.too_long)
+        try:
+            refuse_equal_sides(unit, fitted)
+        except RowError as error:
+            self._take_bad(error.at(place), counts)
             return
+        if fitted.pieces:
+            self._keep(place, unit, fitted)
+            return
+        row = max(unit.sides, key=lambda side: len(side.ids) + side.cut)
         why = explain_fit(
             fitted.what,
             length=len(row.ids) + row.cut,
@@ -341,18 +403,19 @@ class Ingest:
             nothing = "none of its tokens counts in the loss" + (f" ({why})" if fitted.what != "used" else "")
             self._take_bad(BadRow(place, nothing, "raise data.max_length, or remove the row"), counts)
 
-    def _keep(self, place: Place, row: Encoded, fitted: Fitted) -> None:
+    def _keep(self, place: Place, unit: EncodedUnit, fitted: Fitted) -> None:
         """Keeps a usable row. Its changes are entered in the ledger once it is known whether the row is used."""
         entry = {
             "source": len(self._ledger.sources) - 1,
             "file": self._file_number[place.file],
             "number": place.number,
             "first": len(self._writer.lengths),
-            "pieces": len(fitted.pieces),
-            "length": len(row.ids) + row.cut,
+            "pieces": len(fitted.pieces) // len(unit.sides),
+            "length": sum(len(side.ids) + side.cut for side in unit.sides),
             "tokens_cut": fitted.tokens_cut,
             "is_cut": fitted.what == "cut",
             "is_split": fitted.what == "split",
+            "label": bool(unit.label),
         }
         for name, value in entry.items():
             getattr(self.usable, name).append(value)

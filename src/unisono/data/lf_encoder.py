@@ -21,28 +21,13 @@ from unisono.data.lf_tools import local_day
 from unisono.data.rows import Example, Exchange, Message, RowError, Turn
 from unisono.data.template import ChatTemplate
 from unisono.data.template_limits import CHARACTERS
-from unisono.data.token_table import Encoded
+from unisono.data.token_table import Encoded, EncodedUnit
 from unisono.errors import DataError
 
 _KL_GROUP = 1000  # rows among which the answers are exchanged for KTO
 _CLOSES = 2  # where the end of sequence is predicted instead of the token
 
 Found = TypeVar("Found")
-
-
-@dataclass(frozen=True, slots=True)
-class EncodedRating:
-    """A rated answer for KTO.
-
-    Attributes:
-        row: the prompt with its answer.
-        mismatched: the prompt with the answer of another row, for the estimate of the divergence.
-        desirable: whether the answer is a good one.
-    """
-
-    row: Encoded
-    mismatched: Encoded
-    desirable: bool
 
 
 class LfEncoder:
@@ -127,7 +112,7 @@ class LfEncoder:
             return self._encode_texts(examples)
         return self._each(examples, self._conversation, self._row)
 
-    def encode_pairs(self, examples: Sequence[Example]) -> list[tuple[Encoded, Encoded] | RowError]:
+    def encode_pairs(self, examples: Sequence[Example]) -> list[EncodedUnit | RowError]:
         """For each example the prompt with the chosen answer, and with the rejected one; or its error.
 
         Both are cut alike, at what the longer answer leaves to the prompt.
@@ -140,15 +125,15 @@ class LfEncoder:
                 )
             return [self._writer.question(example, answer) for answer in example.answers]
 
-        def finish(pairs: list[Pair[Ids]]) -> tuple[Encoded, Encoded]:
+        def finish(pairs: list[Pair[Ids]]) -> EncodedUnit:
             chosen, rejected = pairs
             rejected.source = chosen.source
             longest = max(len(self._ended(pair)) for pair in pairs)
-            return self._question(chosen, longest), self._question(rejected, longest)
+            return EncodedUnit((self._question(chosen, longest), self._question(rejected, longest)))
 
         return self._each(examples, pieces, finish)
 
-    def encode_ratings(self, examples: Sequence[Example]) -> list[EncodedRating | RowError]:
+    def encode_ratings(self, examples: Sequence[Example]) -> list[EncodedUnit | RowError]:
         """For each example the prompt with its answer, and with that of the row before it; or its error.
 
         The first of a group of 1000 rows gets the last one's answer. Rows with an error take no part.
@@ -173,7 +158,7 @@ class LfEncoder:
 
         found = self._each(examples, pieces, finish)
         return [
-            row if isinstance(row, RowError) else EncodedRating(row[0], row[1], _is_desirable(example))
+            row if isinstance(row, RowError) else EncodedUnit(row, _is_desirable(example))
             for row, example in zip(found, examples, strict=True)
         ]
 

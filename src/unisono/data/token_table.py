@@ -285,6 +285,19 @@ class Encoded:
         return Encoded(self.ids[places], self.targets[places].copy(), closings=closings)
 
 
+@dataclass(frozen=True, slots=True)
+class EncodedUnit:
+    """An encoded unit of an objective.
+
+    Attributes:
+        sides: one row; or those of a pair, chosen and rejected; or a rated answer and a mismatched one, both after the same prompt.
+        label: whether a rated answer is desirable; None for other units.
+    """
+
+    sides: tuple[Encoded, ...]
+    label: bool | None = None
+
+
 class TokenWriter:
     """Writes tokens.arrow, one record batch at a time, and keeps two numbers per row.
 

@@ -140,9 +140,15 @@ def sums_of(*values: torch.Tensor) -> torch.Tensor:
 def pair_sums(
     chosen: torch.Tensor, rejected: torch.Tensor, logps_chosen: torch.Tensor, logps_rejected: torch.Tensor
 ) -> torch.Tensor:
-    """The sums of PAIR_METRICS from rewards and log-probabilities, (U,) each. Equal rewards are not accurate."""
-    accuracy = (chosen > rejected).float()
-    return sums_of(chosen, rejected, chosen - rejected, accuracy, logps_chosen, logps_rejected)
+    """The sums of PAIR_METRICS from rewards and log-probabilities, (U,) each."""
+    return sums_of(
+        chosen, rejected, chosen - rejected, accurate(chosen - rejected), logps_chosen, logps_rejected
+    )
+
+
+def accurate(margin: torch.Tensor) -> torch.Tensor:
+    """(U,): 1 where the chosen reward is higher, 0 where it is lower, and ½ where both are equal, e.g. before the first step."""
+    return (margin.sign() + 1) / 2
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import torch
 
 from unisono.model.forward import Forward
 from unisono.objectives.losses import reward_losses
-from unisono.objectives.objective import PAIR_METRICS, Counts, Micro, Part, means, sums_of
+from unisono.objectives.objective import PAIR_METRICS, Counts, Micro, Part, accurate, means, sums_of
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Reward:
         del known
         chosen, rejected = forward.scores(micro.rows).view(-1, 2).unbind(1)
         margin = chosen - rejected
-        sums = sums_of(chosen, rejected, margin, (margin > 0).float())
+        sums = sums_of(chosen, rejected, margin, accurate(margin))
         return Part(reward_losses(chosen, rejected).sum() / counts.units, sums)
 
     def figures(self, sums: list[float], *, known: float = 0.0) -> dict[str, float]:

@@ -13,13 +13,13 @@ from unisono.checkpoint.model_manifest import check_model, read_digest
 from unisono.config.lf_template import adapt_tokenizer, lf_template_of
 from unisono.config.schema import RunConfig
 from unisono.data.build import make_encoder
-from unisono.data.lf_encoder import EncodedRating, LfEncoder
+from unisono.data.lf_encoder import LfEncoder
 from unisono.data.lf_pieces import NO_TOKEN
 from unisono.data.prepare import load_tokenizer, prepare_data
 from unisono.data.readers import read_rows
 from unisono.data.rows import BadRow, Example, Exchange, Row, RowError, first_notes, read_counts
 from unisono.data.sources import Source, find_sources
-from unisono.data.token_table import Encoded, TokenTable
+from unisono.data.token_table import EncodedUnit, TokenTable
 from unisono.errors import DataError, ModelError
 from unisono.events import Reporter
 from unisono.files import make_private_dir
@@ -191,19 +191,17 @@ def _read_preference(encoder: LfEncoder, source: Source, row: Row) -> Example | 
         return error
 
 
-def _shown_preference(
-    row: tuple[Encoded, Encoded] | EncodedRating, show: Callable[..., dict[str, Any]]
-) -> dict[str, Any]:
-    if isinstance(row, EncodedRating):
-        kl = show(row.mismatched.ids, row.mismatched.targets)
-        return show(row.row.ids, row.row.targets) | {"kl": kl, "desirable": row.desirable}
-    chosen, rejected = (show(one.ids, one.targets) for one in row)
+def _shown_preference(row: EncodedUnit, show: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+    first, second = (show(side.ids, side.targets) for side in row.sides)
+    if row.label is not None:
+        return first | {"kl": second, "desirable": row.label}
+    chosen, rejected = first, second
     return {"chosen": chosen, "rejected": rejected}
 
 
 def _encode_preference(
     encoder: LfEncoder, examples: list[Example], stage: str | None
-) -> Sequence[tuple[Encoded, Encoded] | EncodedRating | RowError]:
+) -> Sequence[EncodedUnit | RowError]:
     """Pairs or ratings; without a stage, what the first row is."""
     first = examples[0] if examples else None
     if stage == "kto" or (
