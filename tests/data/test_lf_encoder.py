@@ -15,11 +15,11 @@ import pytest
 
 from unisono.config.lf_template import find_lf_template, lf_template_of, template_names
 from unisono.data.ingest import balance, fit
-from unisono.data.lf_encoder import EncodedRating, LfEncoder
+from unisono.data.lf_encoder import LfEncoder
 from unisono.data.lf_pieces import NO_TOKEN
 from unisono.data.lf_rows import read_exchange
 from unisono.data.rows import Exchange, RowError
-from unisono.data.token_table import Encoded
+from unisono.data.token_table import Encoded, EncodedUnit
 from unisono.errors import DataError
 
 if TYPE_CHECKING:
@@ -98,16 +98,16 @@ def check(case: dict[str, Any], encoder: LfEncoder, examples: list[Exchange]) ->
     if case["stage"] == "rm":
         pairs = encoder.encode_pairs(examples)
         for i, pair in enumerate(pairs):
-            assert not isinstance(pair, RowError)
-            for row, name in zip(pair, ("chosen", "rejected"), strict=True):
+            assert isinstance(pair, EncodedUnit)
+            for row, name in zip(pair.sides, ("chosen", "rejected"), strict=True):
                 assert_same(row, out[f"{name}_input_ids"][i], out[f"{name}_labels"][i])
         return
     if case["stage"] == "kto":
         for i, rating in enumerate(encoder.encode_ratings(examples)):
-            assert isinstance(rating, EncodedRating)
-            assert_same(rating.row, out["input_ids"][i], out["labels"][i])
-            assert_same(rating.mismatched, out["kl_input_ids"][i], out["kl_labels"][i])
-            assert rating.desirable == out["kto_tags"][i]
+            assert isinstance(rating, EncodedUnit)
+            assert_same(rating.sides[0], out["input_ids"][i], out["labels"][i])
+            assert_same(rating.sides[1], out["kl_input_ids"][i], out["kl_labels"][i])
+            assert rating.label == out["kto_tags"][i]
         return
     rows = encoder.encode(examples)
     for found, ids, labels in zip(rows, out["input_ids"], out.get("labels", out["input_ids"]), strict=True):
@@ -254,9 +254,9 @@ def test_the_answer_for_the_comparison_is_that_of_the_row_before() -> None:
     encoder = make_encoder("qwen3_nothink")
     rows = [{"instruction": f"q{i}", "output": f"a{i}", "label": i != 1} for i in range(3)]
     found = encoder.encode_ratings([read_exchange("preference", row, {}, {}) for row in rows])
-    ratings = [one for one in found if isinstance(one, EncodedRating)]
-    assert [one.desirable for one in ratings] == [True, False, True]
-    answers = [trained_text(encoder, one.mismatched).removesuffix("<|im_end|>\n") for one in ratings]
+    ratings = [one for one in found if isinstance(one, EncodedUnit)]
+    assert [one.label for one in ratings] == [True, False, True]
+    answers = [trained_text(encoder, one.sides[1]).removesuffix("<|im_end|>\n") for one in ratings]
     assert answers == ["a2", "a0", "a1"]
 
 
@@ -264,7 +264,7 @@ def test_an_empty_answer_is_not_desirable() -> None:
     rows = [{"instruction": "q", "output": text, "label": True} for text in ("", "a")]
     examples = [read_exchange("preference", row, {}, {}) for row in rows]
     found = make_encoder("qwen").encode_ratings(examples)
-    assert [one.desirable for one in found if isinstance(one, EncodedRating)] == [False, True]
+    assert [one.label for one in found if isinstance(one, EncodedUnit)] == [False, True]
 
 
 def test_a_cut_row_knows_how_many_tokens_it_lost() -> None:
