@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from unisono.config import RunConfig, load_config
-from unisono.config.llamafactory import Translation, llamafactory_version, translate
+from unisono.config.llamafactory import Translation, Verb, llamafactory_version, translate
 from unisono.config.llamafactory_keys import KEYS, Key
 from unisono.config.load import config_of
 from unisono.config.yaml_file import parse_yaml
@@ -38,7 +38,10 @@ INFO = {
     "other": {"file_name": "identity.json", "columns": {"prompt": "q", "response": "a"}},
     "text": {"file_name": "identity.json", "columns": {"prompt": "text"}},
     "pairs": {"file_name": "identity.json", "ranking": True, "columns": {"prompt": "q", "chosen": "c", "rejected": "r"}},
+    "rated": {"file_name": "identity.json", "columns": {"prompt": "q", "response": "a", "kto_tag": "good"}},
 }  # fmt: skip
+PAIRS: dict[str, Any] = {"stage": "dpo", "dataset": "pairs"}
+RATED: dict[str, Any] = {"stage": "kto", "dataset": "rated"}
 
 
 @pytest.fixture(autouse=True)
@@ -60,13 +63,13 @@ def read(raw: dict[str, Any], *overrides: str) -> Translation:
 def config(*overrides: str, **keys: Any) -> dict[str, Any]:
     """Our config of the base file with these keys, which must be valid."""
     translation = read({**BASE, **keys}, *overrides)
-    loaded = config_of(translation)
+    loaded = config_of(translation, verb="init")
     return loaded.config.model_dump(mode="json", by_alias=True)
 
 
-def problems(*overrides: str, **keys: Any) -> list[Problem]:
+def problems(*overrides: str, verb: Verb = "init", **keys: Any) -> list[Problem]:
     with pytest.raises(ConfigError) as caught:
-        config_of(read({**BASE, **keys}, *overrides))
+        config_of(read({**BASE, **keys}, *overrides), verb=verb)
     assert caught.value.exit_code == 2
     return list(caught.value.problems)
 
@@ -90,6 +93,10 @@ WITH: dict[str, dict[str, Any]] = {  # what another key needs to have an effect
     "create_new_adapter": {"adapter_name_or_path": "a"}, "gradient_checkpointing": {"disable_gradient_checkpointing": True},
     "fsdp_config": {"fsdp": "full_shard"}, "save_steps": {"save_strategy": "steps"},
     "swanlab_project": {"use_swanlab": True}, "max_samples": {"streaming": False},
+    **dict.fromkeys(("pref_beta", "pref_ftx", "pref_bco_weight", "pref_loss", "dpo_label_smoothing", "ref_model", "ld_alpha"), PAIRS),
+    **dict.fromkeys(("kto_chosen_weight", "kto_rejected_weight"), RATED),
+    "simpo_gamma": PAIRS | {"pref_loss": "simpo"},
+    "ref_model_adapters": PAIRS | {"ref_model": "a"}, "ref_model_quantization_bit": RATED | {"ref_model": "a"},
 }  # fmt: skip
 VALUES: dict[str, Any] = {
     "dataset": "other", "eval_dataset": "other", "dataset_dir": "other_data", "stage": "pt", "finetuning_type": "full",
@@ -99,7 +106,7 @@ VALUES: dict[str, Any] = {
     "fsdp": "full_shard", "fsdp_config": {"offload_params": True}, "adam_beta1": 0.8, "adam_beta2": 0.99,
     "metric_for_best_model": "rouge", "infer_backend": "vllm", "freeze_trainable_layers": -1, "data_seed": 7,
     "rope_scaling": "linear", "max_grad_norm": 0.5, "lora_dropout": 0.1, "label_smoothing_factor": 0.1,
-    "load_best_model_at_end": True, "bf16": True, "adam_epsilon": 1e-6, "save_steps": 100,
+    "load_best_model_at_end": True, "bf16": True, "adam_epsilon": 1e-6, "save_steps": 100, "dpo_label_smoothing": 0.1,
 }  # fmt: skip
 
 
@@ -143,7 +150,7 @@ def test_every_key_is_refused_or_has_an_effect_or_is_listed_as_ignored(name: str
         assert next(entry.note for entry in found.keys if entry.key == name)
     else:
         assert not found.problems
-        assert config_of(found).config != config_of(without).config
+        assert config_of(found, verb="init").config != config_of(without, verb="init").config
         for ours in next(entry.ours for entry in found.keys if entry.key == name).split(", "):
             assert ours.split(".")[0] in RunConfig.model_fields
 
@@ -318,6 +325,39 @@ def test_what_llama_factory_does_by_default_is_written_out() -> None:
         ({"deepspeed": "z3.json"}, "parallel.strategy", "fsdp"),
         ({"deepspeed": {"zero_optimization": {"stage": 0}}}, "parallel.strategy", "ddp"),
         ({"fsdp": "full_shard auto_wrap"}, "parallel.strategy", "fsdp"),
+        ({"stage": "rm", "dataset": "pairs"}, "objective", "reward"),
+        (PAIRS, "objective", "dpo"),
+        (PAIRS, "preference.loss", "sigmoid"),
+        (PAIRS, "preference.reference", "auto"),
+        (PAIRS | {"packing": True}, "data.packing", False),
+        (PAIRS | {"lora_dropout": 0.1}, "adapter.dropout", 0.0),
+        (PAIRS | {"pref_loss": "ipo"}, "preference.loss", "ipo"),
+        (PAIRS | {"dpo_loss": "hinge"}, "preference.loss", "hinge"),
+        (PAIRS | {"pref_loss": "orpo"}, "objective", "orpo"),
+        (PAIRS | {"pref_loss": "simpo"}, "objective", "simpo"),
+        (PAIRS | {"pref_loss": "simpo", "simpo_gamma": 1.2}, "preference.gamma", 1.2),
+        (PAIRS | {"pref_beta": 0.3}, "preference.beta", 0.3),
+        (PAIRS | {"pref_loss": "orpo", "pref_beta": 0.3}, "preference.beta", 0.3),
+        (PAIRS | {"pref_ftx": 0.2}, "preference.sft_weight", 0.2),
+        (PAIRS | {"dpo_label_smoothing": 0.2}, "preference.label_smoothing", 0.2),
+        (PAIRS | {"ref_model": "models/other"}, "preference.reference", "models/other"),
+        (PAIRS | {"label_smoothing_factor": 0.1}, "optim.label_smoothing", 0.0),
+        (
+            PAIRS
+            | {
+                "val_size": 0.1, "eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True,
+                "metric_for_best_model": "eval_rewards/accuracies", "greater_is_better": True,
+            },
+            "checkpoint.best",
+            "reward_accuracy",
+        ),
+        (RATED, "objective", "kto"),
+        (RATED | {"pref_beta": 0.3}, "preference.beta", 0.3),
+        (RATED | {"kto_chosen_weight": 2}, "preference.desirable_weight", 2.0),
+        (RATED | {"kto_rejected_weight": 3}, "preference.undesirable_weight", 3.0),
+        (RATED | {"ref_model": "models/other"}, "preference.reference", "models/other"),
+        ({"use_dft_loss": True}, "optim.loss_weight", "dft"),
+        ({"use_dft_loss": True, "label_smoothing_factor": 0.1}, "optim.label_smoothing", 0.0),
         ({"report_to": ["tensorboard", "none"]}, "track", ["tensorboard"]),
         ({"use_cpu": True}, "device", "cpu"),
     ],
@@ -353,7 +393,18 @@ def test_a_value_is_carried_over(keys: dict[str, Any], ours: str, value: Any) ->
         ({"bf16": True, "fp16": True}, "fp16: bf16 is set"),
         ({"load_best_model_at_end": True}, "load_best_model_at_end: save_strategy is steps"),
         ({"dataset": "pairs"}, "the dataset pairs has pairs"),
-        ({"stage": "dpo", "dataset": "pairs"}, "`stage: dpo` cannot be trained"),
+        (PAIRS | {"pref_loss": "kto_pair"}, "`pref_loss: kto_pair` is not available"),
+        (PAIRS | {"pref_bco_weight": 0.5}, "`pref_bco_weight: 0.5` is not available"),
+        (PAIRS | {"ld_alpha": 0.5}, "`ld_alpha: 0.5` is not available"),
+        (PAIRS | {"ref_model": "a", "ref_model_adapters": "b"}, "`ref_model_adapters: b` is not available"),
+        (RATED | {"ref_model": "a", "ref_model_quantization_bit": 4}, "`ref_model_quantization_bit: 4` is not available"),
+        (PAIRS | {"pref_beta": 0}, "pref_beta → preference.beta: must be"),
+        (PAIRS | {"dpo_label_smoothing": 0.5}, "dpo_label_smoothing → preference.label_smoothing: must be"),
+        (PAIRS | {"pref_loss": "ipo", "dpo_label_smoothing": 0.1}, "dpo_label_smoothing → preference.label_smoothing: ipo has none"),
+        ({"stage": "rm", "dataset": "rated"}, "the dataset rated has no pairs"),
+        ({"stage": "kto", "dataset": "pairs"}, "the dataset pairs has pairs"),
+        ({"metric_for_best_model": "eval_rewards/accuracies"}, "`metric_for_best_model: eval_rewards/accuracies` is not available"),
+        ({"greater_is_better": True}, "`greater_is_better: True` is not available"),
         ({"template": "qwen3_nothnk"}, "`template: qwen3_nothnk` is not available"),
         ({"stage": "ppo"}, "`stage: ppo` is not available"),
         ({"finetuning_type": "oft"}, "`finetuning_type: oft` is not available"),
@@ -384,6 +435,40 @@ def test_one_problem_is_named_once(keys: dict[str, Any], what: str) -> None:
     assert problem.what.startswith(what)
     given = [key for key, value in keys.items() if value is not None]
     assert problem.where.startswith("x.yaml:" if given else "x.yaml") or problem.where.startswith("data/")
+
+
+@pytest.mark.parametrize("stage", ["rm", "dpo", "kto"])
+def test_preference_stages_are_translated_and_not_trained_yet(stage: str) -> None:
+    keys = {"stage": stage, "dataset": "rated" if stage == "kto" else "pairs"}
+    (problem,) = problems(verb="train", **keys)
+    assert problem.what == f"`stage: {stage}` cannot be trained yet"
+    assert problem.where == "x.yaml:2"
+
+
+@pytest.mark.parametrize(
+    ("keys", "ignored"),
+    [
+        ({}, ["pref_beta", "pref_ftx", "pref_loss", "dpo_label_smoothing", "simpo_gamma", "ref_model", "ld_alpha", "kto_chosen_weight"]),
+        (PAIRS, ["simpo_gamma", "kto_chosen_weight", "kto_rejected_weight", "use_dft_loss", "lora_dropout"]),
+        (PAIRS | {"pref_loss": "orpo"}, ["dpo_label_smoothing", "simpo_gamma", "ref_model", "pref_bco_weight", "ref_model_adapters"]),
+        (PAIRS | {"pref_loss": "simpo"}, ["dpo_label_smoothing", "ref_model", "kto_rejected_weight"]),
+        (RATED, ["pref_loss", "dpo_label_smoothing", "simpo_gamma", "pref_bco_weight", "ld_alpha", "ref_model_adapters"]),
+        ({"stage": "rm", "dataset": "pairs"}, ["pref_beta", "pref_ftx", "pref_loss", "ref_model", "simpo_gamma", "label_smoothing_factor"]),
+    ],
+)  # fmt: skip
+def test_a_preference_key_that_a_stage_does_not_use_is_ignored(
+    keys: dict[str, Any], ignored: list[str]
+) -> None:
+    without = config(**keys)
+    for name in ignored:
+        given = {**BASE, **keys, name: another(KEYS[name])}
+        found = read(given)
+        assert (fate(found, name), found.problems) == ("ignored", []), name
+        assert config_of(found, verb="init").config.model_dump(mode="json", by_alias=True) == without
+
+
+def test_orpo_says_in_what_it_differs() -> None:
+    assert "pref_loss: orpo" in read({**BASE, **PAIRS, "pref_loss": "orpo"}).warnings[0]
 
 
 def test_all_problems_come_at_once_each_with_its_line() -> None:

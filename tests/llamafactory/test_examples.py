@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
@@ -50,6 +51,24 @@ def test_the_preprocessing_example_trains(workspace: Workspace) -> None:
     done = workspace.must("train", workspace.example("train_lora/qwen3_preprocess"))
     assert "tokenized_path" in done.stderr
     assert (workspace.root / "saves/qwen3-4b/lora/sft/result.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("name", "objective", "section"),
+    [
+        ("dpo", "dpo", {"loss": "sigmoid", "beta": 0.1}),
+        ("kto", "kto", {"beta": 0.1}),
+        ("reward", "reward", {}),
+    ],
+)
+def test_init_writes_the_config_of_a_preference_file(
+    workspace: Workspace, name: str, objective: str, section: dict[str, Any]
+) -> None:
+    file = workspace.example(f"train_lora/qwen3_lora_{name}")
+    text = workspace.must("init", "--from-llamafactory", file).stdout
+    config = yaml.safe_load(text)
+    assert (config["objective"], config.get("preference", {})) == (objective, section)
+    assert config["data"]["train"][0]["format"] == "preference"
 
 
 @pytest.mark.parametrize(("name", "stage"), [("dpo", "dpo"), ("kto", "kto"), ("reward", "rm")])

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from unisono.config.llamafactory_checks import find_contradictions
-from unisono.config.llamafactory_draft import Draft
+from unisono.config.llamafactory_draft import PREFERENCE_STAGES, Draft
 from unisono.config.llamafactory_keys import KEYS, Fate, Key, Values, convert
 from unisono.config.llamafactory_model import fill_data, fill_method, fill_model
 from unisono.config.llamafactory_training import fill_training
@@ -124,12 +124,12 @@ class Translation:
         elif self.lacks_config:
             what = f"{self.name} names no dataset"
             problems.append(Problem(what, self.name, "there are no rows to read", "add `dataset: NAME`"))
-        if trains and self.stage in ("rm", "dpo", "kto"):
+        if verb == "train" and self.stage in PREFERENCE_STAGES:
             problems.append(
                 Problem(
                     f"`stage: {self.stage}` cannot be trained yet",
                     self.places.get("stage", self.name),
-                    "the objectives are sft and pretrain (pt)",
+                    "training takes sft and pretraining (pt)",
                     f"show its rows with `unisono data preview {self.name}`",
                 )
             )

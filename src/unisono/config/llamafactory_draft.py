@@ -5,6 +5,9 @@ from typing import Any
 from unisono.config.llamafactory_keys import Fate, Values
 from unisono.errors import Problem
 
+PREFERENCE_STAGES = ("rm", "dpo", "kto")
+"""LLaMA-Factory's stages on rows of preferences."""
+
 
 class Draft:
     """Our config, as it is filled key by key.

@@ -10,7 +10,7 @@ from typing import Any
 
 from unisono.config.dataset_info import read_datasets
 from unisono.config.lf_template import find_lf_template
-from unisono.config.llamafactory_draft import Draft
+from unisono.config.llamafactory_draft import PREFERENCE_STAGES, Draft
 from unisono.errors import ConfigError, DataError, Problem
 
 
@@ -73,7 +73,7 @@ def _adapter(draft: Draft) -> None:
     draft.put(
         "adapter.alpha", float(values["lora_alpha"] or 2 * values["lora_rank"]), "lora_alpha", "lora_rank"
     )
-    draft.put("adapter.dropout", values["lora_dropout"], "lora_dropout")
+    draft.put("adapter.dropout", _dropout(draft), "lora_dropout")
     targets = values["lora_target"]
     if targets in ("all", ["all"]):
         draft.put("adapter.targets", "all-linear", "lora_target")
@@ -88,6 +88,17 @@ def _adapter(draft: Draft) -> None:
     _other_adapters(draft)
     if values["loraplus_lr_ratio"] is not None:
         draft.put("optim.lora_b_ratio", values["loraplus_lr_ratio"], "loraplus_lr_ratio")
+
+
+def _dropout(draft: Draft) -> float:
+    """None with the stages in which LLaMA-Factory switches all dropout off."""
+    stage = draft.values["stage"]
+    if stage not in ("dpo", "kto"):
+        return float(draft.values["lora_dropout"])
+    draft.ignore(
+        "lora_dropout", f"LLaMA-Factory switches dropout off with stage: {stage}; adapter.dropout sets it"
+    )
+    return 0.0
 
 
 def _other_adapters(draft: Draft) -> None:
@@ -186,12 +197,7 @@ def _sources(draft: Draft, names: list[str] | None, key: str) -> list[dict[str, 
 
 def _rows(draft: Draft) -> None:
     values = draft.values
-    pretrain = values["stage"] == "pt"
-    if values["stage"] == "ppo":
-        draft.refuse("stage", "PPO is not here", "use sft, or pt for plain text")
-    elif values["stage"] in ("rm", "dpo", "kto"):
-        draft.fates["stage"] = ("refused", "not trained yet; `unisono data preview` shows its rows")
-    draft.put("objective", "pretrain" if pretrain else "sft", "stage")
+    pretrain, is_preference = values["stage"] == "pt", values["stage"] in PREFERENCE_STAGES
     if values["template"] is not None:
         draft.put("data.template", f"lf:{values['template']}", "template")
         try:
@@ -207,6 +213,9 @@ def _rows(draft: Draft) -> None:
         )
     packed = values["neat_packing"] or values["packing"] or (values["packing"] is None and pretrain)
     asked = values["neat_packing"] or bool(values["packing"])
+    if is_preference and packed:
+        packed = False  # LLaMA-Factory never packs pairs and rated rows
+        draft.ignore("packing", "no effect with stage: rm, dpo and kto; data.packing=true packs them")
     # LLaMA-Factory takes one off where packing is asked for, and not where pretraining brings it.
     draft.put("data.max_length", values["cutoff_len"] - (1 if asked else 0), "cutoff_len")
     too_long = "balanced" if not pretrain else "split" if packed else "cut"

@@ -1,21 +1,75 @@
-"""Optimizer, duration, evaluation, checkpoints and machine of a LLaMA-Factory file, in our config."""
+"""Objective, optimizer, duration, evaluation, checkpoints and machine of a LLaMA-Factory file, in our config."""
 
 import math
 from typing import get_args
 
-from unisono.config.llamafactory_draft import Draft
+from unisono.config.llamafactory_draft import PREFERENCE_STAGES, Draft
+from unisono.config.llamafactory_keys import KEYS
 from unisono.config.llamafactory_parallel import read_strategy
+from unisono.config.preference import keys_of
 from unisono.config.schema import RunConfig
 from unisono.errors import Problem
 
 
 def fill_training(draft: Draft) -> None:
     """All sections but those of the model and the data."""
+    _objective(draft)
     _optim(draft)
     _extent(draft)
     _evaluation(draft)
     _checkpoint(draft)
     _machine(draft)
+
+
+def _objective(draft: Draft) -> None:
+    """The objective of the stage, and those of the keys `pref_*`, `dpo_*`, `kto_*`, `simpo_*` and `ref_*` that it uses."""
+    values = draft.values
+    stage, loss = values["stage"], values["pref_loss"]
+    if stage == "ppo":
+        draft.refuse("stage", "PPO is not here", "use sft, dpo or kto, or rm for a reward model")
+    if stage == "dpo" and loss == "kto_pair":
+        draft.refuse(
+            "pref_loss",
+            "LLaMA-Factory 0.9.5 has no such loss either",
+            "use sigmoid, or stage: kto for ratings",
+        )
+    is_loss = stage == "dpo" and loss in ("sigmoid", "hinge", "ipo", "kto_pair")
+    objective = "dpo" if is_loss else loss if stage == "dpo" else _OBJECTIVES[stage]
+    draft.put("objective", objective, *(("pref_loss",) if objective in ("orpo", "simpo") else ()), "stage")
+    used = keys_of(objective)
+    if is_loss:
+        draft.put("preference.loss", "sigmoid" if loss == "kto_pair" else loss, "pref_loss")
+    elif stage != "dpo":
+        draft.ignore("pref_loss", f"stage {stage} has its own loss")
+    if "beta" in used:
+        draft.put("preference.beta", values["pref_beta"], "pref_beta")
+    for key in _PREFERENCE:
+        ours = KEYS[key].ours
+        if ours.partition(".")[2] not in used:
+            draft.ignore(key, f"objective {objective} does not use it")
+        elif key != "pref_beta":
+            draft.put_if_set(ours, key)
+    _refuse_of_preferences(draft, objective)
+    if objective == "orpo":
+        draft.warnings.append(
+            "pref_loss: orpo: the cross-entropy is that of all tokens of the chosen row, as in TRL; in LLaMA-Factory that of its answer"
+        )
+
+
+def _refuse_of_preferences(draft: Draft, objective: str) -> None:
+    """Refuses keys that change the loss or the reference in a way that is not here."""
+    values = draft.values
+    has_reference = "reference" in keys_of(objective)
+    if objective == "dpo" and values["pref_bco_weight"] > 1e-6:
+        draft.refuse("pref_bco_weight", "the loss has no classifier term", "remove it")
+    if values["stage"] == "dpo" and values["ld_alpha"] is not None:
+        draft.refuse("ld_alpha", "all tokens of an answer count alike", "remove it")
+    if has_reference and values["ref_model"] is not None:
+        if values["ref_model_adapters"] is not None:
+            fix = "merge it with `unisono export ADAPTER OUT --merge`, and set ref_model to OUT"
+            draft.refuse("ref_model_adapters", "a reference is a model of its own", fix)
+        if values["ref_model_quantization_bit"] is not None:
+            draft.refuse("ref_model_quantization_bit", "weights are not quantized", "remove it")
 
 
 def _optim(draft: Draft) -> None:
@@ -32,8 +86,23 @@ def _optim(draft: Draft) -> None:
     draft.put("optim.betas", [values["adam_beta1"], values["adam_beta2"]], "adam_beta1", "adam_beta2")
     draft.put("optim.eps", values["adam_epsilon"], "adam_epsilon")
     draft.put("optim.max_grad_norm", values["max_grad_norm"] or None, "max_grad_norm")
-    draft.put_if_set("optim.label_smoothing", "label_smoothing_factor")
+    _loss_of_tokens(draft)
     _schedule(draft)
+
+
+def _loss_of_tokens(draft: Draft) -> None:
+    values = draft.values
+    stage = values["stage"]
+    is_weighted = values["use_dft_loss"] and stage == "sft"
+    if is_weighted:
+        draft.put("optim.loss_weight", "dft", "use_dft_loss")
+    elif values["use_dft_loss"]:
+        draft.ignore("use_dft_loss", f"no effect with stage: {stage}")
+    if is_weighted or stage in PREFERENCE_STAGES:
+        why = "use_dft_loss" if is_weighted else f"stage: {stage}"
+        draft.ignore("label_smoothing_factor", f"no effect with {why}")
+    else:
+        draft.put_if_set("optim.label_smoothing", "label_smoothing_factor")
 
 
 def _schedule(draft: Draft) -> None:
@@ -119,9 +188,27 @@ def _evaluation(draft: Draft) -> None:
         draft.put("eval.every", every, first, "eval_strategy")
     if values["early_stopping_steps"] is not None:
         draft.put("eval.stop_after", values["early_stopping_steps"], "early_stopping_steps")
-    metric = values["metric_for_best_model"]
-    if metric not in (None, "loss", "eval_loss"):
-        draft.refuse("metric_for_best_model", "the evaluation has eval_loss", "use eval_loss, or remove it")
+    _best(draft)
+
+
+def _best(draft: Draft) -> None:
+    """The metric of the best checkpoint; LLaMA-Factory names the reward accuracy by stage."""
+    values = draft.values
+    metric = (values["metric_for_best_model"] or "loss").removeprefix("eval_")
+    accuracies = {"dpo": "rewards/accuracies"}
+    is_accuracy = metric == accuracies.get(values["stage"])
+    if metric != "loss" and not is_accuracy:
+        own = f" or eval_{accuracies[values['stage']]}" if values["stage"] in accuracies else ""
+        draft.refuse(
+            "metric_for_best_model", f"the evaluation has eval_loss{own}", f"use eval_loss{own}, or remove it"
+        )
+    greater = values["greater_is_better"]
+    if greater is not None and greater != is_accuracy:
+        which = "larger accuracy" if is_accuracy else "smaller eval_loss"
+        draft.refuse("greater_is_better", f"a {which} is better", "remove it")
+    if values["load_best_model_at_end"] or values["save_strategy"] == "best":
+        ours = "reward_accuracy" if is_accuracy else "eval_loss"
+        draft.put("checkpoint.best", ours, "metric_for_best_model", "load_best_model_at_end", "save_strategy")
 
 
 def _checkpoint(draft: Draft) -> None:
@@ -144,8 +231,6 @@ def _checkpoint(draft: Draft) -> None:
         draft.put("checkpoint.keep", limit, "save_total_limit")
     elif strategy != "no":
         draft.put("checkpoint.keep_every", every, "save_total_limit")
-    if values["load_best_model_at_end"] or strategy == "best":
-        draft.put("checkpoint.best", "eval_loss", "load_best_model_at_end", "save_strategy")
 
 
 def _machine(draft: Draft) -> None:
@@ -193,6 +278,11 @@ def _trackers(draft: Draft) -> None:
         draft.put("track", track, "report_to", "use_swanlab")
 
 
+_OBJECTIVES = {"pt": "pretrain", "sft": "sft", "rm": "reward", "ppo": "sft", "kto": "kto"}
+_PREFERENCE = (
+    "pref_beta", "pref_ftx", "dpo_label_smoothing", "kto_chosen_weight", "kto_rejected_weight", "simpo_gamma", "ref_model",
+)  # fmt: skip
+"""The keys of LLaMA-Factory's preference stages that are carried."""
 _SCHEDULES = {
     "linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant",
     "cosine_with_restarts": "cosine_with_restarts", "polynomial": "polynomial", "cosine_with_min_lr": "cosine",
