@@ -322,9 +322,10 @@ def encode(job: dict[str, Any]) -> tuple[list[Any], bool]:
     from transformers import AutoTokenizer
 
     from unisono.config.lf_template import find_lf_template
-    from unisono.data.lf_encoder import EncodedRating, LfEncoder
+    from unisono.data.lf_encoder import LfEncoder
     from unisono.data.lf_rows import read_exchange
     from unisono.data.rows import RowError
+    from unisono.data.token_table import EncodedUnit
     from unisono.errors import DataError
 
     options, kind = job["options"], job["kind"]
@@ -352,10 +353,9 @@ def encode(job: dict[str, Any]) -> tuple[list[Any], bool]:
     good = [row for row in found if not isinstance(row, RowError)]
 
     def shown(row: Any) -> Any:
-        if isinstance(row, EncodedRating):
-            return shown(row.row), shown(row.mismatched), row.desirable
-        if isinstance(row, tuple):
-            return shown(row[0]), shown(row[1])
+        if isinstance(row, EncodedUnit):
+            label = () if row.label is None else (row.label,)
+            return *(shown(side) for side in row.sides), *label
         return [None if token < 0 else token for token in row.ids.tolist()], row.targets.tolist()
 
     return [shown(row) for row in good], len(good) < len(found)

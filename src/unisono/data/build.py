@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from unisono.config.lf_template import lf_name, lf_template_of
-from unisono.config.preference import RATINGS, sides_of
+from unisono.config.preference import PREFERENCE, RATINGS, sides_of
 from unisono.config.schema import MixSection, RunConfig, SourceSection
 from unisono.data.encode import Encoder, RowEncoder
 from unisono.data.ingest import Ingest, Progress, UsableRows, expected_rows, explain_fit
@@ -61,7 +61,7 @@ def make_encoder(
         tokenizer,
         directory=directory,
         template_file=data.template if name is None else None,
-        loss_on="all" if pretrain else data.loss_on,
+        loss_on="all" if pretrain else "last-answer" if config.objective in PREFERENCE else data.loss_on,
         check_template=data.check_template and not pretrain,
         show_first=None if name is None else unknown,
     )

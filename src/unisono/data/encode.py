@@ -1,7 +1,7 @@
 """From examples to tokens, with the tokens that count in the loss."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -11,7 +11,8 @@ import numpy.typing as npt
 from unisono.config.schema import SourceSection
 from unisono.data.answer_spans import Span, render_answers
 from unisono.data.formats import FormatName, to_example
-from unisono.data.rows import Completion, Conversation, Example, Exchange, RowError, Text
+from unisono.data.preference_rows import read_preference, with_answer_of
+from unisono.data.rows import Completion, Conversation, Example, Exchange, Preference, RowError, Text
 from unisono.data.template import ChatTemplate, choose_template, fallback_template, known_stop_ids
 from unisono.data.template_limits import CHARACTERS, timers_armed
 from unisono.data.token_table import Encoded, EncodedUnit
@@ -203,6 +204,8 @@ class Encoder:
         Raises:
             RowError: if a column is missing or has an invalid value.
         """
+        if name == "preference":
+            return read_preference(row, source.columns, source.tags)
         return to_example(name, row, source.columns, source.tags)
 
     def encode(self, examples: Sequence[Example]) -> list[Encoded | RowError]:
@@ -225,6 +228,68 @@ class Encoder:
                 for (i, job), tokens in zip(group, texts, strict=True):
                     encoded[i] = self._finish(job, tokens)
         return [job if isinstance(job, RowError) else encoded[i] for i, job in enumerate(jobs)]
+
+    def encode_pairs(self, examples: Sequence[Example]) -> list[EncodedUnit | RowError]:
+        """For each example the prompt with the chosen answer, and with the rejected one; or its error."""
+        return self._units(
+            [
+                example.answers
+                if isinstance(example, Preference) and len(example.answers) == 2
+                else RowError(
+                    "it has one answer with a label, where a chosen and a rejected one are needed",
+                    "set objective: kto, or add both answers",
+                )
+                for example in examples
+            ]
+        )
+
+    def encode_ratings(self, examples: Sequence[Example]) -> list[EncodedUnit | RowError]:
+        """For each example the prompt with its answer, and with that of the example before it; or its error.
+
+        The first example gets the answer of the last one. Examples with an error take no part.
+        """
+        rated = [e for e in examples if isinstance(e, Preference) and e.desirable is not None]
+        if len(rated) == 1:
+            self._warn(
+                "only one rated row: it is its own mismatched answer in the estimate of the divergence"
+            )
+        before = iter([*rated[-1:], *rated[:-1]])
+        wanted: list[Sequence[Example] | RowError] = []
+        for example in examples:
+            if isinstance(example, Preference) and example.desirable is not None:
+                own = example.answers[0]
+                wanted.append([own, with_answer_of(own, next(before).answers[0])])
+            else:
+                wanted.append(
+                    RowError(
+                        "it has a chosen and a rejected answer, where one with a label is needed",
+                        "set objective: dpo, or write a row with a label for each answer",
+                    )
+                )
+        labels = [e.desirable if isinstance(e, Preference) else None for e in examples]
+        return [
+            unit if isinstance(unit, RowError) else replace(unit, label=label)
+            for unit, label in zip(self._units(wanted), labels, strict=True)
+        ]
+
+    def _units(self, wanted: Sequence[Sequence[Example] | RowError]) -> list[EncodedUnit | RowError]:
+        """The units of examples that belong together, or the first error of each."""
+        encoded = iter(self.encode([e for group in wanted if not isinstance(group, RowError) for e in group]))
+        found: list[EncodedUnit | RowError] = []
+        for group in wanted:
+            if isinstance(group, RowError):
+                found.append(group)
+                continue
+            sides = [next(encoded) for _ in group]
+            errors = [side for side in sides if isinstance(side, RowError)]
+            found.append(
+                errors[0] if errors else EncodedUnit(tuple(s for s in sides if not isinstance(s, RowError)))
+            )
+        return found
+
+    def _warn(self, text: str) -> None:
+        if text not in self.warnings:
+            self.warnings.append(text)
 
     def _show(self, jobs: list[_Job]) -> None:
         """Adds the first rendered row to the warning that asks for it."""
@@ -280,7 +345,9 @@ class Encoder:
         try:
             if isinstance(example, Text):
                 return _text_job(example)
-            assert not isinstance(example, Exchange)  # only LfEncoder.read_row gives them
+            assert not isinstance(
+                example, Exchange | Preference
+            )  # of LfEncoder.read_row; encoded answer by answer
             if isinstance(example, Completion):
                 if self.template is None:
                     return self._completion_job(example)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from unisono.config.schema import TagsSection
-from unisono.data.rows import Completion, Conversation, Example, Exchange, Message, RowError, Text
+from unisono.data.rows import Completion, Conversation, Example, Exchange, Message, Preference, RowError, Text
 from unisono.text import nearest, one_line
 
 FormatName = Literal["alpaca", "sharegpt", "messages", "openai", "text", "prompt-completion", "preference"]
@@ -92,15 +92,15 @@ def to_example(
         RowError: if a column is missing or has an invalid value.
     """
     try:
-        example = _READ[name](_Columns(row, renamed, tags))
+        example = _READ[name](RowColumns(row, renamed, tags))
         refuse_surrogates(example)
     except RecursionError:
         raise RowError("it is nested too deep", "flatten it") from None
     return example
 
 
-class _Columns:
-    """A row by standard column names."""
+class RowColumns:
+    """A row by standard column names; `renamed` and `tags` as in `to_example`."""
 
     def __init__(self, row: dict[str, Any], renamed: Renamed, tags: TagsSection | None) -> None:
         self.tags = tags
@@ -108,6 +108,7 @@ class _Columns:
         self._renamed = renamed
 
     def has(self, standard: str) -> bool:
+        """Whether the row has a value there that is not null."""
         file_column = self._renamed.get(standard, standard)
         return file_column is not None and self._row.get(file_column) is not None
 
@@ -120,6 +121,11 @@ class _Columns:
         return self._renamed.get(standard, standard) is not None
 
     def get(self, standard: str) -> Any:
+        """The value of the column.
+
+        Raises:
+            RowError: if there is no such column.
+        """
         file_column = self._renamed.get(standard, standard)
         if file_column is None:
             raise RowError(
@@ -138,84 +144,97 @@ class _Columns:
         return self._row[file_column]
 
     def text(self, standard: str) -> str:
+        """The text of the column.
+
+        Raises:
+            RowError: if it is missing, or not text.
+        """
         value = self.get(standard)
         if not isinstance(value, str):
-            raise RowError(f"{standard} is {_kind(value)}, not text", f"make {standard} a string")
+            raise RowError(f"{standard} is {kind_of(value)}, not text", f"make {standard} a string")
         return value
 
     def optional_text(self, standard: str) -> str:
+        """The same, or "" without a value."""
         return self.text(standard) if self.has(standard) else ""
 
 
-def _read_text(row: _Columns) -> Example:
+def _read_text(row: RowColumns) -> Example:
     text = row.text("text")
     if row.is_named("input"):
         text = "\n".join(part for part in (text, row.optional_text("input")) if part)
     return Text(text)
 
 
-def _refuse_preference(row: _Columns) -> Example:
-    del row
-    raise RowError(
-        "it has several answers, or a rated one", "set data.template: lf:NAME, which reads such rows"
-    )
-
-
-def _read_completion(row: _Columns) -> Example:
+def _read_completion(row: RowColumns) -> Example:
     prompt, completion = row.get("prompt"), row.get("completion")
     if isinstance(prompt, str) and isinstance(completion, str):
         return Completion(prompt, completion)
     if isinstance(prompt, list) and isinstance(completion, list):
-        return Conversation(_messages([*prompt, *completion], "prompt and completion"), _tools(row))
+        return Conversation(messages_of([*prompt, *completion], "prompt and completion"), tools_of(row))
     raise RowError(
-        f"prompt is {_kind(prompt)} and completion is {_kind(completion)}",
+        f"prompt is {kind_of(prompt)} and completion is {kind_of(completion)}",
         "make both strings, or both lists of messages",
     )
 
 
-def _read_messages(row: _Columns) -> Example:
+def _read_messages(row: RowColumns) -> Example:
     return Conversation(
-        _messages(row.get("messages" if row.has("messages") else _either(row)), "messages"), _tools(row)
+        messages_of(row.get("messages" if row.has("messages") else _either(row)), "messages"), tools_of(row)
     )
 
 
-def _either(row: _Columns) -> str:
+def _either(row: RowColumns) -> str:
     return "conversations" if row.has("conversations") else "messages"
 
 
-def _read_alpaca(row: _Columns) -> Example:
-    messages = _system(row)
+def _read_alpaca(row: RowColumns) -> Example:
+    answer = {"role": "assistant", "content": row.text("output")}
+    return Conversation([*alpaca_prompt(row), answer], tools_of(row))
+
+
+def alpaca_prompt(row: RowColumns) -> list[Message]:
+    """The messages before the answer: system, history, and instruction with input.
+
+    Raises:
+        RowError: if a column has an invalid value.
+    """
+    messages = system_of(row)
     history = row.get("history") if row.has("history") else []
     for pair in list_of(history, "history"):
         if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(side, str) for side in pair)):
             raise RowError("history is not a list of [question, answer]", "write [[question, answer], …]")
         messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
     question = "\n".join(part for part in (_instruction(row), row.optional_text("input")) if part)
-    return Conversation(
-        [
-            *messages,
-            {"role": "user", "content": question},
-            {"role": "assistant", "content": row.text("output")},
-        ],
-        _tools(row),
-    )
+    return [*messages, {"role": "user", "content": question}]
 
 
-def _instruction(row: _Columns) -> str:
+def _instruction(row: RowColumns) -> str:
     """The text of the column. It may be switched off, or empty: the question is then in `input` alone."""
     if not row.is_read("instruction") or row.get("instruction") is None:
         return ""
     return row.text("instruction")
 
 
-def _system(row: _Columns) -> list[Message]:
+def system_of(row: RowColumns) -> list[Message]:
+    """The system message of the column `system`, if there is one."""
     system = row.optional_text("system")
     return [{"role": "system", "content": system}] if system else []
 
 
-def _read_sharegpt(row: _Columns) -> Example:
+def _read_sharegpt(row: RowColumns) -> Example:
     turns = list_of(row.get("conversations" if not row.has("messages") else "messages"), "conversations")
-    words = _words_of(row.tags)
+    messages = sharegpt_messages(turns, row.tags)
+    return Conversation(_checked(_with_system(messages, row), "conversations"), tools_of(row))
+
+
+def sharegpt_messages(turns: list[Any], tags: TagsSection | None) -> list[Message]:
+    """The messages of ShareGPT's turns.
+
+    Raises:
+        RowError: if a turn has no text, or an unknown role.
+    """
+    words = _words_of(tags)
     messages: list[Message] = []
     for number, turn in enumerate(turns, 1):
         role, text = _role_and_text(turn, number, words)
@@ -223,7 +242,7 @@ def _read_sharegpt(row: _Columns) -> Example:
             messages.append({"role": "assistant", "content": "", "tool_calls": _calls_of_text(text, number)})
         else:
             messages.append({"role": role, "content": text})
-    return Conversation(_checked(_with_system(messages, row), "conversations"), _tools(row))
+    return messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,9 +286,9 @@ def _role_and_text(turn: Any, number: int, words: _Words) -> tuple[str, str]:
     return role, turn[words.text]
 
 
-def _with_system(messages: list[Message], row: _Columns) -> list[Message]:
+def _with_system(messages: list[Message], row: RowColumns) -> list[Message]:
     """The messages behind the one in the column `system`. One that leads the conversation takes its place."""
-    return messages if messages and messages[0]["role"] == "system" else [*_system(row), *messages]
+    return messages if messages and messages[0]["role"] == "system" else [*system_of(row), *messages]
 
 
 _OPENAI_TAGS = TagsSection(
@@ -285,7 +304,7 @@ _BETWEEN_ANSWERS = "\n</tool_response>\n<tool_response>\n"
 _NO_THINKING = "detailed thinking off"
 
 
-def _read_openai(row: _Columns) -> Example:
+def _read_openai(row: RowColumns) -> Example:
     """OpenAI messages as LLaMA-Factory 0.9.5 reads them.
 
     Answers of tools that follow each other are joined to one, those at the end are dropped, a turn with tool calls loses its text, and
@@ -309,7 +328,7 @@ def _read_openai(row: _Columns) -> Example:
     system = _without_thinking(
         row.optional_text("system") if leading is None else leading, has_tools=has_tools
     )
-    return Conversation([*([{"role": "system", "content": system}] if system else []), *turns], _tools(row))
+    return Conversation([*([{"role": "system", "content": system}] if system else []), *turns], tools_of(row))
 
 
 def _openai_turn(turn: Any, number: int, words: _Words) -> Message:
@@ -377,7 +396,12 @@ def _calls_of_text(text: str, number: int) -> list[dict[str, Any]]:
     return [{"type": "function", "function": _function(call)} for call in calls]
 
 
-def _messages(value: Any, column: str) -> list[Message]:
+def messages_of(value: Any, column: str) -> list[Message]:
+    """The messages of a list, in the form that templates expect.
+
+    Raises:
+        RowError: if one has no role, or content that is not text.
+    """
     messages = []
     for number, message in enumerate(list_of(value, column), 1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
@@ -396,7 +420,7 @@ def _message(message: Message, number: int) -> Message:
     if isinstance(content, list):
         content = "".join(_part(part, number) for part in content)
     if not isinstance(content, str):
-        raise RowError(f"the content of message {number} is {_kind(content)}, not text", "make it a string")
+        raise RowError(f"the content of message {number} is {kind_of(content)}, not text", "make it a string")
     kept["content"] = content
     calls = kept.get("tool_calls")
     if calls is not None:
@@ -436,7 +460,12 @@ def _function(function: dict[str, Any]) -> dict[str, Any]:
     return {"name": function["name"], "arguments": arguments}
 
 
-def _tools(row: _Columns) -> list[Any] | None:
+def tools_of(row: RowColumns) -> list[Any] | None:
+    """The function schemas of a row; None if it has none.
+
+    Raises:
+        RowError: if they are not a list of objects.
+    """
     if not row.has("tools"):
         return None
     tools = row.get("tools")
@@ -468,11 +497,12 @@ def list_of(value: Any, name: str) -> list[Any]:
         except (ValueError, RecursionError):
             raise RowError(f"{name} is a string, but not a JSON list", "write a list") from None
     if not isinstance(value, list):
-        raise RowError(f"{name} is {_kind(value)}, not a list", "write a list")
+        raise RowError(f"{name} is {kind_of(value)}, not a list", "write a list")
     return value
 
 
-def _kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
+    """The kind of a JSON value, for messages."""
     if value is None:
         return "empty"
     names: dict[type, str] = {list: "a list", str: "text", dict: "an object", bool: "a boolean"}
@@ -494,6 +524,8 @@ def all_text(example: Example) -> str:
     """All strings of an example, joined."""
     if isinstance(example, Text):
         return example.text
+    if isinstance(example, Preference):
+        return "\0".join(all_text(answer) for answer in example.answers)
     if isinstance(example, Exchange):
         turns = (turn.content for turn in (*example.prompt, *example.answers))
         return "\0".join((example.system, example.tools, *turns))
@@ -518,12 +550,11 @@ def _collect(value: Any, found: list[str]) -> None:
             _collect(inner, found)
 
 
-_READ: dict[FormatName, Callable[[_Columns], Example]] = {
+_READ: dict[FormatName, Callable[[RowColumns], Example]] = {
     "messages": _read_messages,
     "openai": _read_openai,
     "sharegpt": _read_sharegpt,
     "prompt-completion": _read_completion,
     "alpaca": _read_alpaca,
     "text": _read_text,
-    "preference": _refuse_preference,
 }

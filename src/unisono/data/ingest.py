@@ -13,6 +13,7 @@ from unisono.config.preference import PAIRS, PREFERENCE, RATINGS
 from unisono.config.schema import DataSection
 from unisono.data.encode import RowEncoder
 from unisono.data.formats import COLUMNS, FormatName, detect, shown
+from unisono.data.preference_rows import is_pair, is_rated
 from unisono.data.readers import read_rows
 from unisono.data.rows import BadRow, Example, Ledger, Place, RawRow, Row, RowError, RowFile, SourceCounts
 from unisono.data.sources import Source
@@ -318,7 +319,7 @@ class Ingest:
             return configured
         if isinstance(first, BadRow):
             return "text"  # no row can be read, so the format does not matter
-        found = detect(first.value, source.section.columns)
+        found = self._detect(source, first)
         if found is None:
             known = "; ".join(f"{name}: {', '.join(needed)}" for name, (needed, _) in COLUMNS.items())
             columns = ", ".join(shown(name) for name in list(first.value)[:12]) or "none"
@@ -357,6 +358,31 @@ class Ingest:
                 self._take_bad(encoded.at(place), counts)
             else:
                 self._take(place, encoded, counts)
+
+    def _detect(self, source: Source, first: RawRow) -> tuple[FormatName, str] | None:
+        """The format by the first row, and why; None if it matches no known format."""
+        path, columns = source.section.path, source.section.columns
+        pair, rated = is_pair(first.value, columns), is_rated(first.value, columns)
+        if self._objective not in PREFERENCE:
+            if pair:
+                raise DataError.of(
+                    f"{path} has pairs of answers, which objective {self._objective} cannot train on",
+                    where=str(first.place),
+                    why="the row has a chosen and a rejected answer",
+                    fix=f"set objective: {' or '.join(PAIRS)}; or set data.format, to read other columns only",
+                )
+            return detect(first.value, columns)
+        if pair or rated:
+            return "preference", f"the first row has {'chosen and rejected' if pair else 'label'}"
+        raise DataError.of(
+            f"{path} has no {'rated answers' if self._objective in RATINGS else 'pairs of answers'}, which objective"
+            f" {self._objective} needs",
+            where=str(first.place),
+            why=f"its columns are {', '.join(shown(name) for name in list(first.value)[:12]) or 'none'}",
+            fix="map the columns, e.g. data.train: [{path: FILE, columns: "
+            + ("{label: is_good}" if self._objective in RATINGS else "{chosen: good, rejected: bad}")
+            + "}], or set objective: sft",
+        )
 
     def _encoded(self, examples: list[Example]) -> list[EncodedUnit | RowError]:
         """The units of the examples, as the objective needs them."""

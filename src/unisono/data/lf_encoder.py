@@ -139,13 +139,13 @@ class LfEncoder:
         The first of a group of 1000 rows gets the last one's answer. Rows with an error take no part.
         """
         rated = [
-            i for i, example in enumerate(examples) if isinstance(example, Exchange) and _is_rated(example)
+            (i, e.answers[0]) for i, e in enumerate(examples) if isinstance(e, Exchange) and _is_rated(e)
         ]
         others: dict[int, Turn] = {}
         for first in range(0, len(rated), _KL_GROUP):
             group = rated[first : first + _KL_GROUP]
-            for i, before in zip(group, [group[-1], *group[:-1]], strict=True):
-                others[i] = examples[before].answers[0]  # type: ignore[union-attr]  # rated examples are exchanges
+            for (i, _), (_, before) in zip(group, [group[-1], *group[:-1]], strict=True):
+                others[i] = before
 
         def pieces(i: int, example: Exchange) -> list[Pair[Pieces]]:
             if i not in others:

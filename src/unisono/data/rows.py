@@ -153,7 +153,20 @@ class Exchange:
     desirable: bool | None = None
 
 
-Example = Conversation | Completion | Text | Exchange
+@dataclass(frozen=True, slots=True)
+class Preference:
+    """A prompt with its answers.
+
+    Attributes:
+        answers: the prompt with each answer: the chosen one and the rejected one, or one with a label.
+        desirable: whether the answer is a good one; None for a pair.
+    """
+
+    answers: list["Conversation | Completion"]
+    desirable: bool | None = None
+
+
+Example = Conversation | Completion | Text | Exchange | Preference
 
 
 _COUNTS = ("rows", "used", "cut", "split", "bad", "eval", "tokens", "tokens_cut", "loss_tokens")
