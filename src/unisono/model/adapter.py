@@ -45,7 +45,7 @@ BaseChanges = dict[str, LowRank]
 
 
 def add_adapter(
-    base: Any, section: AdapterSection, *, seed: int, grown: bool = False
+    base: Any, section: AdapterSection, *, seed: int, grown: bool = False, head: str | None = None
 ) -> tuple[torch.nn.Module, BaseChanges]:
     """The peft model of a transformers model, and what has changed in the base weights.
 
@@ -54,14 +54,15 @@ def add_adapter(
         section: `adapter` of the config.
         seed: of the run.
         grown: whether the vocabulary has new rows: embedding and head are trained then.
+        head: name of the head of a reward model, which is trained and stored with the adapter.
 
     Raises:
         ModelError: if the section, or an adapter that it names, does not match the model.
     """
-    stored = find_adapters(section)
+    stored = find_adapters(section, reward=head is not None)
     first = stored.pop() if section.from_ is not None else None
     merged = [(adapter, _merge(base, adapter)) for adapter in stored]
-    model = _new_adapter(base, section, grown=grown)
+    model = _new_adapter(base, section, grown=grown, head=head)
     layers = _lora_layers(model)
     changes: BaseChanges = {}
     if merged:
@@ -74,44 +75,49 @@ def add_adapter(
     return model, changes
 
 
-def _new_adapter(base: Any, section: AdapterSection, *, grown: bool) -> Any:
+def _new_adapter(base: Any, section: AdapterSection, *, grown: bool, head: str | None) -> Any:
     from peft import LoraConfig, get_peft_model
 
     targets: str | list[str] = "all-linear"
     if section.targets != "all-linear":
         targets = _matching_modules(base, list(section.targets))
     _check_modules_to_save(base, section.modules_to_save)
-    whole = sorted({*section.modules_to_save, *(_vocabulary_modules(base) if grown else ())})
+    whole = {*section.modules_to_save, *(_vocabulary_modules(base) if grown else ())}
+    whole |= {head} if head is not None else set()
     lora = LoraConfig(
         r=section.rank,
         lora_alpha=section.alpha,
         lora_dropout=section.dropout,
         target_modules=targets,
-        modules_to_save=whole or None,
+        modules_to_save=sorted(whole) or None,
         ensure_weight_tying=grown and _is_tied(base),
         use_rslora=section.kind == "rslora",
         use_dora=section.kind == "dora",
-        task_type="CAUSAL_LM",
+        task_type="CAUSAL_LM" if head is None else "SEQ_CLS",
         bias="none",
     )
     try:
-        return get_peft_model(base, lora)
+        model = get_peft_model(base, lora)
     except ValueError as error:
         raise ModelError.of(
             "the adapter does not match the model", where="adapter", why=library_words(error)
         ) from error
+    if head is not None:  # peft adds all names that it knows of such heads
+        model.peft_config["default"].modules_to_save = sorted(whole)
+    return model
 
 
 def _vocabulary_modules(base: Any) -> list[str]:
     """Last names of the embedding and, unless it shares the embedding's matrix, of the head."""
     names = {id(module): name.rpartition(".")[2] for name, module in base.named_modules()}
     modules = [base.get_input_embeddings(), *([] if _is_tied(base) else [base.get_output_embeddings()])]
-    return [names[id(module)] for module in modules]
+    return [names[id(module)] for module in modules if module is not None]
 
 
 def _is_tied(base: Any) -> bool:
     """Whether embedding and head share one matrix."""
-    return base.get_input_embeddings().weight is base.get_output_embeddings().weight
+    head = base.get_output_embeddings()  # None in a reward model
+    return head is not None and base.get_input_embeddings().weight is head.weight
 
 
 def fit_base_to_adapter(base: Any, rows_of: Mapping[str, tuple[int, ...]]) -> None:

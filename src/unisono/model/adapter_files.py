@@ -12,6 +12,9 @@ from unisono.model.files import read_json_object
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_SETTINGS = "adapter_config.json"
 _FIX = "copy adapter_config.json again"
+_REWARD = "SEQ_CLS"
+_REWARD_HEADS = {"score", "classifier"}
+"""Heads that peft stores with every adapter of a classifier, whether they are listed or not."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +49,23 @@ class StoredAdapter:
         return "rslora" if self.settings.get("use_rslora") else "lora"
 
     @property
+    def is_reward(self) -> bool:
+        """Whether it belongs to a reward model, or to another classifier."""
+        return bool(self.settings.get("task_type") == _REWARD)
+
+    @property
     def scaling(self) -> float:
         """The factor of B·A."""
         alpha = float(self.settings["lora_alpha"])
         return alpha / (sqrt(self.rank) if self.kind == "rslora" else self.rank)
 
 
-def find_adapters(section: AdapterSection) -> list[StoredAdapter]:
+def find_adapters(section: AdapterSection, *, reward: bool) -> list[StoredAdapter]:
     """The adapters of `adapter.merge` in order, and that of `adapter.from` last, if there are any.
+
+    Args:
+        section: `adapter` of the config.
+        reward: whether a reward model is trained.
 
     Raises:
         ModelError: if one is missing, is not a LoRA adapter, or differs from what the section says.
@@ -63,6 +75,7 @@ def find_adapters(section: AdapterSection) -> list[StoredAdapter]:
         _refuse_unmergeable(adapter)
     if section.from_ is not None:
         found.append(_read(section.from_, "adapter.from"))
+        _refuse_other_task(found[-1], reward=reward)
         _refuse_differences(found[-1], section)
     return found
 
@@ -134,14 +147,30 @@ def _refuse_unmergeable(adapter: StoredAdapter) -> None:
         )
 
 
+def _refuse_other_task(adapter: StoredAdapter, *, reward: bool) -> None:
+    """Refuses to continue an adapter of a language model as that of a reward model, and the reverse."""
+    if adapter.is_reward == reward:
+        return
+    kinds = ("a language model", "a reward model")
+    raise ModelError.of(
+        f"{adapter.directory} is an adapter of {kinds[adapter.is_reward]}, and {kinds[reward]} is trained",
+        where=adapter.key,
+        why=f"task_type is {adapter.settings.get('task_type')!r} in {ADAPTER_SETTINGS}",
+        fix="move it to adapter.merge: training starts from the model with it merged"
+        if reward
+        else "set objective: reward, or use an adapter of a language model",
+    )
+
+
 def _refuse_differences(adapter: StoredAdapter, section: AdapterSection) -> None:
     """Refuses what `adapter` says differently from the adapter that training continues with."""
-    modules = sorted(adapter.settings.get("modules_to_save") or [])
+    implied = _REWARD_HEADS if adapter.is_reward else set()
+    modules = sorted({*(adapter.settings.get("modules_to_save") or [])} - implied)
     pairs: list[tuple[str, Any, Any]] = [
         ("kind", section.kind, adapter.kind),
         ("rank", section.rank, adapter.rank),
         ("alpha", float(section.alpha), float(adapter.settings["lora_alpha"])),
-        ("modules_to_save", sorted(section.modules_to_save), modules),
+        ("modules_to_save", sorted({*section.modules_to_save} - implied), modules),
     ]
     problems = [
         Problem(

@@ -9,7 +9,7 @@ from typing import Any
 
 import xxhash
 
-from unisono.config.schema import AdapterSection, RunConfig
+from unisono.config.schema import RunConfig
 from unisono.errors import ModelError
 from unisono.facts import read_environment
 from unisono.facts.environment import Hub, probe_url, read_hub
@@ -231,13 +231,15 @@ def inspect_model(
         return _facts_from_config(directory, settings, text)
     files = weight_files(directory)
     headers = [header for file in files for header in read_safetensors_header(file)]
+    if config.objective == "reward":  # the head of a language model is not loaded
+        headers = [header for header in headers if header.name != "lm_head.weight"]
     contents = {file: read_contents(file) for file in files}
     digests = {"config.json": _digest_file(directory / "config.json")} | {
         file.name: (found.bytes, found.digest) for file, found in contents.items()
     }
     verify_files(directory, digests)
     if config.adapter is not None:
-        contents |= _read_adapters(config.adapter, digests, verify_files)
+        contents |= _read_adapters(config, digests, verify_files)
     if config.preference.reference != "auto":
         contents |= _read_reference(config.preference.reference, text, digests, verify_files)
     odd = {file: found.odd for file, found in contents.items() if found.odd}
@@ -266,11 +268,12 @@ def inspect_model(
 
 
 def _read_adapters(
-    section: AdapterSection, digests: dict[str, tuple[int, str]], verify_files: VerifyFiles
+    config: RunConfig, digests: dict[str, tuple[int, str]], verify_files: VerifyFiles
 ) -> dict[Path, WeightContents]:
     """Reads the adapters that the config names, and adds their digests by config key."""
     found: dict[Path, WeightContents] = {}
-    for adapter in find_adapters(section):
+    assert config.adapter is not None
+    for adapter in find_adapters(config.adapter, reward=config.objective == "reward"):
         file = adapter.directory / ADAPTER_FILE
         found[file] = contents = read_contents(file)
         verify_files(adapter.directory, {ADAPTER_FILE: (contents.bytes, contents.digest)})
@@ -327,6 +330,12 @@ def read_model_config(directory: Path) -> dict[str, Any]:
             fix="copy config.json of the model again",
         )
     return settings
+
+
+def is_classifier(settings: dict[str, Any]) -> bool:
+    """Whether config.json is that of a sequence classification model, as reward models are."""
+    names = settings.get("architectures") or []
+    return isinstance(names, list) and any(str(name).endswith("ForSequenceClassification") for name in names)
 
 
 def _facts_from_config(directory: Path, settings: dict[str, Any], text: dict[str, Any]) -> ModelFacts:

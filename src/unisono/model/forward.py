@@ -2,6 +2,8 @@
 
 Letters: T tokens of all rows, R rows, L tokens of the longest row, N loss tokens, E hidden size, V vocabulary.
 
+A reward model has a head that gives one value for a row; it has no logits.
+
 The fast implementation is flat (rows concatenated, `model.attention`) with the head at loss tokens only. Whether a model supports it is
 not looked up in a list of names, but tested on two short rows after loading: the outputs of the rows must not depend on each other, and
 must equal those of the unmodified model for each row alone. A model that fails the test runs on padded rows, with its own attention or
@@ -11,7 +13,7 @@ its own head: slower, but correct.
 import contextlib
 import types
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -21,7 +23,7 @@ from peft.utils import ModulesToSaveWrapper
 from unisono.errors import ModelError
 from unisono.model.attention import FLAT_ATTENTION, UnsupportedAttentionError, register
 from unisono.model.head import head_log_probs, head_loss, logits_log_probs, logits_loss
-from unisono.model.load import DTYPES, LoadedModel
+from unisono.model.load import DTYPES, SCORE, LoadedModel
 from unisono.model.rope import scale_rows_apart, scale_rows_together
 
 Layout = Literal["flat", "padded"]
@@ -109,6 +111,23 @@ class Forward:
                 weight = _head_of(self.loaded.base).weight
                 return head_log_probs(self._hidden(rows), weight, rows.labels, dtype=self.dtype)
             return logits_log_probs(self._logits(rows), rows.labels)
+
+    def scores(self, rows: Rows) -> torch.Tensor:
+        """(R,) float32, with a gradient: a reward model's value of each row, at its last token that is not the padding token.
+
+        The rule for the token is that of transformers' sequence classification, so that the saved model gives the same values.
+        """
+        return self.within(lambda: self._scores(rows))
+
+    def _scores(self, rows: Rows) -> torch.Tensor:
+        base = self.loaded.base
+        with self._precision(), self._noise(rows):
+            if self.head == "model":  # only padded rows have one value each in the model's own forward
+                ids, _, _ = _padded_inputs(rows, fill=_pad_of(base))
+                return base(input_ids=ids, use_cache=False).logits[:, 0].float()
+            last = _last_tokens(rows, _pad_of(base))
+            hidden = self._hidden(replace(rows, label_index=last))
+        return _score(base, hidden)
 
     @contextlib.contextmanager
     def without_adapter(self) -> Any:
@@ -199,7 +218,9 @@ def choose_forward(
         enable = getattr(base, "activation_checkpointing_enable", None) or base.gradient_checkpointing_enable
         enable({"use_reentrant": False})
     own = base.config._attn_implementation  # noqa: SLF001 - transformers has no public name for it
-    quick = quick_adapter and speed_up_lora(loaded.model) * 2 == len(loaded.trainable)
+    # The head of a reward model is trained, too; it is computed in float32.
+    others = len(list(_score_head(base).parameters())) if loaded.is_reward else 0
+    quick = quick_adapter and speed_up_lora(loaded.model) * 2 == len(loaded.trainable) - others
     autocast = dtype != "float32" and not quick
     forward = Forward(loaded, "padded", "model", DTYPES[dtype], autocast, own, root=root)
     forward.rows_apart = scale_rows_apart(base)
@@ -207,8 +228,12 @@ def choose_forward(
     loaded.model.eval()
     with torch.no_grad():
         wanted = forward.within(lambda: _alone(forward))
-        forward.within(lambda: _try_head(forward, wanted))
-        forward.within(lambda: _try_flat(forward, wanted))
+        if loaded.is_reward:
+            forward.within(lambda: _try_score(forward))
+        else:
+            forward.within(lambda: _try_head(forward, wanted))
+        if not loaded.is_reward or forward.head == "chunked":
+            forward.within(lambda: _try_flat(forward, wanted))
     loaded.model.train(was_training)
     if forward.rows_apart and forward.layout == "padded":
         raise ModelError.of(
@@ -234,15 +259,60 @@ def _probe_rows(base: Any, *, first: int) -> Rows:
 
 
 def _alone(forward: Forward) -> torch.Tensor:
-    """(N, V): the probe's logits, with each row alone through the unmodified model."""
+    """(N, V): the probe's logits, with each row alone through the unmodified model; of a reward model (N, E), its last hidden states."""
     rows = _probe_rows(forward.loaded.base, first=11)
     base = forward.loaded.base
+    body = getattr(base, base.base_model_prefix)
     with forward._precision():  # noqa: SLF001 - same module
         parts = [
-            base(input_ids=ids[None], use_cache=False).logits[0, :-1].float()
+            body(input_ids=ids[None], use_cache=False).last_hidden_state[0, :-1].float()
+            if forward.loaded.is_reward
+            else base(input_ids=ids[None], use_cache=False).logits[0, :-1].float()
             for ids in rows.input_ids.split(rows.lengths)
         ]
     return torch.cat(parts)
+
+
+def _try_score(forward: Forward) -> None:
+    """Chooses the head of a reward model at last tokens only if that gives the values of the model's own forward of padded rows."""
+    base = forward.loaded.base
+    rows = _probe_rows(base, first=11)
+    lengths = [n for length in rows.lengths for n in range(1, length + 1)]
+    starts = [0] * rows.lengths[0] + [rows.lengths[0]] * rows.lengths[1]
+    ids = torch.cat([rows.input_ids[start : start + n] for start, n in zip(starts, lengths, strict=True)])
+    positions = torch.cat([torch.arange(n, device=ids.device) for n in lengths])
+    prefixes = replace(rows, input_ids=ids, position_ids=positions, lengths=lengths)  # 15 rows
+    with torch.autocast(base.device.type, dtype=forward.dtype, enabled=forward.dtype != torch.float32):
+        wanted = forward._scores(prefixes)  # noqa: SLF001 - same module
+    forward.head = "chunked"
+    if not _alike(forward._scores(prefixes), wanted, forward.dtype):  # noqa: SLF001
+        forward.head, forward.why = "model", "its values are more than last hidden states times one matrix"
+        forward.autocast = forward.dtype != torch.float32  # its head has the dtype of its weights
+
+
+def _score_head(base: Any) -> Any:
+    """The head of a reward model, or what peft trains in its place."""
+    return _trained(getattr(base, SCORE))
+
+
+def _score(base: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """(R,) float32: the values of hidden states (R, E). A difference of two values needs more digits than bfloat16 has."""
+    with torch.autocast(hidden.device.type, enabled=False):
+        return torch.nn.functional.linear(hidden.float(), _score_head(base).weight.float())[:, 0]
+
+
+def _pad_of(base: Any) -> int:
+    """The padding token of a reward model."""
+    return int(base.config.get_text_config().pad_token_id)
+
+
+def _last_tokens(rows: Rows, pad: int) -> torch.Tensor:
+    """(R,) int64: the positions among T of each row's last token that is not `pad`; of its first one if all are."""
+    lengths = torch.tensor(rows.lengths, device=rows.input_ids.device)
+    starts = lengths.cumsum(0) - lengths  # (R,)
+    row_of = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)  # (T,)
+    places = torch.where(rows.input_ids != pad, rows.position_ids, 0)
+    return starts + starts.new_zeros(len(lengths)).scatter_reduce(0, row_of, places, "amax")
 
 
 def _try_head(forward: Forward, wanted: torch.Tensor) -> None:
@@ -266,7 +336,11 @@ def _try_head(forward: Forward, wanted: torch.Tensor) -> None:
 
 def _head_of(base: Any) -> Any:
     """The head, or what peft trains in its place."""
-    head = base.get_output_embeddings()
+    return _trained(base.get_output_embeddings())
+
+
+def _trained(head: Any) -> Any:
+    """A module, or what peft trains in its place."""
     if not isinstance(head, ModulesToSaveWrapper):
         return head
     return head.original_module if head.disable_adapters else head.modules_to_save[head.active_adapters[0]]
@@ -283,8 +357,9 @@ def _try_flat(forward: Forward, wanted: torch.Tensor) -> None:
     forward.layout = "flat"
     try:
         with forward._precision():  # noqa: SLF001 - same module
-            logits = forward._logits(_probe_rows(base, first=11)).float()  # noqa: SLF001
-            moved = forward._logits(_probe_rows(base, first=12)).float()  # noqa: SLF001
+            values = forward._hidden if forward.loaded.is_reward else forward._logits  # noqa: SLF001
+            logits = values(_probe_rows(base, first=11)).float()
+            moved = values(_probe_rows(base, first=12)).float()
     except UnsupportedAttentionError as error:
         why = f"its attention needs {error}"
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
@@ -325,12 +400,12 @@ def _flat_inputs(rows: Rows) -> dict[str, Any]:
     }
 
 
-def _padded_inputs(rows: Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _padded_inputs(rows: Rows, *, fill: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(R, L) ids with padding on the right, which causal attention never reads, and row and column of each label position."""
     device = rows.input_ids.device
     lengths = torch.tensor(rows.lengths, device=device)
     row_of = torch.repeat_interleave(torch.arange(len(rows.lengths), device=device), lengths)  # (T,)
-    ids = torch.zeros(len(rows.lengths), max(rows.lengths), dtype=torch.long, device=device)
+    ids = torch.full((len(rows.lengths), max(rows.lengths)), fill, dtype=torch.long, device=device)
     ids[row_of, rows.position_ids] = rows.input_ids
     return ids, row_of[rows.label_index], rows.position_ids[rows.label_index]
 

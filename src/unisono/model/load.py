@@ -17,7 +17,7 @@ from unisono.config.lf_template import adapt_tokenizer, lf_template_of
 from unisono.config.schema import RunConfig, TrainOnlySection
 from unisono.errors import ModelError, Problem
 from unisono.model.adapter import BaseChanges, add_adapter
-from unisono.model.directory import read_model_config
+from unisono.model.directory import is_classifier, read_model_config
 from unisono.model.files import check_tokenizer_files, read_json_object, read_safetensors_header, weight_files
 from unisono.model.rope import scale_rope
 from unisono.text import library_words, nearest
@@ -37,6 +37,9 @@ LIBRARY_ERRORS = (
 )
 """Exceptions that transformers, peft and tokenizers raise for invalid files."""
 _SHOWN = 4
+
+SCORE = "score"
+"""The name that transformers gives the head of a decoder that classifies sequences."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -66,6 +69,11 @@ class LoadedModel:
         self.trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     @property
+    def is_reward(self) -> bool:
+        """Whether it gives one value for a row instead of logits for a token: transformers' sequence classification."""
+        return isinstance(getattr(self.base, SCORE, None), torch.nn.Module)
+
+    @property
     def trainable_parameters(self) -> int:
         """The number of trained values."""
         return sum(parameter.numel() for parameter in self.trainable.values())
@@ -85,24 +93,31 @@ def load_for_training(
     layout = lf_template_of(config.data.template)
     if layout is not None:
         adapt_tokenizer(tokenizer, layout)
-    full = config.adapter is None
+    full, reward = config.adapter is None, config.objective == "reward"
     base = load_base(
         directory,
         dtype=torch.float32 if full else DTYPES[dtype],
         random=config.model.weights == "random",
         trust_remote_code=config.model.trust_remote_code,
         adjust=partial(_adjust, config),
+        reward=reward,
     )
     grown = _fit_vocabulary(base, tokenizer, grow=config.model.resize_vocabulary)
+    if reward:
+        set_pad_token(base, tokenizer)
     base.config.use_cache = False
     base.to(device)
     model, changes = base, BaseChanges()
     if config.adapter is not None:
-        model, changes = add_adapter(base, config.adapter, seed=config.seed, grown=grown)
+        model, changes = add_adapter(
+            base, config.adapter, seed=config.seed, grown=grown, head=SCORE if reward else None
+        )
     else:
         _freeze(base, config.freeze)
         if config.train_only is not None:
             _train_only(base, config.train_only)
+            if reward:
+                getattr(base, SCORE).requires_grad_(True)
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     for parameter in trainable.values():
         parameter.data = parameter.data.float()
@@ -153,8 +168,11 @@ def load_base(
     random: bool = False,
     trust_remote_code: bool = False,
     adjust: Callable[[Any], None] = lambda _settings: None,
+    reward: bool = False,
 ) -> Any:
     """The transformers model of a directory, with all weights found and of the right shape.
+
+    A reward model made of a language model has a new head `score`, drawn from torch's global generator.
 
     Args:
         directory: of the model.
@@ -162,11 +180,12 @@ def load_base(
         random: draw the weights instead of reading them.
         trust_remote_code: whether the model's own Python code may run.
         adjust: changes the model's config before the model is made from it.
+        reward: load sequence classification with one label instead of a causal language model.
 
     Raises:
         ModelError: with the type, the file or the tensors that are wrong.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # the front shows the progress
@@ -180,10 +199,13 @@ def load_base(
     try:
         settings = AutoConfig.from_pretrained(str(directory), trust_remote_code=trust_remote_code)
         adjust(settings)
+        had_score = _fit_labels(directory, settings, reward=reward)
+        auto = AutoModelForSequenceClassification if reward else AutoModelForCausalLM
         if random:
-            model = AutoModelForCausalLM.from_config(settings, trust_remote_code=trust_remote_code)
+            model = auto.from_config(settings, trust_remote_code=trust_remote_code)
+            _check_head(directory, model, reward=reward)
             return model.to(dtype)
-        model, info = AutoModelForCausalLM.from_pretrained(
+        model, info = auto.from_pretrained(
             str(directory),
             config=settings,
             dtype=dtype,
@@ -194,8 +216,81 @@ def load_base(
         )
     except LIBRARY_ERRORS as error:
         raise _load_error(directory, error) from error
+    _check_head(directory, model, reward=reward)
+    if reward and not had_score:
+        info["missing_keys"] = set(info["missing_keys"]) - {f"{SCORE}.weight"}
     _refuse_gaps(directory, info)
     return model
+
+
+def _fit_labels(directory: Path, settings: Any, *, reward: bool) -> bool:
+    """Sets one label in the settings for a reward model; whether the directory already has a head for it.
+
+    Raises:
+        ModelError: if it has another number of labels, or transformers has no such head for it; or if it is a reward model, and a language
+            model is wanted.
+    """
+    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+
+    name = "AutoModelForSequenceClassification"
+    classifies = is_classifier(read_model_config(directory))
+    if not reward:
+        if classifies:
+            raise ModelError.of(
+                f"{directory} is a reward model, or another classifier, not a language model",
+                where=str(directory / "config.json"),
+                why=f"architectures is {', '.join(settings.architectures)}",
+                fix="use a language model, or set objective: reward to train it further",
+            )
+        return False
+    known = type(settings) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+    if not known and name not in (getattr(settings, "auto_map", None) or {}):
+        raise _no_reward_model(directory, settings, f"it has no {name} in transformers")
+    if classifies and settings.num_labels != 1:
+        raise ModelError.of(
+            f"the classifier in {directory} has {settings.num_labels} labels",
+            where=str(directory / "config.json"),
+            why="a reward is one value",
+            fix="use a language model, or a classifier with one label",
+        )
+    settings.num_labels = 1
+    return classifies
+
+
+def _check_head(directory: Path, model: Any, *, reward: bool) -> None:
+    """Refuses a reward model whose head is not one vector, as that of encoders."""
+    head = getattr(model, SCORE, None)
+    if reward and (type(head) is not torch.nn.Linear or head.bias is not None):
+        why = f"the head of {type(model).__name__} is not one matrix `{SCORE}` for the last token"
+        raise _no_reward_model(directory, model.config, why)
+
+
+def _no_reward_model(directory: Path, settings: Any, why: str) -> ModelError:
+    return ModelError.of(
+        f"a model of type {settings.model_type} cannot become a reward model",
+        where=str(directory / "config.json"),
+        why=why,
+        fix="use a decoder of another family, e.g. Llama or Qwen",
+    )
+
+
+def set_pad_token(base: Any, tokenizer: Any) -> None:
+    """Sets in model and tokenizer the token that fills up batches; transformers scores the last other token of each row.
+
+    Raises:
+        ModelError: if the tokenizer has no such token.
+    """
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token_id is None:
+            raise ModelError.of(
+                "the tokenizer has neither a padding nor an end-of-sequence token",
+                where="model.tokenizer",
+                why="transformers needs one to find the last token of a row",
+                fix="set pad_token in tokenizer_config.json",
+            )
+        tokenizer.pad_token = tokenizer.eos_token
+    # Not before the model is made: it would give the row of this token in the embedding no gradient.
+    base.config.get_text_config().pad_token_id = tokenizer.pad_token_id
 
 
 def odd_parameters(model: torch.nn.Module) -> list[str]:

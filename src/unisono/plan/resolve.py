@@ -312,6 +312,7 @@ def _need(
         longest_row=train.longest_row,
         gradient_checkpointing=checkpointing,
         shards=given.world_size if strategy == "fsdp" else 1,
+        logits=config.objective != "reward",
     )
 
 
@@ -439,6 +440,7 @@ def estimate_memory(
     longest_row: int,
     gradient_checkpointing: bool,
     shards: int = 1,
+    logits: bool = True,
 ) -> MemoryEstimate:
     """Bytes for one rank.
 
@@ -454,6 +456,7 @@ def estimate_memory(
         longest_row: tokens of the longest row.
         gradient_checkpointing: whether activations are computed again.
         shards: ranks among which weights and state are cut (fsdp); one layer is whole at a time, which is added.
+        logits: whether there are logits over the vocabulary; a reward model has one value for a row.
     """
     size = _DTYPE_BYTES[dtype]
     trainable = trainable_parameters(model, adapter_rank=adapter_rank)
@@ -465,10 +468,9 @@ def estimate_memory(
     activations = micro_tokens * (
         per_layer * kept_layers + model.layers * model.hidden_size * size * gradient_checkpointing
     )
-    head = (
-        min(micro_tokens, _HEAD_CHUNK) * model.vocab_size * 4 * 2
-        + micro_tokens * model.hidden_size * size * 2
-    )
+    head = micro_tokens * model.hidden_size * size * 2
+    if logits:
+        head += min(micro_tokens, _HEAD_CHUNK) * model.vocab_size * 4 * 2
     weights = model.parameters * size
     if adapter_rank is None and dtype == "float32":
         weights = 0  # the master copy is the weight

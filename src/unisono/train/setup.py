@@ -13,7 +13,7 @@ from unisono.facts import read_environment
 from unisono.facts.path_monitor import identity_of
 from unisono.model.directory import locate_tokenizer
 from unisono.model.forward import Forward, choose_forward
-from unisono.model.load import LoadedModel, load_for_training
+from unisono.model.load import SCORE, LoadedModel, load_for_training
 from unisono.model.sharding import ShardedRoot, shard_model
 from unisono.objectives import objective_of
 from unisono.plan import RankPlace, RunPlan, Stream
@@ -184,7 +184,8 @@ def _open_tracker(plan: RunPlan, files: RunDir, report: Reporter) -> Trackers | 
 
 def _tables(loaded: LoadedModel) -> set[int]:
     """Ids of the parameters of embedding and head, which Muon is not for."""
-    modules = [loaded.base.get_input_embeddings(), loaded.base.get_output_embeddings()]
+    base = loaded.base
+    modules = [base.get_input_embeddings(), base.get_output_embeddings(), getattr(base, SCORE, None)]
     return {id(parameter) for module in modules if module is not None for parameter in module.parameters()}
 
 

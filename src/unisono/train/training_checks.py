@@ -266,6 +266,7 @@ def _savings(run: Run) -> list[str]:
             longest_row=plan.data.train.longest_row,
             gradient_checkpointing=checkpointing,
             shards=run.group.world_size if run.sharded is not None else 1,
+            logits=config.objective != "reward",
         ).total
 
     now = total(plan.micro_batch, checkpointing=plan.gradient_checkpointing)

@@ -216,7 +216,7 @@ def write_weights(loaded: LoadedModel, plan: RunPlan, directory: Path, *, writes
     if target is not None:
         _set_template(loaded.tokenizer, plan)
         loaded.tokenizer.save_pretrained(str(target))
-        if loaded.base.generation_config is not None and plan.config.adapter is not None:
+        if _generates(loaded.base) and plan.config.adapter is not None:
             loaded.base.generation_config.save_pretrained(str(target))
     return entries
 
@@ -384,10 +384,15 @@ def _write_dtype(file: Path, dtype: str) -> None:
     write_json(file, config | {"dtype": dtype})
 
 
+def _generates(base: Any) -> bool:
+    """Whether it has settings of generation; a reward model has none."""
+    return getattr(base, "generation_config", None) is not None
+
+
 def _set_stops(loaded: LoadedModel, plan: RunPlan) -> None:
     """Lets generation stop where answers end with a template of LLaMA-Factory: its tokenizer names only one of these tokens."""
     layout, tokenizer = lf_template_of(plan.config.data.template), loaded.tokenizer
-    if layout is None or loaded.base.generation_config is None:
+    if layout is None or not _generates(loaded.base):
         return
     ends = stop_ids(tokenizer, layout)
     if plan.config.objective == "pretrain":
