@@ -43,14 +43,13 @@ def preview(
         "config": loaded.config.model_dump(mode="json", by_alias=True),
         "cache_dir": str(read_environment().cache_dir),
         "rows": rows,
-        "stage": translation.stage if translation else None,
         "ids": ids,
     }
     found = run_task("preview", request)
     if printer.json:
         printer.emit({"schema": 1, **found})
         return
-    for warning in found["data"]["warnings"] if "data" in found else found["warnings"]:
+    for warning in found["data"]["warnings"]:
         printer.warn(f"warning: {warning}")
     _show(found)
 
@@ -89,8 +88,6 @@ def preview_lines(found: dict[str, Any], *, width: int = 0) -> list[Line]:
     for row in found["rows"]:
         for part in _parts(row):
             lines += [*_row_lines(part), [("", False)]]
-    if "data" not in found:
-        return [*lines, *([(text, False)] for text in _note_lines(found))]
     data = found["data"]
     lines += [
         [(text, False)]

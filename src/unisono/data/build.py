@@ -178,6 +178,8 @@ def _write_splits(
         if config.objective in RATINGS:
             columns["label"] = usable["label"][row]
             writer.digest.update(columns["label"].data)
+        if sides > 1:
+            writer.digest.update(f"{sides} sides".encode())
         sequences = _sequences(
             columns["length"], count[row], packing=config.data.packing, limit=config.data.max_length * sides
         )
@@ -238,6 +240,7 @@ def _note_rows(
             max_length=config.data.max_length,
             pieces=rows.pieces[i],
             tokens_cut=rows.tokens_cut[i],
+            sides=sides_of(config.objective),
         )
         ledger.note(place, what, why)
 

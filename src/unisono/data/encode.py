@@ -152,11 +152,14 @@ class RowEncoder(Protocol):
         ...
 
     def encode_pairs(self, examples: Sequence[Example]) -> list[EncodedUnit | RowError]:
-        """For each example the prompt with the chosen answer, and with the rejected one; or its error."""
+        """For each example, a pair, the prompt with the chosen answer, and with the rejected one; or its error."""
         ...
 
     def encode_ratings(self, examples: Sequence[Example]) -> list[EncodedUnit | RowError]:
-        """For each example the prompt with its answer, and with that of the row before it; or its error."""
+        """For each example, a rated answer, the prompt with it, and with the answer of the example before; or its error.
+
+        The first example gets the answer of the last one.
+        """
         ...
 
 
@@ -214,12 +217,18 @@ class Encoder:
         Raises:
             DataError: if the template leaves the end of an answer untrained, or there is no token that ends one.
         """
+        return self._encoded(self._jobs(examples))
+
+    def _jobs(self, examples: Sequence[Example]) -> list[_Job | RowError]:
         if not self._probed and any(not isinstance(example, Text) for example in examples):
             self._probed = True
             self._probe(examples)
         with timers_armed():
             jobs = [_bounded(self._job(example)) for example in examples]
         self._show([job for job in jobs if isinstance(job, _Job)])
+        return jobs
+
+    def _encoded(self, jobs: Sequence[_Job | RowError]) -> list[Encoded | RowError]:
         encoded: dict[int, Encoded | RowError] = {}
         for whole in (False, True):
             chosen = [(i, job) for i, job in enumerate(jobs) if isinstance(job, _Job) and job.whole is whole]
@@ -230,66 +239,30 @@ class Encoder:
         return [job if isinstance(job, RowError) else encoded[i] for i, job in enumerate(jobs)]
 
     def encode_pairs(self, examples: Sequence[Example]) -> list[EncodedUnit | RowError]:
-        """For each example the prompt with the chosen answer, and with the rejected one; or its error."""
-        return self._units(
-            [
-                example.answers
-                if isinstance(example, Preference) and len(example.answers) == 2
-                else RowError(
-                    "it has one answer with a label, where a chosen and a rejected one are needed",
-                    "set objective: kto, or add both answers",
-                )
-                for example in examples
-            ]
-        )
+        """For each example, a pair, the prompt with the chosen answer, and with the rejected one; or its error."""
+        return self._units([example.answers for example in _preferences(examples)])
 
     def encode_ratings(self, examples: Sequence[Example]) -> list[EncodedUnit | RowError]:
-        """For each example the prompt with its answer, and with that of the example before it; or its error.
+        """For each example, a rated answer, the prompt with it, and with the answer of the example before; or its error.
 
-        The first example gets the answer of the last one. Examples with an error take no part.
+        The first example gets the answer of the last one.
         """
-        rated = [e for e in examples if isinstance(e, Preference) and e.desirable is not None]
-        if len(rated) == 1:
-            self._warn(
-                "only one rated row: it is its own mismatched answer in the estimate of the divergence"
-            )
-        before = iter([*rated[-1:], *rated[:-1]])
-        wanted: list[Sequence[Example] | RowError] = []
-        for example in examples:
-            if isinstance(example, Preference) and example.desirable is not None:
-                own = example.answers[0]
-                wanted.append([own, with_answer_of(own, next(before).answers[0])])
-            else:
-                wanted.append(
-                    RowError(
-                        "it has a chosen and a rejected answer, where one with a label is needed",
-                        "set objective: dpo, or write a row with a label for each answer",
-                    )
-                )
-        labels = [e.desirable if isinstance(e, Preference) else None for e in examples]
+        rated = _preferences(examples)
+        own = [example.answers[0] for example in rated]
+        others = [*own[-1:], *own[:-1]]
+        units = self._units(
+            [[answer, with_answer_of(answer, other)] for answer, other in zip(own, others, strict=True)]
+        )
         return [
-            unit if isinstance(unit, RowError) else replace(unit, label=label)
-            for unit, label in zip(self._units(wanted), labels, strict=True)
+            unit if isinstance(unit, RowError) else replace(unit, label=example.desirable)
+            for unit, example in zip(units, rated, strict=True)
         ]
 
-    def _units(self, wanted: Sequence[Sequence[Example] | RowError]) -> list[EncodedUnit | RowError]:
-        """The units of examples that belong together, or the first error of each."""
-        encoded = iter(self.encode([e for group in wanted if not isinstance(group, RowError) for e in group]))
-        found: list[EncodedUnit | RowError] = []
-        for group in wanted:
-            if isinstance(group, RowError):
-                found.append(group)
-                continue
-            sides = [next(encoded) for _ in group]
-            errors = [side for side in sides if isinstance(side, RowError)]
-            found.append(
-                errors[0] if errors else EncodedUnit(tuple(s for s in sides if not isinstance(s, RowError)))
-            )
-        return found
-
-    def _warn(self, text: str) -> None:
-        if text not in self.warnings:
-            self.warnings.append(text)
+    def _units(self, groups: Sequence[Sequence[Conversation | Completion]]) -> list[EncodedUnit | RowError]:
+        """The units of answers after the same prompt, or the first error of each."""
+        jobs = self._jobs([example for group in groups for example in group])
+        parts = iter(zip(jobs, self._encoded(jobs), strict=True))
+        return [_unit([next(parts) for _ in group]) for group in groups]
 
     def _show(self, jobs: list[_Job]) -> None:
         """Adds the first rendered row to the warning that asks for it."""
@@ -345,9 +318,7 @@ class Encoder:
         try:
             if isinstance(example, Text):
                 return _text_job(example)
-            assert not isinstance(
-                example, Exchange | Preference
-            )  # of LfEncoder.read_row; encoded answer by answer
+            assert not isinstance(example, Exchange | Preference)  # of LfEncoder; encoded answer by answer
             if isinstance(example, Completion):
                 if self.template is None:
                     return self._completion_job(example)
@@ -424,6 +395,40 @@ def _bounded(job: _Job | RowError) -> _Job | RowError:
     return RowError(
         f"it has {len(job.text):,} characters; the maximum is {CHARACTERS:,}", "split it into several rows"
     )
+
+
+def _preferences(examples: Sequence[Example]) -> list[Preference]:
+    assert all(isinstance(example, Preference) for example in examples)
+    return list(examples)  # type: ignore[arg-type]  # asserted
+
+
+def _unit(parts: list[tuple[_Job | RowError, Encoded | RowError]]) -> EncodedUnit | RowError:
+    """The unit of encoded answers with the same prompt, in the same tokens.
+
+    A tokenizer may join the end of a prompt and the beginning of an answer in one token. Such tokens are part of the answers: the prompt
+    ends where the tokens of the sides begin to differ.
+    """
+    jobs, sides = [job for job, _ in parts], [side for _, side in parts]
+    errors = [side for side in sides if isinstance(side, RowError)]
+    if errors:
+        return errors[0]
+    if len({job.text[: (job.answers or [(0, 0)])[-1][0]] for job in jobs if isinstance(job, _Job)}) > 1:
+        return RowError(
+            "the chat template renders the prompt differently before each answer",
+            "make the beginning of both answers alike (e.g. reasoning in both), or set data.template to a different one",
+        )
+    rows = [side for side in sides if isinstance(side, Encoded)]
+    ends = [int(np.argmax(row.targets)) for row in rows]
+    begin = _shared(*(row.ids[: min(ends)] for row in rows))
+    for row, end in zip(rows, ends, strict=True):
+        row.targets[max(begin, 1) : end] = True
+    return EncodedUnit(tuple(rows))
+
+
+def _shared(one: npt.NDArray[np.int32], other: npt.NDArray[np.int32]) -> int:
+    """The length of the common beginning of two rows of the same length."""
+    different = np.flatnonzero(one != other)
+    return int(different[0]) if len(different) else len(one)
 
 
 def _groups(jobs: list[tuple[int, _Job]]) -> Iterator[list[tuple[int, _Job]]]:

@@ -13,9 +13,21 @@ from unisono.config.preference import PAIRS, PREFERENCE, RATINGS
 from unisono.config.schema import DataSection
 from unisono.data.encode import RowEncoder
 from unisono.data.formats import COLUMNS, FormatName, detect, shown
-from unisono.data.preference_rows import is_pair, is_rated
+from unisono.data.preference_rows import is_rated, sides_in
 from unisono.data.readers import read_rows
-from unisono.data.rows import BadRow, Example, Ledger, Place, RawRow, Row, RowError, RowFile, SourceCounts
+from unisono.data.rows import (
+    BadRow,
+    Example,
+    Exchange,
+    Ledger,
+    Place,
+    Preference,
+    RawRow,
+    Row,
+    RowError,
+    RowFile,
+    SourceCounts,
+)
 from unisono.data.sources import Source
 from unisono.data.token_table import Encoded, EncodedUnit, TokenWriter
 from unisono.errors import DataError, Problem
@@ -60,16 +72,20 @@ def fit(row: Encoded, *, max_length: int, too_long: TooLong) -> Fitted:
 
 
 def fit_unit(unit: EncodedUnit, *, max_length: int, too_long: TooLong) -> Fitted:
-    """The unit with each side within max_length tokens. A cut takes the end of the answers, so that both sides keep the same prompt."""
+    """The unit with each side within max_length tokens.
+
+    A cut takes the end of the answers, so that both sides keep the same prompt. Of a pair the longer side decides whether it is too long,
+    of a rated answer its own side: the mismatched one is always cut.
+    """
     if len(unit.sides) == 1:
         return fit(unit.sides[0], max_length=max_length, too_long=too_long)
-    is_long = max(len(side.ids) for side in unit.sides) > max_length
-    if is_long and too_long not in ("cut", "balanced"):
+    decisive = unit.sides if unit.label is None else unit.sides[:1]
+    if too_long not in ("cut", "balanced") and max(len(side.ids) for side in decisive) > max_length:
         return Fitted([], "drop" if too_long == "drop" else "error")
-    kept = [fit(side, max_length=max_length, too_long="cut") for side in unit.sides]
-    pieces = [piece for side in kept for piece in side.pieces]
-    cut = sum(side.tokens_cut for side in kept)
-    return Fitted(pieces if len(pieces) == len(kept) else [], "cut" if cut else "used", cut)
+    kept = [side.part(slice(max_length)) if len(side.ids) > max_length else side for side in unit.sides]
+    cut = sum(len(side.ids) + side.cut for side in unit.sides) - sum(len(side.ids) for side in kept)
+    is_usable = all(side.targets.any() for side in kept[: len(decisive)])
+    return Fitted(kept if is_usable else [], "cut" if cut else "used", cut)
 
 
 def refuse_equal_sides(unit: EncodedUnit, fitted: Fitted) -> None:
@@ -83,13 +99,13 @@ def refuse_equal_sides(unit: EncodedUnit, fitted: Fitted) -> None:
     chosen, rejected = fitted.pieces
     if not np.array_equal(chosen.ids, rejected.ids):
         return
-    if all(np.array_equal(*parts) for parts in zip(*((s.ids, s.targets) for s in unit.sides), strict=True)):
+    if fitted.what == "cut":
         raise RowError(
-            "the chosen and the rejected answer are equal", "write two different answers, or remove the row"
+            "the chosen and the rejected answer are equal up to the cut at data.max_length",
+            "raise data.max_length, or remove the row",
         )
     raise RowError(
-        "the chosen and the rejected answer differ only in what is cut off",
-        "raise data.max_length, or remove the row",
+        "the chosen and the rejected answer are equal", "write two different answers, or remove the row"
     )
 
 
@@ -136,9 +152,11 @@ def _split(row: Encoded, max_length: int) -> Fitted:
     return Fitted(pieces, "split", left_out)
 
 
-def explain_fit(what: str, *, length: int, max_length: int, pieces: int, tokens_cut: int) -> str:
-    """Why a row of `length` tokens was cut, split or dropped, for the ledger."""
-    why = f"{length} tokens, max_length is {max_length}"
+def explain_fit(
+    what: str, *, length: int, max_length: int, pieces: int, tokens_cut: int, sides: int = 1
+) -> str:
+    """Why a row was cut, split or dropped, for the ledger; `length` is that of its longest side."""
+    why = f"{length} tokens{' with the longer answer' if sides > 1 else ''}, max_length is {max_length}"
     if what == "cut":
         return f"{why}: {tokens_cut} cut off"
     if what == "split":
@@ -151,11 +169,8 @@ def explain_fit(what: str, *, length: int, max_length: int, pieces: int, tokens_
 
 
 _BATCH = 512  # rows that go through the tokenizer together
-_RATED_BATCH = 1000  # of rated answers, which get the answers of other rows of their batch
-_NEEDS = {
-    True: "it compares a chosen and a rejected answer, or reads a label for each answer",
-    False: "it trains on one answer for each row",
-}
+_RATED_BATCH = 1000  # rated answers get the answers of other rows of their batch, as LLaMA-Factory's
+_PAIR, _RATING = "a chosen and a rejected answer", "one answer with a label"
 _SHOWN_PROBLEMS = 20
 _REPORT_EVERY_S = 0.5
 _ALL_COUNTS = "; every token counts in the loss"
@@ -174,8 +189,8 @@ class UsableRows:
         file: index of the file among all files.
         number: line or row in the file.
         first: its first piece in tokens.arrow.
-        pieces: number of pieces.
-        length: its original number of tokens.
+        pieces: number of pieces; of a unit with two sides 1.
+        length: its original number of tokens, of the longest side.
         tokens_cut: number of these that are not in any piece.
         is_cut: 1 if it was cut.
         is_split: 1 if it was split.
@@ -265,10 +280,9 @@ class Ingest:
         if not leading:
             raise DataError.of(f"{path} has no rows", where=path, fix="use a file with rows")
         name = self._format(source, leading[-1])
-        everything = chain(leading, rows)
-        while batch := list(islice(everything, _RATED_BATCH if self._objective in RATINGS else _BATCH)):
-            self._progress.add(len(batch), path)
-            self._read_batch(source, name, batch)
+        readable = self._readable(source, name, chain(leading, rows))
+        while batch := list(islice(readable, _RATED_BATCH if self._objective in RATINGS else _BATCH)):
+            self._read_batch(path, batch)
 
     def _limit_of(self, source: Source) -> int | None:
         """The rows to read. With `samples`, `rows` limits the pick instead, which is made among all."""
@@ -304,16 +318,8 @@ class Ingest:
     def _format(self, source: Source, first: Row) -> FormatName:
         """The format of a source, as configured or as its first row shows."""
         path, configured = source.section.path, source.section.format
-        wants_preference = self._objective in PREFERENCE
-        if configured != "auto" and wants_preference != (configured == "preference"):
-            raise DataError.of(
-                f"{path} has {configured} rows, which objective {self._objective} cannot train on",
-                where=f"data.format: {configured}",
-                why=_NEEDS[wants_preference],
-                fix="set data.format: preference, with its columns"
-                if wants_preference
-                else f"set objective: {' or '.join(PREFERENCE)}, or use rows with one answer",
-            )
+        if configured != "auto" and (self._objective in PREFERENCE) != (configured == "preference"):
+            raise self._other_rows(path, str(first.place), f"data.format is {configured}")
         if configured != "auto":
             self.formats.append(f"{path}: {configured} (set){_ALL_COUNTS if configured == 'text' else ''}")
             return configured
@@ -341,19 +347,28 @@ class Ingest:
         )
         return found[0]
 
-    def _read_batch(self, source: Source, name: FormatName, batch: list[Row]) -> None:
+    def _readable(
+        self, source: Source, name: FormatName, rows: Iterator[Row]
+    ) -> Iterator[tuple[Place, Example]]:
+        """The examples of the rows that can be read; the others are counted as bad."""
         counts = self._ledger.sources[-1]
-        counts.rows += len(batch)
-        examples: list[Example] = []
-        places: list[Place] = []
-        for row in batch:
+        for row in rows:
+            counts.rows += 1
+            self._progress.add(1, source.section.path)
             example = row if isinstance(row, BadRow) else self._example(name, row, source)
             if isinstance(example, BadRow):
                 self._take_bad(example, counts)
             else:
-                places.append(row.place)
-                examples.append(example)
-        for place, encoded in zip(places, self._encoded(examples), strict=True):
+                yield row.place, example
+
+    def _read_batch(self, path: str, batch: list[tuple[Place, Example]]) -> None:
+        counts = self._ledger.sources[-1]
+        encoded_rows = self._encoded([example for _, example in batch])
+        if self._objective in RATINGS and len(batch) == 1:
+            self._encoder.warnings.append(
+                f"{path}: the answer of {batch[0][0]} is its own mismatched answer, as no other row is in its group of {_RATED_BATCH}"
+            )
+        for (place, _), encoded in zip(batch, encoded_rows, strict=True):
             if isinstance(encoded, RowError):
                 self._take_bad(encoded.at(place), counts)
             else:
@@ -361,27 +376,33 @@ class Ingest:
 
     def _detect(self, source: Source, first: RawRow) -> tuple[FormatName, str] | None:
         """The format by the first row, and why; None if it matches no known format."""
-        path, columns = source.section.path, source.section.columns
-        pair, rated = is_pair(first.value, columns), is_rated(first.value, columns)
-        if self._objective not in PREFERENCE:
-            if pair:
-                raise DataError.of(
-                    f"{path} has pairs of answers, which objective {self._objective} cannot train on",
-                    where=str(first.place),
-                    why="the row has a chosen and a rejected answer",
-                    fix=f"set objective: {' or '.join(PAIRS)}; or set data.format, to read other columns only",
-                )
-            return detect(first.value, columns)
-        if pair or rated:
-            return "preference", f"the first row has {'chosen and rejected' if pair else 'label'}"
-        raise DataError.of(
-            f"{path} has no {'rated answers' if self._objective in RATINGS else 'pairs of answers'}, which objective"
-            f" {self._objective} needs",
-            where=str(first.place),
-            why=f"its columns are {', '.join(shown(name) for name in list(first.value)[:12]) or 'none'}",
-            fix="map the columns, e.g. data.train: [{path: FILE, columns: "
-            + ("{label: is_good}" if self._objective in RATINGS else "{chosen: good, rejected: bad}")
-            + "}], or set objective: sft",
+        columns = source.section.columns
+        sides, rated = sides_in(first.value, columns), is_rated(first.value, columns)
+        if self._objective in PREFERENCE:
+            if not sides and not rated:
+                names = ", ".join(shown(name) for name in list(first.value)[:12]) or "none"
+                raise self._other_rows(source.section.path, str(first.place), f"its columns are {names}")
+            return "preference", f"the first row has {' and '.join(sides) or 'label'}"
+        if len(sides) == 2:
+            raise self._other_rows(source.section.path, str(first.place), f"the row has {_PAIR}")
+        return detect(first.value, columns)
+
+    def _other_rows(self, path: str, place: str, why: str) -> DataError:
+        """The refusal of rows that are not for the objective."""
+        wanted = {True: "pairs of answers", False: "rated answers"}[self._objective in PAIRS]
+        example = {True: "{chosen: good, rejected: bad}", False: "{label: is_good}"}[self._objective in PAIRS]
+        if self._objective in PREFERENCE:
+            return DataError.of(
+                f"objective {self._objective} needs {wanted}, and {path} has none",
+                where=place,
+                why=why,
+                fix=f"set data.format: preference and name the columns, e.g. data.train: [{{path: FILE, columns: {example}}}]; or set objective: sft",
+            )
+        return DataError.of(
+            f"objective {self._objective} trains on one answer for each row, and {path} has preference rows",
+            where=place,
+            why=why,
+            fix=f"set objective: {', '.join(PAIRS)} or {RATINGS[0]}; or set data.format to that of the other columns, e.g. messages",
         )
 
     def _encoded(self, examples: list[Example]) -> list[EncodedUnit | RowError]:
@@ -395,9 +416,30 @@ class Ingest:
 
     def _example(self, name: FormatName, row: RawRow, source: Source) -> Example | BadRow:
         try:
-            return self._encoder.read_row(name, row.value, source.section)
+            example = self._encoder.read_row(name, row.value, source.section)
+            self._refuse_other_units(example)
         except RowError as error:
             return error.at(row.place)
+        return example
+
+    def _refuse_other_units(self, example: Example) -> None:
+        """Refuses rated answers where pairs are needed, and pairs where rated answers are.
+
+        Raises:
+            RowError: for such a row.
+        """
+        if self._objective not in PREFERENCE or not isinstance(example, Exchange | Preference):
+            return
+        if self._objective in PAIRS and len(example.answers) != 2:
+            raise RowError(
+                f"the row has {_RATING}, and objective {self._objective} needs {_PAIR}",
+                "set objective: kto, or write both answers in one row",
+            )
+        if self._objective in RATINGS and example.desirable is None:
+            raise RowError(
+                f"the row has {_PAIR}, and objective {self._objective} needs {_RATING}",
+                "set objective: dpo, or write two rows, one for each answer, with label: true and label: false",
+            )
 
     def _take(self, place: Place, unit: EncodedUnit, counts: SourceCounts) -> None:
         max_length = self._data.max_length
@@ -417,13 +459,15 @@ class Ingest:
             max_length=max_length,
             pieces=0,
             tokens_cut=fitted.tokens_cut,
+            sides=len(unit.sides),
         )
         if fitted.what == "drop":
             counts.dropped["too_long"] += 1
             self._ledger.note(place, "dropped", why)
         elif fitted.what == "error":
             self._longest = max(self._longest, len(row.ids))
-            fix = "raise data.max_length, or set data.too_long to cut, drop or split"
+            ways = "cut, drop or split" if len(unit.sides) == 1 else "cut or drop"
+            fix = f"raise data.max_length, or set data.too_long to {ways}"
             self._refuse_row(Problem("a row is too long", str(place), why, fix))
         else:
             nothing = "none of its tokens counts in the loss" + (f" ({why})" if fitted.what != "used" else "")
@@ -437,7 +481,7 @@ class Ingest:
             "number": place.number,
             "first": len(self._writer.lengths),
             "pieces": len(fitted.pieces) // len(unit.sides),
-            "length": sum(len(side.ids) + side.cut for side in unit.sides),
+            "length": max(len(side.ids) + side.cut for side in unit.sides),
             "tokens_cut": fitted.tokens_cut,
             "is_cut": fitted.what == "cut",
             "is_split": fitted.what == "split",

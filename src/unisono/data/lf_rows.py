@@ -165,7 +165,12 @@ def _preference(row: _Row) -> Exchange:
         row.get("conversations", "messages") is not None,
         chosen is not None or rejected is not None,
     )
-    if not is_pair and not isinstance(label, bool):
+    if not is_pair and label is not None and not isinstance(label, bool):
+        raise RowError(f"label is {one_line(repr(label), limit=40)}, not a boolean", "write true or false")
+    missing = [name for name, value in (("chosen", chosen), ("rejected", rejected)) if value is None]
+    if is_pair and missing:
+        raise RowError(f"the row has no {missing[0]} answer", f"add {missing[0]}, or remove the row")
+    if not is_pair and label is None:
         raise RowError(
             "the row has neither chosen and rejected answers, nor a label that is true or false",
             "set columns: {chosen: NAME, rejected: NAME}, or {label: NAME}",

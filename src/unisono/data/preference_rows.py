@@ -27,14 +27,15 @@ _TURNS = ("messages", "conversations")
 _SIDES = ("chosen", "rejected")
 
 
-def is_pair(row: dict[str, Any], renamed: Renamed) -> bool:
-    """Whether a row has a chosen and a rejected answer."""
-    return all(renamed.get(side, side) in row for side in _SIDES)
+def sides_in(row: dict[str, Any], renamed: Renamed) -> list[str]:
+    """Those of `chosen` and `rejected` that a row has."""
+    return [side for side in _SIDES if (name := renamed.get(side, side)) is not None and name in row]
 
 
 def is_rated(row: dict[str, Any], renamed: Renamed) -> bool:
     """Whether a row has a label."""
-    return renamed.get("label", "label") in row
+    name = renamed.get("label", "label")
+    return name is not None and row.get(name) is not None
 
 
 def read_preference(row: dict[str, Any], renamed: Renamed, tags: TagsSection | None = None) -> Preference:
@@ -68,7 +69,7 @@ def _pair(row: RowColumns) -> Preference:
     prompt = _prompt(row)
     if isinstance(prompt, str) and all(isinstance(row.get(side), str) for side in _SIDES):
         return Preference([_completion(row, prompt, row.text(side), side) for side in _SIDES])
-    before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    before = _as_messages(prompt, row)
     chosen, rejected = (_conversation(row, before, side) for side in _SIDES)
     if chosen.messages[:-1] != rejected.messages[:-1]:
         raise RowError(
@@ -94,8 +95,11 @@ def _rated(row: RowColumns) -> Preference:
     prompt, answer = _prompt(row), row.get(name)
     if isinstance(prompt, str) and isinstance(answer, str):
         return Preference([_completion(row, prompt, answer, name)], label)
-    before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    return Preference([_conversation(row, before, name)], label)
+    return Preference([_conversation(row, _as_messages(prompt, row), name)], label)
+
+
+def _as_messages(prompt: str | list[Message], row: RowColumns) -> list[Message]:
+    return [*system_of(row), {"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
 def _completion(row: RowColumns, prompt: str, answer: str, name: str) -> Conversation | Completion:
@@ -116,7 +120,7 @@ def _prompt(row: RowColumns) -> str | list[Message]:
         if isinstance(prompt, str) and not prompt.lstrip().startswith("[{"):
             return prompt
         if isinstance(prompt, list | str):
-            return _messages(list_of(prompt, "prompt"), "prompt", row.tags)
+            return _with_system(_messages(list_of(prompt, "prompt"), "prompt", row.tags), row)
         raise RowError(f"prompt is {kind_of(prompt)}, neither text nor messages", "make it a string")
     if row.has("instruction"):
         return alpaca_prompt(row)
@@ -125,7 +129,11 @@ def _prompt(row: RowColumns) -> str | list[Message]:
 
 def _turns(row: RowColumns) -> list[Message]:
     name = next(name for name in _TURNS if row.has(name))
-    messages = _messages(list_of(row.get(name), name), name, row.tags)
+    return _with_system(_messages(list_of(row.get(name), name), name, row.tags), row)
+
+
+def _with_system(messages: list[Message], row: RowColumns) -> list[Message]:
+    """The messages behind the one in the column `system`. One that leads the conversation takes its place."""
     return messages if messages[:1] and messages[0]["role"] == "system" else [*system_of(row), *messages]
 
 
@@ -151,8 +159,9 @@ def _conversation(row: RowColumns, prompt: list[Message], name: str) -> Conversa
         messages = _messages([value] if isinstance(value, dict) else list_of(value, name), name, row.tags)
     else:
         raise RowError(f"{name} is {kind_of(value)}, neither text nor messages", "make it a string")
-    if prompt and messages[: len(prompt)] == prompt:
-        messages = messages[len(prompt) :]
+    for repeated in (prompt, prompt[1:] if prompt and prompt[0]["role"] == "system" else []):
+        if repeated and messages[: len(repeated)] == repeated:
+            messages = messages[len(repeated) :]
     return Conversation(_ending_with_answer([*prompt, *messages], name), tools_of(row))
 
 

@@ -1,8 +1,7 @@
 """Tasks on a run's rows, without torch: `prepare` (model facts, token table), `preview`, and `rows` (where rows come from)."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +10,15 @@ import numpy.typing as npt
 
 from unisono.checkpoint.model_manifest import check_model, read_digest
 from unisono.config.lf_template import adapt_tokenizer, lf_template_of
+from unisono.config.preference import PREFERENCE
 from unisono.config.schema import RunConfig
-from unisono.data.build import make_encoder
-from unisono.data.lf_encoder import LfEncoder
 from unisono.data.lf_pieces import NO_TOKEN
+from unisono.data.preference_rows import is_rated, sides_in
 from unisono.data.prepare import load_tokenizer, prepare_data
 from unisono.data.readers import read_rows
-from unisono.data.rows import BadRow, Example, Exchange, Row, RowError, first_notes, read_counts
-from unisono.data.sources import Source, find_sources
-from unisono.data.token_table import EncodedUnit, TokenTable
+from unisono.data.rows import RawRow, first_notes, read_counts
+from unisono.data.sources import find_sources
+from unisono.data.token_table import TokenTable
 from unisono.errors import DataError, ModelError
 from unisono.events import Reporter
 from unisono.files import make_private_dir
@@ -94,18 +93,16 @@ def preview(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     token that the tokenizer does not have, and `loss`, parallel to them. `lengths` is a histogram of the training rows,
     [{first, last, rows}] in tokens. `notes` are the first rows that were dropped or changed.
 
-    Of preference rows only `rows`, `warnings` and `notes` are given: a row has `chosen` and `rejected`, each with the parts of a row, or
-    its own parts with `kl` (the same prompt with another row's answer) and `desirable`.
+    A pair has `chosen` and `rejected`, each with the parts of a row; a rated answer its own parts with `kl` (the same prompt with another
+    row's answer) and `desirable`. Their `lengths` are those of both sides.
 
     Args:
         request: `config` (a RunConfig as JSON), `cache_dir`, `rows`, the number of rows to show, and `ids`, whether to add token ids.
-            `stage` is sft, pt, rm, dpo or kto, as LLaMA-Factory names them; without it the objective decides, and the format of the rows.
         report: receives progress.
     """
     config = RunConfig.model_validate(request["config"])
+    config = _with_objective_of_rows(config, Path(request["cache_dir"]))
     directory = locate_tokenizer(config)
-    if request.get("stage") in ("rm", "dpo", "kto") or is_preference(config):
-        return preview_preference(request, config, directory, report)
     data = prepare_data(
         config,
         tokenizer=directory,
@@ -119,105 +116,49 @@ def preview(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     layout = lf_template_of(config.data.template)
     if layout is not None:
         adapt_tokenizer(tokenizer, layout)
-    with_ids = bool(request.get("ids"))
+    show = partial(shown_row, tokenizer=tokenizer, with_ids=bool(request.get("ids")))
     table = TokenTable.open(Path(data.cache_dir), "train")
     ledger = Path(data.cache_dir) / "ledger.json"
     return {
         "data": data.model_dump(mode="json"),
-        "rows": [
-            {"row": table.row_id(i)} | shown_row(*table.row(i), tokenizer, with_ids=with_ids)
-            for i in range(min(int(request["rows"]), table.rows))
-        ],
+        "rows": [shown_unit(table, i, show) for i in range(min(int(request["rows"]), table.rows))],
         "lengths": histogram(table.row_lengths()),
         "ledger": read_counts(ledger),
         "notes": first_notes(ledger, limit=_NOTES),
     }
 
 
-def is_preference(config: RunConfig) -> bool:
-    """Whether the training rows of a config have several answers, or rated ones."""
+def _with_objective_of_rows(config: RunConfig, cache_dir: Path) -> RunConfig:
+    """The config; with `format: preference` and no objective of preferences, as if for the units that its first readable row is."""
     data = config.data
     train = data.train if isinstance(data.train, list) else [data.train]
     formats = [data.format if isinstance(e, str) or e.format == "auto" else e.format for e in train]
-    return bool(formats) and all(name == "preference" for name in formats)
+    if config.objective in PREFERENCE or any(name != "preference" for name in formats):
+        return config
+    rows = (
+        (source, row)
+        for source in find_sources(data, cache_dir=cache_dir)
+        for file in source.files
+        for row in read_rows(file)
+        if isinstance(row, RawRow)
+    )
+    source, row = next(rows, (None, None))
+    if source is None or row is None:
+        return config
+    columns = source.section.columns
+    is_rated_row = is_rated(row.value, columns) and not sides_in(row.value, columns)
+    return config.model_copy(update={"objective": "kto" if is_rated_row else "dpo"})
 
 
-_GROUP = 1000  # rows; an answer of the same group is what a rated row is compared with
-
-
-def preview_preference(
-    request: dict[str, Any], config: RunConfig, directory: Path, report: Reporter
-) -> dict[str, Any]:
-    """The preview of preference rows; nothing is cached, as no run trains on them.
-
-    Raises:
-        DataError: if the template is not one of LLaMA-Factory, or a source cannot be read.
-    """
-    report.phase("preview", "encoding rows")
-    tokenizer = load_tokenizer(directory, trust_remote_code=config.model.trust_remote_code)
-    encoder = make_encoder(config, tokenizer, directory, objective="sft")
-    if not isinstance(encoder, LfEncoder):
-        raise DataError.of(
-            "preference rows cannot be shown with this template",
-            where="data.template",
-            why="only templates of LLaMA-Factory encode them so far",
-            fix="set data.template: lf:NAME",
-        )
-    wanted = int(request["rows"])
-    rows = islice(_source_rows(config, Path(request["cache_dir"])), -(-wanted // _GROUP) * _GROUP)
-    found = [(row.place, _read_preference(encoder, source, row)) for source, row in rows]
-    readable = [(place, example) for place, example in found if not isinstance(example, RowError)]
-    encoded = _encode_preference(encoder, [example for _, example in readable], request.get("stage"))
-    results = [(place, row) for (place, _), row in zip(readable, encoded, strict=True)]
-    bad = [(place, row) for place, row in [*found, *results] if isinstance(row, RowError)]
-    show = partial(shown_row, tokenizer=tokenizer, with_ids=bool(request.get("ids")))
-    good = [(place, row) for place, row in results if not isinstance(row, RowError)][:wanted]
-    return {
-        "rows": [{"row": str(place)} | _shown_preference(row, show) for place, row in good],
-        "warnings": encoder.warnings,
-        "notes": [
-            {"file": place.file, "line": place.number, "what": "bad", "why": error.why}
-            for place, error in bad[:_NOTES]
-        ],
-    }
-
-
-def _read_preference(encoder: LfEncoder, source: Source, row: Row) -> Example | RowError:
-    if isinstance(row, BadRow):
-        return RowError(row.why, row.fix)
-    try:
-        return encoder.read_row("preference", row.value, source.section)
-    except RowError as error:
-        return error
-
-
-def _shown_preference(row: EncodedUnit, show: Callable[..., dict[str, Any]]) -> dict[str, Any]:
-    first, second = (show(side.ids, side.targets) for side in row.sides)
-    if row.label is not None:
-        return first | {"kl": second, "desirable": row.label}
-    chosen, rejected = first, second
-    return {"chosen": chosen, "rejected": rejected}
-
-
-def _encode_preference(
-    encoder: LfEncoder, examples: list[Example], stage: str | None
-) -> Sequence[EncodedUnit | RowError]:
-    """Pairs or ratings; without a stage, what the first row is."""
-    first = examples[0] if examples else None
-    if stage == "kto" or (
-        stage not in ("rm", "dpo") and isinstance(first, Exchange) and first.desirable is not None
-    ):
-        return encoder.encode_ratings(examples)
-    return encoder.encode_pairs(examples)
-
-
-def _source_rows(config: RunConfig, cache_dir: Path) -> Iterator[tuple[Source, Row]]:
-    for source in find_sources(config.data, cache_dir=cache_dir):
-        if source.role != "train":
-            continue
-        rows = (row for file in source.files for row in read_rows(file))
-        for row in islice(rows, source.section.rows):
-            yield source, row
+def shown_unit(table: TokenTable, i: int, show: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+    """The parts of a row of a table for the preview, with those of both sides if it has two."""
+    sides = [show(*table.row(i, side)) for side in range(table.sides)]
+    head = {"row": table.row_id(i)}
+    if table.sides == 1:
+        return head | sides[0]
+    if "label" in table.columns:
+        return head | sides[0] | {"kl": sides[1], "desirable": bool(table.columns["label"][i])}
+    return head | {"chosen": sides[0], "rejected": sides[1]}
 
 
 def _vocab_size(config: RunConfig, tokenizer: Path) -> int | None:

@@ -1,0 +1,419 @@
+"""Preference rows: what is read, that a unit keeps its sides and their prompt, and refusals.
+
+Run: .venv/bin/python -m pytest tests/data/test_preference_rows.py
+"""
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from unisono.config.schema import RunConfig
+from unisono.data.prepare import load_tokenizer, prepare_data
+from unisono.data.token_table import TokenTable, collate
+from unisono.errors import DataError
+from unisono.events import Reporter
+from unisono.plan import DataSummary
+
+TokenizerDir = Callable[..., Path]
+
+USER = {"role": "user", "content": "why?"}
+GOOD, POOR = {"role": "assistant", "content": "because"}, {"role": "assistant", "content": "no idea"}
+PAIR = {"prompt": [USER], "chosen": [GOOD], "rejected": [POOR]}
+RATED = {"prompt": [USER], "completion": [GOOD], "label": True}
+
+
+def write(path: Path, rows: list[Any]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def make_config(folder: Path, rows: list[Any], objective: str = "dpo", **data: Any) -> RunConfig:
+    train = write(folder / "rows.jsonl", rows)
+    settings_of_data = {"train": train, "max_length": 512, "packing": False, **data}
+    return RunConfig.model_validate(
+        {"model": "m", "objective": objective, "data": settings_of_data, "output_dir": "o"}
+    )
+
+
+def prepare(config: RunConfig, tokenizer: Path, folder: Path) -> tuple[DataSummary, dict[str, Any]]:
+    summary = prepare_data(
+        config, tokenizer=tokenizer, vocab_size=None, cache_dir=folder / "cache", report=Reporter(None), ledger=folder / "data.json",
+    )  # fmt: skip
+    return summary, json.loads((folder / "data.json").read_text(encoding="utf-8"))
+
+
+def table_of(summary: DataSummary) -> TokenTable:
+    return TokenTable.open(Path(summary.cache_dir), "train")
+
+
+def refusal(config: RunConfig, tokenizer: Path, folder: Path) -> DataError:
+    with pytest.raises(DataError) as caught:
+        prepare(config, tokenizer, folder)
+    assert caught.value.exit_code == 2
+    return caught.value
+
+
+Side = tuple[str, str]
+"""The text of a prompt, and of the answer in the loss."""
+
+
+def sides_of(table: TokenTable, i: int, tokenizer: Any) -> list[Side]:
+    found = []
+    for side in range(table.sides):
+        ids, targets = table.row(i, side)
+        found.append((tokenizer.decode(ids[~targets]), tokenizer.decode(ids[targets])))
+    return found
+
+
+# What is read.
+
+_SYSTEM = {"role": "system", "content": "be kind"}
+_PROMPT = "<|im_start|>user\nwhy?<|im_end|>\n<|im_start|>assistant\n"
+_OWN_SYSTEM = "<|im_start|>system\nYou are a careful assistant.<|im_end|>\n"  # of the template
+_SAME = [
+    {"prompt": "why?", "chosen": "because", "rejected": "no idea"},
+    {"prompt": "why?", "chosen": GOOD, "rejected": [POOR]},
+    {"prompt": [USER], "chosen": "because", "rejected": POOR},
+    {"prompt": "why?", "chosen": [USER, GOOD], "rejected": [USER, POOR]},
+    {"chosen": [USER, GOOD], "rejected": [USER, POOR]},
+    {"instruction": "why?", "chosen": "because", "rejected": "no idea"},
+    {"messages": [USER], "chosen": "because", "rejected": "no idea"},
+    {"conversations": [{"from": "human", "value": "why?"}], "chosen": {"from": "gpt", "value": "because"},
+     "rejected": {"from": "gpt", "value": "no idea"}},
+    {"prompt": json.dumps([USER]), "chosen": json.dumps([GOOD]), "rejected": json.dumps([POOR])},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", _SAME, ids=range(len(_SAME)))
+def test_all_ways_to_write_a_pair_give_the_same_tokens(
+    row: dict[str, Any], tokenizer_dir: TokenizerDir, tmp_path: Path
+) -> None:
+    summary, _ = prepare(make_config(tmp_path, [row]), tokenizer_dir(), tmp_path)
+    tokenizer = load_tokenizer(tokenizer_dir(), trust_remote_code=False)
+    chosen, rejected = sides_of(table_of(summary), 0, tokenizer)
+    assert chosen == (_OWN_SYSTEM + _PROMPT + "\n", "because<|im_end|>")
+    assert rejected == (_OWN_SYSTEM + _PROMPT + "\n", "no idea<|im_end|>")
+
+
+_RATINGS = [
+    {"prompt": "why?", "completion": "because"},
+    {"prompt": [USER], "completion": [GOOD]},
+    {"messages": [USER, GOOD]},
+    {"instruction": "why?", "output": "because"},
+    {"conversations": [{"from": "human", "value": "why?"}, {"from": "gpt", "value": "because"}]},
+]
+
+
+@pytest.mark.parametrize("row", _RATINGS, ids=range(len(_RATINGS)))
+def test_all_ways_to_write_a_rated_answer_give_the_same_tokens(
+    row: dict[str, Any], tokenizer_dir: TokenizerDir, tmp_path: Path
+) -> None:
+    rows = [row | {"label": False}, {"prompt": "q", "completion": "other", "label": True}]
+    summary, _ = prepare(make_config(tmp_path, rows, "kto"), tokenizer_dir(), tmp_path)
+    tokenizer = load_tokenizer(tokenizer_dir(), trust_remote_code=False)
+    table = table_of(summary)
+    assert sides_of(table, 0, tokenizer) == [
+        (_OWN_SYSTEM + _PROMPT + "\n", "because<|im_end|>"),
+        (_OWN_SYSTEM + _PROMPT + "\n", "other<|im_end|>"),
+    ]
+    assert table.columns["label"].tolist() == [0, 1]
+
+
+def test_history_system_and_tools_are_in_the_prompt_of_both_sides(
+    tokenizer_dir: TokenizerDir, tmp_path: Path
+) -> None:
+    tools = [{"type": "function", "function": {"name": "look_up", "parameters": {}}}]
+    turns = [USER, GOOD, USER]
+    rows = [
+        {"prompt": turns, "system": "be kind", "chosen": "a", "rejected": "b", "tools": tools},
+        {"instruction": "why?", "history": [["why?", "because"]], "system": "be kind", "chosen": "a", "rejected": "b",
+         "tools": tools},
+        {"prompt": [_SYSTEM, *turns], "chosen": "a", "rejected": "b", "tools": tools},
+    ]  # fmt: skip
+    summary, _ = prepare(make_config(tmp_path, rows), tokenizer_dir(), tmp_path)
+    tokenizer = load_tokenizer(tokenizer_dir(), trust_remote_code=False)
+    table = table_of(summary)
+    found = [sides_of(table, i, tokenizer) for i in range(3)]
+    assert found[0] == found[1] == found[2]
+    (chosen_prompt, chosen), (rejected_prompt, rejected) = found[0]
+    assert chosen_prompt == rejected_prompt
+    assert "be kind" in chosen_prompt
+    assert "look_up" in chosen_prompt
+    assert chosen_prompt.count("because") == 1
+    assert (chosen, rejected) == ("a<|im_end|>", "b<|im_end|>")
+
+
+def test_strings_without_a_template_are_joined(tokenizer_dir: TokenizerDir, tmp_path: Path) -> None:
+    folder = tokenizer_dir(None)
+    rows = [{"prompt": "Question: ", "chosen": "yes", "rejected": "no"}]
+    summary, _ = prepare(make_config(tmp_path, rows), folder, tmp_path)
+    tokenizer = load_tokenizer(folder, trust_remote_code=False)
+    texts = [
+        tokenizer.decode(table_of(summary).row(0, side)[0], skip_special_tokens=False) for side in (0, 1)
+    ]
+    assert texts == ["Question: yes<|im_end|>", "Question: no<|im_end|>"]
+
+
+# Units.
+
+_texts = st.text(alphabet="ab \n?", min_size=1, max_size=30).filter(lambda text: bool(text.strip()))
+_pairs = st.builds(
+    lambda prompt, chosen, rejected: {"prompt": prompt, "chosen": chosen, "rejected": rejected}, _texts, _texts, _texts
+)  # fmt: skip
+_pair_rows = st.lists(
+    st.one_of(_pairs, st.just({"prompt": "p", "chosen": "a"}), st.just({"prompt": "p", "chosen": "a", "rejected": "a"})),
+    max_size=12,
+)  # fmt: skip
+
+
+_AROUND = 26  # tokens that the template puts around a prompt and an answer
+
+
+def prompt_of(table: TokenTable, i: int, side: int) -> list[int]:
+    ids, targets = table.row(i, side)
+    return ids[: int(targets.argmax())].tolist()
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    rows=_pair_rows,
+    too_long=st.sampled_from(["cut", "balanced", "drop"]),
+    template=st.sampled_from(["chatml_tools", None]),
+    share=st.sampled_from([None, 0.3]),
+    room=st.integers(8, 40),
+    packing=st.booleans(),
+)
+def test_pairs_stay_whole_with_one_prompt_and_the_ledger_adds_up(
+    tokenizer_dir: TokenizerDir,
+    rows: list[Any],
+    too_long: str,
+    template: str | None,
+    share: float | None,
+    room: int,
+    *,
+    packing: bool,
+) -> None:
+    rows = [
+        {"prompt": "p", "chosen": "a", "rejected": "b"},
+        {"prompt": "p", "chosen": "c", "rejected": "d"},
+        *rows,
+    ]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        limit = room + (_AROUND if template else 0)
+        config = make_config(
+            folder, rows, too_long=too_long, max_length=limit, packing=packing, on_bad_row="skip", eval=share
+        )  # fmt: skip
+        summary, ledger = prepare(config, tokenizer_dir(template), folder)
+        total = ledger["total"]
+        assert total["rows"] == len(rows) == total["used"] + sum(total["dropped"].values()) + total["bad"]
+        assert total["bad"] >= sum(row["chosen"] == row.get("rejected", row["chosen"]) for row in rows)
+        tokens = 0
+        for split in ("train", "eval") if share else ("train",):
+            table = TokenTable.open(Path(summary.cache_dir), split)
+            assert table.sides == 2
+            places = [int(row) for s in range(table.sequences) for row in table.rows_of(s)]
+            assert sorted(places) == list(range(table.rows))
+            tokens += int(table.columns["length"].sum())
+            for i in range(table.rows):
+                lengths = [len(table.row(i, side)[0]) for side in (0, 1)]
+                assert max(lengths) <= limit
+                assert table.columns["length"][i] == sum(lengths)
+                assert table.columns["loss"][i] == sum(len(table.labels(i, side)) for side in (0, 1))
+                assert prompt_of(table, i, 0) == prompt_of(table, i, 1)
+                assert table.row(i, 0)[0].tolist() != table.row(i, 1)[0].tolist()
+            for s in range(table.sequences):
+                batch = collate(table, [s], sides=(0, 1))
+                assert len(batch.lengths) == 2 * len(batch.units) == len(batch.loss_counts)
+                assert batch.tokens == sum(batch.lengths) == int(table.sequence_tokens()[s])
+                assert batch.tokens <= 2 * limit
+                assert sum(batch.loss_counts) == len(batch.labels) == int(table.sequence_loss_tokens()[s])
+        assert tokens == total["tokens"]
+
+
+def test_a_token_across_prompt_and_answer_belongs_to_the_answers(
+    tokenizer_dir: TokenizerDir, tmp_path: Path
+) -> None:
+    folder = tokenizer_dir(None)
+    tokenizer = load_tokenizer(folder, trust_remote_code=False)
+    assert tokenizer.tokenize("is there") == ["is", "Ġthere"]
+    rows = [{"prompt": "is the", "chosen": "re", "rejected": "m"}]
+    summary, _ = prepare(make_config(tmp_path, rows), folder, tmp_path)
+    table = table_of(summary)
+    assert prompt_of(table, 0, 0) == prompt_of(table, 0, 1)
+    assert [tokenizer.decode(table.row(0, side)[0]) for side in (0, 1)] == [
+        "is there<|im_end|>",
+        "is them<|im_end|>",
+    ]
+    assert [tokenizer.decode(prompt_of(table, 0, side)) for side in (0, 1)] == ["is", "is"]
+
+
+# Mismatched answers.
+
+
+def mismatches(table: TokenTable, tokenizer: Any) -> Iterator[tuple[str, str]]:
+    for i in range(table.rows):
+        (_, own), (_, other) = sides_of(table, i, tokenizer)
+        yield own.removesuffix("<|im_end|>"), other.removesuffix("<|im_end|>")
+
+
+def test_a_mismatched_answer_is_that_of_the_readable_row_before_in_its_group(
+    tokenizer_dir: TokenizerDir, tmp_path: Path
+) -> None:
+    rows: list[Any] = [{"prompt": "q", "completion": f"a{i}", "label": i % 2 == 0} for i in range(1003)]
+    rows.insert(1, {"prompt": "q", "completion": " ", "label": True})
+    rows.insert(500, {"prompt": "q", "completion": "x", "label": "yes"})
+    config = make_config(tmp_path, rows, "kto", on_bad_row="skip")
+    summary, ledger = prepare(config, tokenizer_dir(), tmp_path)
+    assert (ledger["total"]["used"], ledger["total"]["bad"]) == (1003, 2)
+    table = table_of(summary)
+    found = list(mismatches(table, load_tokenizer(tokenizer_dir(), trust_remote_code=False)))
+    before = [999, *range(999), 1002, 1000, 1001]
+    assert found == [(f"a{i}", f"a{before[i]}") for i in range(1003)]
+    assert table.columns["label"].tolist() == [int(i % 2 == 0) for i in range(1003)]
+
+
+def test_mismatched_answers_are_of_the_own_source_and_independent_of_packing_and_evaluation(
+    tokenizer_dir: TokenizerDir, tmp_path: Path
+) -> None:
+    first = write(
+        tmp_path / "1.jsonl", [{"prompt": "q", "completion": f"a{i}", "label": True} for i in range(3)]
+    )
+    second = write(tmp_path / "2.jsonl", [{"prompt": "q", "completion": "b", "label": False}])
+    found = []
+    for data in ({}, {"packing": True}, {"eval": 1}):
+        config = make_config(tmp_path, [], "kto", train=[first, second], **data)
+        summary, _ = prepare(config, tokenizer_dir(), tmp_path)
+        found.append(
+            set(mismatches(table_of(summary), load_tokenizer(tokenizer_dir(), trust_remote_code=False)))
+        )
+        assert any("own mismatched answer" in warning for warning in summary.warnings)
+    assert found[0] == found[1] == {("a0", "a2"), ("a1", "a0"), ("a2", "a1"), ("b", "b")}
+    assert found[2] < found[0]
+
+
+def test_a_long_mismatched_answer_is_cut_and_costs_no_row(
+    tokenizer_dir: TokenizerDir, tmp_path: Path
+) -> None:
+    rows = [
+        {"prompt": "q", "completion": "a", "label": True},
+        {"prompt": "q", "completion": "b " * 99, "label": True},
+    ]
+    config = make_config(tmp_path, rows, "kto", max_length=40, too_long="drop")
+    summary, ledger = prepare(config, tokenizer_dir(), tmp_path)
+    assert ledger["total"]["dropped"] == {"too_long": 1}
+    table = table_of(summary)
+    assert table.rows == 1
+    assert len(table.row(0, 1)[0]) == 40
+    assert summary.train.longest_row == 40
+
+
+# Digests.
+
+
+def test_the_digest_covers_labels_and_sides(tokenizer_dir: TokenizerDir, tmp_path: Path) -> None:
+    digests = set()
+    for label in (True, False):
+        config = make_config(tmp_path, [RATED | {"label": label}], "kto")
+        digests.add(prepare(config, tokenizer_dir(), tmp_path)[0].rows_digest)
+    for row in (PAIR, PAIR | {"chosen": [POOR], "rejected": [GOOD]}):
+        digests.add(prepare(make_config(tmp_path, [row]), tokenizer_dir(), tmp_path)[0].rows_digest)
+    both = [{"prompt": [USER], "completion": [answer]} for answer in (GOOD, POOR)]
+    digests.add(prepare(make_config(tmp_path, both, "sft"), tokenizer_dir(), tmp_path)[0].rows_digest)
+    assert len(digests) == 5
+
+
+# Refusals.
+
+_LONG = "x " * 60
+
+
+@pytest.mark.parametrize(
+    ("objective", "row", "words"),
+    [
+        ("dpo", {"prompt": "p", "chosen": "a"}, "it has a chosen answer, but no rejected one"),
+        ("dpo", {"prompt": "p", "rejected": "a", "chosen": None}, "it has a rejected answer, but no chosen one"),
+        ("dpo", {"prompt": "p", "chosen": "a", "rejected": " "}, "rejected is empty"),
+        ("dpo", {"prompt": "p", "chosen": [GOOD], "rejected": [{"role": "assistant", "content": ""}]}, "rejected is empty"),
+        ("dpo", {"prompt": "p", "chosen": "a", "rejected": "a"}, "are equal"),
+        ("dpo", {"prompt": "p", "chosen": _LONG + "a", "rejected": _LONG + "b"}, "equal up to the cut"),
+        ("dpo", {"prompt": _LONG, "chosen": "a", "rejected": "b"}, "none of its tokens counts in the loss"),
+        ("dpo", {"chosen": "a", "rejected": "b"}, "it has no prompt"),
+        ("dpo", {"chosen": [USER, GOOD], "rejected": [GOOD, USER]}, "ends with a message of user"),
+        ("dpo", {"chosen": [USER, GOOD], "rejected": [_SYSTEM, USER, POOR]}, "different prompts"),
+        ("dpo", {"prompt": "p", "chosen": 5, "rejected": "b"}, "chosen is a number"),
+        ("reward", RATED, "objective reward needs a chosen and a rejected answer"),
+        ("kto", PAIR, "two rows, one for each answer"),
+        ("kto", RATED | {"label": "true"}, "label is 'true', not a boolean"),
+        ("kto", RATED | {"label": 1}, "label is 1, not a boolean"),
+        ("kto", {"messages": [USER], "label": True}, "ends with a message of user"),
+    ],
+)  # fmt: skip
+def test_a_row_that_is_no_unit_is_bad_with_its_line(
+    objective: str, row: dict[str, Any], words: str, tokenizer_dir: TokenizerDir, tmp_path: Path
+) -> None:
+    good = PAIR if objective in ("dpo", "reward") else RATED
+    config = make_config(
+        tmp_path, [good, good | {"prompt": "other"}, row], objective, max_length=48, too_long="cut"
+    )
+    error = refusal(config, tokenizer_dir(), tmp_path)
+    (problem,) = error.problems
+    assert problem.where.endswith("rows.jsonl:3")
+    assert words in f"{problem.why} {problem.fix}"
+    assert problem.fix
+    skipping = config.model_copy(update={"data": config.data.model_copy(update={"on_bad_row": "skip"})})
+    total = prepare(skipping, tokenizer_dir(), tmp_path)[1]["total"]
+    assert (total["rows"], total["used"], total["bad"]) == (3, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("objective", "row", "data", "words"),
+    [
+        ("sft", {"prompt": "p", "chosen": "a", "rejected": "b"}, {}, "set objective: reward, dpo"),
+        ("pretrain", {"text": "t", "chosen": "a", "rejected": "b"}, {}, "set objective: reward, dpo"),
+        ("sft", PAIR, {"format": "preference"}, "set objective: reward, dpo"),
+        ("dpo", {"prompt": "p", "completion": "a"}, {}, "set data.format: preference"),
+        ("kto", {"prompt": "p", "completion": "a"}, {}, "{label: is_good}"),
+        ("orpo", {"prompt": "p", "completion": "a"}, {"format": "prompt-completion"}, "set objective: sft"),
+    ],
+)
+def test_rows_for_another_objective_are_refused_with_what_to_set(
+    objective: str, row: Any, data: dict[str, Any], words: str, tokenizer_dir: TokenizerDir, tmp_path: Path
+) -> None:
+    error = refusal(make_config(tmp_path, [row], objective, **data), tokenizer_dir(), tmp_path)
+    (problem,) = error.problems
+    assert problem.where.endswith("rows.jsonl:1")
+    assert words in problem.fix
+
+
+def test_a_long_pair_is_an_error_or_dropped_by_its_longer_side(
+    tokenizer_dir: TokenizerDir, tmp_path: Path
+) -> None:
+    rows = [PAIR, {"prompt": "p", "chosen": "a", "rejected": _LONG}]
+    error = refusal(make_config(tmp_path, rows, max_length=48), tokenizer_dir(), tmp_path)
+    assert error.problems[0].where.endswith("rows.jsonl:2")
+    assert "with the longer answer, max_length is 48" in error.problems[0].why
+    assert "split" not in error.problems[0].fix
+    _, ledger = prepare(
+        make_config(tmp_path, rows, max_length=48, too_long="drop"), tokenizer_dir(), tmp_path
+    )
+    assert ledger["total"]["dropped"] == {"too_long": 1}
+
+
+def test_a_template_that_changes_the_prompt_with_the_answer_is_refused(
+    tokenizer_dir: TokenizerDir, tmp_path: Path
+) -> None:
+    file = tmp_path / "own.jinja"
+    file.write_text(
+        "{{ messages[-1]['content'] | length }} {% for m in messages %}{{ m['role'] + ': ' + m['content'] + '<|im_end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}",
+        encoding="utf-8",
+    )
+    config = make_config(tmp_path, [PAIR], template=str(file), check_template=False)
+    assert refusal(config, tokenizer_dir(), tmp_path).problems[0].where.endswith("rows.jsonl:1")
