@@ -64,12 +64,13 @@ def _lines(result: dict[str, Any]) -> list[str]:
         lines.append(
             f"  read again: its logits differ from base plus adapter by {difference:.1e} of their spread ({result['dtype']})"
         )
+    kind, more = ("SequenceClassification", ", num_labels=1") if result["reward"] else ("CausalLM", "")
     if result["what"] == "adapter":
         lines.append(
-            f"  its base model is {result['base']}; load both with peft.AutoPeftModelForCausalLM.from_pretrained({result['out']!r})"
+            f"  its base model is {result['base']}; load both with peft.AutoPeftModelFor{kind}.from_pretrained({result['out']!r}{more})"
         )
     else:
-        lines.append(f"  transformers.AutoModelForCausalLM.from_pretrained({result['out']!r}) loads it")
+        lines.append(f"  transformers.AutoModelFor{kind}.from_pretrained({result['out']!r}) loads it")
     return lines
 
 

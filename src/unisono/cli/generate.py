@@ -197,9 +197,17 @@ def _hand_over(answers: list[dict[str, Any]], *, out: Path | None, single: bool)
 
 _LABELS = {
     "rows": "rows",
+    "pairs": "pairs",
     "loss_tokens": "loss tokens",
     "loss": "loss",
     "perplexity": "perplexity",
+    "reward_accuracy": "reward accuracy",
+    "reward_margin": "reward margin",
+    "rewards_chosen": "rewards chosen",
+    "rewards_rejected": "rewards rejected",
+    "logps_chosen": "logps chosen",
+    "logps_rejected": "logps rejected",
+    "kl": "KL",
     "questions": "answers compared",
     "exact_match": "exact match",
     "rouge_l": "ROUGE-L",
@@ -216,7 +224,7 @@ def evaluate(
         typer.Option(
             "--data",
             metavar="FILE",
-            help="Rows with answers, in any training format.",
+            help="Rows with answers, in any training format; of a preference run: pairs or rated answers.",
             show_default=False,
         ),
     ] = None,
@@ -228,13 +236,15 @@ def evaluate(
         typer.Option(
             "--out",
             metavar="FILE",
-            help="Write every answer to this file, one JSON object per line.",
+            help="Write every answer (of a preference run: the rewards of each row) to this file, one JSON object per line.",
             show_default=False,
         ),
     ] = None,
     step: Step = None,
 ) -> None:
     """Measures loss and perplexity over the loss tokens, exact match, ROUGE-L and BLEU of greedy answers.
+
+    Of a reward model, or a run with another preference objective: the loss, and the rewards of chosen and rejected answers.
 
     A LLaMA-Factory file with `do_predict` needs no --data: its rows are answered, and the answers written to its output_dir.
     """
@@ -257,11 +267,13 @@ def evaluate(
         raise UsageError.of("there are no rows to evaluate", where="--data", fix="add --data FILE")
     model = given.model if given else {"target": target}
     request = {**model, "step": step, "data": data, "limit": limit, "cache_dir": cache_dir}
+    request["each"] = out is not None
     result = _run_task("eval", request)
     printer = output()
     if out is not None:
         write_text(out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in result["rows"]))
-        printer.notify(f"wrote {len(result['rows'])} answers to {out}")
+        what = "answers" if "questions" in result["figures"] else "rows"
+        printer.notify(f"wrote {len(result['rows'])} {what} to {out}")
     if printer.json:
         others = {name: result[name] for name in ("description", "ledger", "formats")}
         printer.emit({"schema": 1, **result["figures"], **others})
@@ -307,16 +319,20 @@ def table(result: dict[str, Any], data: str) -> list[str]:
     lines = [f"{one_line(result['description'])}, on {one_line(data)}"]
     lines += [f"  {text}" for text in result["formats"]]
     for name, label in _LABELS.items():
+        if name not in figures:
+            continue
         value = figures[name]
         if value is None:
             shown = "-"
-        elif name in ("exact_match", "rouge_l"):
+        elif name in ("exact_match", "rouge_l", "reward_accuracy"):
             shown = f"{100 * value:.1f} %"
         elif isinstance(value, int):
             shown = show_count(value)
         else:
             shown = f"{value:.4f}" if name == "loss" else f"{value:.4g}"
-        lines.append(f"  {label:<17} {shown}" + (f"   ({note})" if name == "rows" and note else ""))
+        lines.append(
+            f"  {label:<17} {shown}" + (f"   ({note})" if name in ("rows", "pairs") and note else "")
+        )
     return lines
 
 

@@ -218,7 +218,8 @@ class Screen:
         verdict, self._verdict = self._verdict, None
         self.close()
         alone = self._plan is not None and len(self._plan.nodes) == 1
-        for text in ending(message, Path.cwd(), alone=alone):
+        reward = self._plan is not None and self._plan.config.objective == "reward"
+        for text in ending(message, Path.cwd(), alone=alone, reward=reward):
             self._printer.result(text)
         self._verdict = verdict
         self._show_verdict()
@@ -245,8 +246,15 @@ class JsonLines:
         """Does nothing."""
 
 
-def ending(result: Message, cwd: Path, *, alone: bool = False) -> list[str]:
-    """The last lines: the outcome, the path of the result, and the next command; paths relative to `cwd`. `alone`: the job has one node."""
+def ending(result: Message, cwd: Path, *, alone: bool = False, reward: bool = False) -> list[str]:
+    """The last lines: the outcome, the path of the result, and the next command; paths relative to `cwd`.
+
+    Args:
+        result: of the run.
+        cwd: the working directory.
+        alone: whether the job has one node.
+        reward: whether it has trained a reward model.
+    """
     output_dir = str(result.get("output_dir", ""))
     figures = [f"step {result.get('step', 0):,}"]
     if result.get("loss") is not None:
@@ -271,7 +279,9 @@ def ending(result: Message, cwd: Path, *, alone: bool = False) -> list[str]:
         return [*lines, f"result: {found or output_dir}, on {result['held_by']}"]
     if result.get("outcome") == "completed":
         weights = _near(str(result.get("weights") or output_dir), cwd)
-        return [*lines, f"result: {weights}", f"next:   unisono chat {shlex.quote(_near(output_dir, cwd))}"]
+        run = shlex.quote(_near(output_dir, cwd))
+        following = f"unisono eval {run} --data PAIRS" if reward else f"unisono chat {run}"
+        return [*lines, f"result: {weights}", f"next:   {following}"]
     checkpoint = result.get("checkpoint")
     none = "there is no checkpoint yet"
     if verdict.get("cause") == "output_removed":  # its checkpoints are where the directory went

@@ -313,7 +313,9 @@ def _resume_fix(run: RunDir, verdict: Verdict) -> list[str]:
     if verdict.when == "during" and verdict.severity == "none":
         return []
     if result is not None and result.is_completed:
-        return [f"unisono chat {run.root}"]
+        config = read_object(run.plan).get("config")
+        reward = isinstance(config, dict) and config.get("objective") == "reward"
+        return [f"unisono eval {run.root} --data PAIRS" if reward else f"unisono chat {run.root}"]
     steps = [
         int(path.parent.name[5:])
         for path in run.checkpoints.glob("step-*/manifest.json")

@@ -127,7 +127,7 @@ class Forward:
                 return base(input_ids=ids, use_cache=False).logits[:, 0].float()
             last = _last_tokens(rows, _pad_of(base))
             hidden = self._hidden(replace(rows, label_index=last))
-        return _score(base, hidden)
+        return head_values(base, hidden)
 
     @contextlib.contextmanager
     def without_adapter(self) -> Any:
@@ -295,10 +295,10 @@ def _score_head(base: Any) -> Any:
     return _trained(getattr(base, SCORE))
 
 
-def _score(base: Any, hidden: torch.Tensor) -> torch.Tensor:
-    """(R,) float32: the values of hidden states (R, E). A difference of two values needs more digits than bfloat16 has."""
+def head_values(base: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """(…) float32: a reward model's values of hidden states (…, E). A difference of two needs more digits than bfloat16 has."""
     with torch.autocast(hidden.device.type, enabled=False):
-        return torch.nn.functional.linear(hidden.float(), _score_head(base).weight.float())[:, 0]
+        return torch.nn.functional.linear(hidden.float(), _score_head(base).weight.float())[..., 0]
 
 
 def _pad_of(base: Any) -> int:

@@ -1,8 +1,9 @@
 """Loads a model with transformers, adds peft's adapter, and selects the trained parameters."""
 
+import contextlib
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -205,15 +206,16 @@ def load_base(
             model = auto.from_config(settings, trust_remote_code=trust_remote_code)
             _check_head(directory, model, reward=reward)
             return model.to(dtype)
-        model, info = auto.from_pretrained(
-            str(directory),
-            config=settings,
-            dtype=dtype,
-            trust_remote_code=trust_remote_code,
-            output_loading_info=True,
-            use_safetensors=True,
-            ignore_mismatched_sizes=True,  # otherwise the error has neither tensor nor shapes; refused below
-        )
+        with _quiet() if reward else contextlib.nullcontext():  # the missing head is no news
+            model, info = auto.from_pretrained(
+                str(directory),
+                config=settings,
+                dtype=dtype,
+                trust_remote_code=trust_remote_code,
+                output_loading_info=True,
+                use_safetensors=True,
+                ignore_mismatched_sizes=True,  # otherwise the error has neither tensor nor shapes; refused below
+            )
     except LIBRARY_ERRORS as error:
         raise _load_error(directory, error) from error
     _check_head(directory, model, reward=reward)
@@ -221,6 +223,19 @@ def load_base(
         info["missing_keys"] = set(info["missing_keys"]) - {f"{SCORE}.weight"}
     _refuse_gaps(directory, info)
     return model
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """A context without warnings of transformers."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def _fit_labels(directory: Path, settings: Any, *, reward: bool) -> bool:
@@ -259,7 +274,7 @@ def _fit_labels(directory: Path, settings: Any, *, reward: bool) -> bool:
 
 def _check_head(directory: Path, model: Any, *, reward: bool) -> None:
     """Refuses a reward model whose head is not one vector, as that of encoders."""
-    head = getattr(model, SCORE, None)
+    head: Any = getattr(model, SCORE, None)
     if reward and (type(head) is not torch.nn.Linear or head.bias is not None):
         why = f"the head of {type(model).__name__} is not one matrix `{SCORE}` for the last token"
         raise _no_reward_model(directory, model.config, why)

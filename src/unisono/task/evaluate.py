@@ -1,9 +1,13 @@
 """The task `eval`: loss and perplexity over the loss tokens of a file's rows, and scores of generated answers.
 
-Request: target, step (or null), data (file), limit (or null), cache_dir. The rows are prepared as in training, with the settings of the run
-if the target is one. Result: description, figures, ledger, formats, rows (one for each answer).
+Request: target, step (or null), data (file), limit (or null), each (whether `rows` is wanted), cache_dir. The rows are prepared as in
+training, with the settings of the run if the target is one. Result: description, figures, ledger, formats, rows (one for each answer).
+
+Of a run with a preference objective, and of a reward model, the figures are the objective's loss and metrics, and `rows` has one entry for
+each pair or rated answer.
 """
 
+import contextlib
 import glob
 import math
 from collections.abc import Iterator, Sequence
@@ -12,17 +16,22 @@ from typing import Any
 
 import torch
 
+from unisono.config.preference import PAIRS, PREFERENCE, Objective, PreferenceSection, keys_of
 from unisono.config.schema import DataSection, ModelSection, RunConfig
 from unisono.data.token_table import TokenTable
 from unisono.errors import DataError
 from unisono.events import Reporter
 from unisono.inputs import expand, fault_of
+from unisono.model.directory import locate_model, locate_tokenizer
+from unisono.model.forward import Forward, choose_forward
 from unisono.model.generate import generate
+from unisono.model.load import DTYPES, LoadedModel, load_base, load_for_training
+from unisono.objectives import objective_of
 from unisono.task import data_tasks
 from unisono.task.inference import InferenceModel, decode, open_requested
 from unisono.text import plain
 from unisono.train.evaluation import Question, bleu, exact_match, question_of, rouge_l
-from unisono.train.run import load_micro
+from unisono.train.run import counts_of, load_micro, seed_torch
 
 _TOKENS = 8_192  # per forward
 
@@ -33,7 +42,7 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     fault = fault_of(expand(file), file)
     if fault is not None and "://" not in file and not (fault.is_missing and glob.has_magic(file)):
         raise DataError.of(fault.what, where="--data", why=fault.why, fix=fault.fix)
-    opened = open_requested(request, report)
+    opened = open_requested(request, report, answers=False)
     config = evaluation_config(opened, file)
     body = {
         "config": config.model_dump(mode="json", by_alias=True),
@@ -43,6 +52,24 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     prepared = data_tasks.prepare(body, report)["data"]
     table = TokenTable.open(Path(prepared["cache_dir"]), "train")
     sequences = list(range(min(request.get("limit") or table.sequences, table.sequences)))
+    found = {
+        "description": opened.target.description,
+        "ledger": prepared["ledger"],
+        "formats": prepared["formats"],
+    }
+    if config.objective in PREFERENCE:
+        figures, each = preference_figures(
+            opened, config, table, sequences, report, each=bool(request.get("each"))
+        )
+        return {**found, "figures": figures, "rows": each}
+    figures, each = answer_figures(opened, table, sequences, report)
+    return {**found, "figures": figures, "rows": each}
+
+
+def answer_figures(
+    opened: InferenceModel, table: TokenTable, sequences: Sequence[int], report: Reporter
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Loss and scores of answers, and the answers."""
     figures = losses(opened, table, sequences, report)
     rows = [int(row) for sequence in sequences for row in table.rows_of(sequence)]
     found = _questions(table, rows)
@@ -52,22 +79,16 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     figures |= {"questions": len(pairs), "exact_match": None, "rouge_l": None, "bleu": None}
     if pairs:
         figures |= {"exact_match": exact_match(pairs), "rouge_l": rouge_l(pairs), "bleu": bleu(pairs)}
-    return {
-        "description": opened.target.description,
-        "figures": figures,
-        "ledger": prepared["ledger"],
-        "formats": prepared["formats"],
-        "rows": [
-            {
-                "row": table.row_id(row),
-                "prompt": decode(opened.tokenizer, question.prompt),
-                "answer": answer,
-                "reference": reference,
-                "exact_match": answer == reference,
-            }
-            for (row, question), (answer, reference) in zip(found, pairs, strict=True)
-        ],
-    }
+    return figures, [
+        {
+            "row": table.row_id(row),
+            "prompt": decode(opened.tokenizer, question.prompt),
+            "answer": answer,
+            "reference": reference,
+            "exact_match": answer == reference,
+        }
+        for (row, question), (answer, reference) in zip(found, pairs, strict=True)
+    ]
 
 
 def _questions(table: TokenTable, rows: Sequence[int]) -> list[tuple[int, Question]]:
@@ -83,18 +104,23 @@ def evaluation_config(opened: InferenceModel, file: str) -> RunConfig:
     if plan is None:
         data = DataSection(train=file, packing=False, max_length=max(8, opened.context))
         model = ModelSection(path=str(target.base), tokenizer=tokenizer)
-        return RunConfig(model=model, adapter=None, data=data, output_dir="unused")
+        kind: Objective = "reward" if target.is_reward else "sft"
+        return RunConfig(model=model, adapter=None, data=data, objective=kind, output_dir="unused")
     settings = plan.config.data.model_copy(update={"train": file, "eval": None, "packing": False})
     model = plan.config.model.model_copy(
         update={"path": str(target.base), "tokenizer": tokenizer, "weights": "pretrained"}
     )
     if target.source == "checkpoint":
         model = plan.config.model
+    objective = plan.config.objective
+    used = {*keys_of(objective)} - {"reference"}  # which is loaded with the other weights
+    settings_of_loss = plan.config.preference.model_dump(include=used)
     return RunConfig(
         model=model,
         adapter=None,
         data=settings,
-        objective=plan.config.objective,
+        objective=objective,
+        preference=PreferenceSection.model_validate(settings_of_loss),
         seed=plan.config.seed,
         output_dir="unused",
     )
@@ -122,6 +148,112 @@ def losses(
         "loss": total if known else None,
         "perplexity": (math.exp(total) if total < 700 else math.inf) if known else None,
     }
+
+
+def preference_figures(
+    opened: InferenceModel,
+    config: RunConfig,
+    table: TokenTable,
+    sequences: Sequence[int],
+    report: Reporter,
+    *,
+    each: bool,
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Loss and metrics of a preference objective, as a run's evaluation has them; and if `each` those of every pair or rated answer."""
+    objective, counts = objective_of(config), counts_of(table, sequences)
+    groups = [[sequence] for sequence in sequences] if each else list(_groups(table, sequences))
+    unit = "pairs" if config.objective in PAIRS else "rows"
+    total, sums, known, done, rows = 0.0, [0.0] * (2 * len(objective.metrics)), 0.0, 0, []
+    with torch.no_grad():
+        reference = _reference_values(opened, table, sequences, report) if objective.uses_reference else None
+        if objective.first_sides:
+            sides = objective.first_sides
+            firsts = (
+                load_micro(table, group, opened.device, sides=sides, reference=reference)[0]
+                for group in groups
+            )
+            known = sum(float(objective.first(opened.forward, micro)) for micro in firsts) / counts.units
+        for group in groups:
+            micro, _ = load_micro(table, group, opened.device, sides=objective.sides, reference=reference)
+            part = objective.loss(opened.forward, micro, counts=counts, known=known)
+            total += float(part.loss)
+            found = part.sums.tolist()
+            sums = [one + other for one, other in zip(sums, found, strict=True)]
+            if each:
+                row = table.row_id(int(table.rows_of(group[0])[0]))
+                loss = float(part.loss) * counts.units
+                rows.append({"row": row, "loss": loss, **objective.figures(found, known=known)})
+            done += len(group)
+            report.phase("evaluate", "measuring the loss", done=done, total=len(sequences))
+    figures = {
+        unit: counts.units,
+        "tokens": int(table.sequence_tokens()[list(sequences)].sum()),
+        "loss_tokens": counts.loss_tokens,
+        "loss": total,
+        **objective.figures(sums, known=known),
+    }
+    return figures, rows
+
+
+def _reference_values(
+    opened: InferenceModel, table: TokenTable, sequences: Sequence[int], report: Reporter
+) -> torch.Tensor:
+    """(rows of the table, 2) float32: the reference's log-probability of the answer of each side."""
+    values = torch.zeros(table.rows, 2)
+    done = 0
+    with _reference_forward(opened, report) as forward:
+        for group in _groups(table, sequences):
+            micro, batch = load_micro(table, group, opened.device, sides=(0, 1))
+            sums = micro.rows.sums(forward.log_probs(micro.rows))
+            values[batch.units] = sums.view(-1, 2).cpu()
+            done += len(group)
+            report.phase(
+                "reference", "computing the reference's log-probabilities", done=done, total=len(sequences)
+            )
+    return values
+
+
+@contextlib.contextmanager
+def _reference_forward(opened: InferenceModel, report: Reporter) -> Iterator[Forward]:
+    """The model that the run compares with: its model without the adapter, the model that it started from, or one that its config names."""
+    plan = opened.target.plan
+    assert plan is not None
+    config, adapter = plan.config, plan.config.adapter
+    named, merged = config.preference.reference, adapter is not None and bool(adapter.merge)
+    # PiSSA moves components from the base into the adapter, and the stored adapter contains merged ones.
+    switches_off = adapter is not None and adapter.init != "pissa"
+    if named == "auto" and switches_off and not merged:
+        with opened.forward.without_adapter():
+            yield opened.forward
+        return
+    report.phase("reference", f"loading the reference {config.model.path if named == 'auto' else named}")
+    loaded = _starting_model(opened, config) if named == "auto" else _named_model(opened, named, config)
+    loaded.model.eval()
+    forward = choose_forward(loaded, dtype=opened.dtype, quick_adapter=False, gradient_checkpointing=False)
+    loaded.model.eval()
+    with forward.without_adapter() if named == "auto" and switches_off else contextlib.nullcontext():
+        yield forward
+
+
+def _starting_model(opened: InferenceModel, config: RunConfig) -> LoadedModel:
+    """The model as it was before the first step."""
+    with torch.random.fork_rng():
+        seed_torch(config.seed, "weights")
+        return load_for_training(
+            config,
+            directory=locate_model(config.model.path, config.model.revision),
+            tokenizer_directory=locate_tokenizer(config),
+            dtype=opened.dtype,
+            device=opened.device,
+        )
+
+
+def _named_model(opened: InferenceModel, named: str, config: RunConfig) -> LoadedModel:
+    directory = locate_model(named, key="preference.reference")
+    base = load_base(
+        directory, dtype=DTYPES[opened.dtype], trust_remote_code=config.model.trust_remote_code
+    ).to(opened.device)
+    return LoadedModel(base, base, opened.tokenizer, {}, base.num_parameters())
 
 
 def _groups(table: TokenTable, sequences: Sequence[int]) -> Iterator[list[int]]:

@@ -1,7 +1,7 @@
 """The task `export`: writes a directory that transformers and peft can load, completely or not at all.
 
 Request: target, step (or null), out, merge. Result: out, what (`adapter`, `merged model` or `model`), description, base, dtype, files,
-bytes, and for a merged model how much its logits differ from those of base plus adapter.
+bytes, reward (whether it is a reward model), and for a merged model how much its logits differ from those of base plus adapter.
 """
 
 import contextlib
@@ -27,7 +27,8 @@ from unisono.errors import (
 )
 from unisono.events import Reporter
 from unisono.files import fsync_dir, read_json, write_json
-from unisono.model.load import load_base, load_tokenizer
+from unisono.model.forward import head_values
+from unisono.model.load import SCORE, load_base, load_tokenizer
 from unisono.task.inference import (
     adapter_tokenizer,
     load_target,
@@ -81,6 +82,7 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
         "merged": merge,
         "files": [str(file.relative_to(out)) for file in files],
         "bytes": sum(file.stat().st_size for file in files),
+        "reward": target.is_reward,
         **extra,
     }
 
@@ -123,14 +125,18 @@ def write_merged(
     wanted = logits_of_probe(loaded.model)
     report.phase("merge", "merging the adapter into the weights")
     merged = merge_adapter(loaded.model, where=str(target.weights))
-    merged.generation_config = (
-        GenerationConfig()
-    )  # the real one is written below; transformers would refuse an invalid one
+    if not target.is_reward:  # the real one is written below; transformers would refuse an invalid one
+        merged.generation_config = GenerationConfig()
     merged.config.use_cache = True
     entries = write_model(merged, directory, dtype=dtype, max_file_bytes=max_file_bytes)
     del loaded, merged
     report.phase("verify", "verifying the merged model")
-    again = load_base(directory, dtype=getattr(torch, dtype), trust_remote_code=trusts_code(target)).eval()
+    again = load_base(
+        directory,
+        dtype=getattr(torch, dtype),
+        trust_remote_code=trusts_code(target),
+        reward=target.is_reward,
+    ).eval()
     difference = float(
         (logits_of_probe(again) - wanted).square().mean().sqrt() / wanted.std().clamp_min(1e-6)
     )
@@ -225,7 +231,8 @@ def _write_rest(target: Target, directory: Path) -> None:
     if template is not None and template.text is not None:
         tokenizer.chat_template = template.text
     tokenizer.save_pretrained(str(directory))
-    _write_generation_config(target, directory, tokenizer, stops)
+    if not target.is_reward:
+        _write_generation_config(target, directory, tokenizer, stops)
 
 
 def _write_generation_config(target: Target, directory: Path, tokenizer: Any, stops: set[int]) -> None:
@@ -244,15 +251,20 @@ _PROBE_TOKENS = 16
 
 
 def logits_of_probe(model: Any) -> torch.Tensor:
-    """(2, tokens, vocabulary) float32: the logits of a model for two fixed rows of tokens."""
+    """(2, tokens, vocabulary) float32: the logits of a model for two fixed rows of tokens; (2, tokens) of a reward model, its values."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     vocabulary = base.get_input_embeddings().weight.shape[0]
     ids = [
         [(11 + 7 * i) % vocabulary for i in range(_PROBE_TOKENS)],
         [(3 + 5 * i) % vocabulary for i in range(_PROBE_TOKENS)],
     ]
+    inputs: dict[str, Any] = {"input_ids": torch.tensor(ids, device=base.device), "use_cache": False}
     with torch.no_grad():
-        logits = model(input_ids=torch.tensor(ids, device=base.device), use_cache=False).logits
+        if hasattr(base, SCORE):  # its logits are one value for a row, too few to compare
+            body = getattr(base, base.base_model_prefix)
+            logits = head_values(base, body(**inputs).last_hidden_state)
+        else:
+            logits = model(**inputs).logits
     return logits.float().cpu()
 
 
@@ -295,7 +307,11 @@ def _refuse_tied(model: Any, where: str) -> None:
 
     base = model.get_base_model()
     both = (base.get_input_embeddings(), base.get_output_embeddings())
-    if not base.config.get_text_config().tie_word_embeddings or both[0].weight is both[1].weight:
+    if (
+        both[1] is None
+        or not base.config.get_text_config().tie_word_embeddings
+        or both[0].weight is both[1].weight
+    ):
         return
     for module in both:
         if isinstance(module, BaseTunerLayer | ModulesToSaveWrapper):

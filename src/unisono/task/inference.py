@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import shlex
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from unisono.data.encode import encode_texts
 from unisono.data.lf_encoder import LfChatTemplate, lf_chat_template
 from unisono.data.rows import Message
 from unisono.data.template import ChatTemplate, choose_template, fallback_template, known_stop_ids
-from unisono.errors import ModelError
+from unisono.errors import ModelError, UsageError
 from unisono.events import Reporter
 from unisono.facts import read_machine
 from unisono.model.adapter import fit_base_to_adapter
@@ -27,11 +28,13 @@ from unisono.model.forward import Forward, choose_forward
 from unisono.model.load import (
     DTYPES,
     LIBRARY_ERRORS,
+    SCORE,
     LoadedModel,
     load_base,
     load_for_training,
     load_tokenizer,
     odd_parameters,
+    set_pad_token,
 )
 from unisono.model.rope import context_of, take_rope
 from unisono.task.target import Target, requested_target, verify_target
@@ -117,14 +120,25 @@ def open_for_inference(name: str, *, step: int | None = None, report: Reporter) 
     return open_requested({"target": name, "step": step}, report)
 
 
-def open_requested(request: dict[str, Any], report: Reporter) -> InferenceModel:
+def open_requested(request: dict[str, Any], report: Reporter, *, answers: bool = True) -> InferenceModel:
     """Finds and loads what a task's request names: target, and if present step, base, template and thinking.
+
+    Args:
+        request: of the task.
+        report: to the front.
+        answers: whether it has to write answers, which a reward model cannot.
 
     Raises:
         UnisonoError: as `open_for_inference`.
     """
     report.phase("locate", f"looking for {request['target']}")
     target = requested_target(request)
+    if answers and target.is_reward:
+        raise UsageError.of(
+            f"{target.name} is a reward model: it rates answers and writes none",
+            where=str(target.weights),
+            fix=f"rate the answers of pairs: unisono eval {shlex.quote(target.name)} --data FILE",
+        )
     verify_target(target, report)
     report.phase("load_model", f"loading {target.description}")
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -173,21 +187,31 @@ def _odd_weights(target: Target, odd: list[str], dtype: str) -> ModelError:
 
 def _load(target: Target, *, dtype: str, device: torch.device) -> LoadedModel:
     if target.source == "model":
-        base = load_base(target.weights, dtype=DTYPES[dtype], trust_remote_code=trusts_code(target)).to(
-            device
-        )
-        return _loaded(base, base, load_tokenizer(target.weights, trust_remote_code=trusts_code(target)), {})
+        tokenizer = load_tokenizer(target.weights, trust_remote_code=trusts_code(target))
+        base = load_base(
+            target.weights,
+            dtype=DTYPES[dtype],
+            trust_remote_code=trusts_code(target),
+            reward=target.is_reward,
+        ).to(device)
+        if target.is_reward:
+            set_pad_token(base, tokenizer)
+        return _loaded(base, base, tokenizer, {})
     if target.source == "checkpoint":
         return _load_checkpoint(target, dtype=dtype, device=device)
     from peft import PeftModel
 
     tokenizer = adapter_tokenizer(target)
-    base = load_base(
-        target.base,
-        dtype=DTYPES[dtype],
-        trust_remote_code=trusts_code(target),
-        adjust=partial(take_rope, directory=target.weights),
-    ).to(device)
+    with torch.random.fork_rng(devices=[]):  # a new head of a reward model is drawn; the adapter has its own
+        base = load_base(
+            target.base,
+            dtype=DTYPES[dtype],
+            trust_remote_code=trusts_code(target),
+            adjust=partial(take_rope, directory=target.weights),
+            reward=target.is_reward,
+        ).to(device)
+    if target.is_reward:
+        set_pad_token(base, tokenizer)
     header = read_safetensors_header(target.weights / ADAPTER_FILE)  # refuses a damaged file
     fit_base_to_adapter(base, {tensor.name: tuple(tensor.shape) for tensor in header})
     try:
@@ -345,7 +369,9 @@ def stored_dtype(directory: Path) -> str:
 
 
 def _is_plain_lora(loaded: LoadedModel) -> bool:
-    return bool(loaded.trainable) and all("lora_A" in name or "lora_B" in name for name in loaded.trainable)
+    heads = (f".{SCORE}.modules_to_save.",) if loaded.is_reward else ()
+    plain = ("lora_A", "lora_B", *heads)
+    return bool(loaded.trainable) and all(any(part in name for part in plain) for name in loaded.trainable)
 
 
 def _context(base: Any) -> int:

@@ -12,7 +12,7 @@ from unisono.errors import IntegrityError, ModelError, Problem, UsageError
 from unisono.events import Reporter
 from unisono.facts import read_environment
 from unisono.files import read_json
-from unisono.model.directory import locate_model
+from unisono.model.directory import is_classifier, locate_model, read_model_config
 from unisono.model.files import read_json_object
 from unisono.plan import RunPlan
 from unisono.rundir import RunDir
@@ -47,6 +47,15 @@ class Target:
     notes: tuple[str, ...] = ()
     template: str | None = None
     thinking: bool | None = None
+
+    @property
+    def is_reward(self) -> bool:
+        """Whether it is a reward model: it gives a value to an answer, and writes none."""
+        if self.plan is not None:
+            return self.plan.config.objective == "reward"
+        if self.source == "adapter":
+            return _adapter_settings(self.weights).get("task_type") == "SEQ_CLS"
+        return is_classifier(read_model_config(self.weights))
 
 
 def requested_target(request: dict[str, Any]) -> Target:
