@@ -381,6 +381,8 @@ def test_a_row_that_is_no_unit_is_bad_with_its_line(
         ("dpo", {"prompt": "p", "completion": "a"}, {}, "set data.format: preference"),
         ("kto", {"prompt": "p", "completion": "a"}, {}, "{label: is_good}"),
         ("orpo", {"prompt": "p", "completion": "a"}, {"format": "prompt-completion"}, "set objective: sft"),
+        ("orpo", RATED, {}, "set objective: kto"),
+        ("kto", PAIR, {}, "set objective: dpo, or write two rows"),
     ],
 )
 def test_rows_for_another_objective_are_refused_with_what_to_set(

@@ -244,3 +244,39 @@ def test_a_directory_is_a_source_with_the_names_of_its_files(see: See, tmp_path:
         "rows/a.jsonl:1", "rows/a.jsonl:2", "rows/b.jsonl:1", "rows/b.jsonl:2",
     ]  # fmt: skip
     assert found["ledger"]["sources"][0]["path"] == "rows"
+
+
+@pytest.mark.parametrize("objective", ["dpo", "reward", "kto", "sft"])
+def test_preference_rows_show_both_sides(
+    objective: str, see: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    answers = [{"chosen": "yes", "rejected": "no"}] if objective != "kto" else []
+    rated = (
+        [{"completion": "yes", "label": True}, {"completion": "no", "label": False}] if not answers else []
+    )
+    rows = [{"prompt": "why?", **answer} for answer in answers + rated]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    data = {"train": "rows.jsonl", **({"format": "preference"} if objective == "sft" else {})}
+    found = see(data, objective=objective)
+    first = found["rows"][0]
+    one, other = (first, first["kl"]) if rated else (first["chosen"], first["rejected"])
+    assert [part["runs"][-1]["loss"] for part in (one, other)] == [
+        False,
+        False,
+    ]  # the newline after the answer
+    assert [part["runs"][1]["text"] for part in (one, other)] == ["yes<|im_end|>", "no<|im_end|>"]
+    assert one["runs"][0] == other["runs"][0]
+    assert first.get("desirable") is (True if rated else None)
+    assert sum(entry["rows"] for entry in found["lengths"]) == found["ledger"]["total"]["used"] == len(rows)
+    assert found["lengths"][0]["first"] <= one["tokens"] + other["tokens"] <= found["lengths"][-1]["last"]
+
+
+def test_the_sides_of_a_pair_are_named(run: Run) -> None:
+    done = run([{"prompt": "why?", "chosen": "yes", "rejected": "no"}], "objective=dpo")
+    assert done.returncode == 0, done.stderr
+    assert "rows.jsonl:1 chosen: " in done.stdout
+    assert "rows.jsonl:1 rejected: " in done.stdout
+    assert "⟦yes<|im_end|>⟧" in done.stdout
+    assert "⟦no<|im_end|>⟧" in done.stdout
+    assert "tokens a row, both sides together" in done.stdout
+    assert "1 rows = 1 used" in done.stdout

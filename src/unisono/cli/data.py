@@ -91,7 +91,12 @@ def preview_lines(found: dict[str, Any], *, width: int = 0) -> list[Line]:
     data = found["data"]
     lines += [
         [(text, False)]
-        for text in (*_length_lines(found["lengths"], width), "", *_figure_lines(data), *_ledger_lines(found))
+        for text in (
+            *_length_lines(found["lengths"], width, is_unit=_is_unit(found["rows"])),
+            "",
+            *_figure_lines(data),
+            *_ledger_lines(found),
+        )
     ]
     return lines
 
@@ -120,10 +125,14 @@ def _row_lines(row: dict[str, Any]) -> list[Line]:
     return [[(part, loss) for part, loss in line if part] for line in lines]
 
 
-def _length_lines(classes: list[dict[str, int]], width: int) -> list[str]:
+def _is_unit(rows: list[dict[str, Any]]) -> bool:
+    return bool(rows) and ("chosen" in rows[0] or "kl" in rows[0])
+
+
+def _length_lines(classes: list[dict[str, int]], width: int, *, is_unit: bool) -> list[str]:
     longest = min(_BAR, max(1, width - _BESIDE_BAR)) if width else _BAR
     most = max(entry["rows"] for entry in classes)
-    lines = ["tokens a row"]
+    lines = ["tokens a row" + (", both sides together" if is_unit else "")]
     for entry in classes:
         bar = "█" * -(-longest * entry["rows"] // most)
         lines.append(f"{entry['first']:>7}–{entry['last']:<7} {entry['rows']:>9,} {bar}".rstrip())

@@ -171,6 +171,8 @@ def explain_fit(
 _BATCH = 512  # rows that go through the tokenizer together
 _RATED_BATCH = 1000  # rated answers get the answers of other rows of their batch, as LLaMA-Factory's
 _PAIR, _RATING = "a chosen and a rejected answer", "one answer with a label"
+_ONLY_RATED = "set objective: kto, or write both answers in one row"
+_ONLY_PAIRS = "set objective: dpo, or write two rows, one for each answer, with label: true and label: false"
 _SHOWN_PROBLEMS = 20
 _REPORT_EVERY_S = 0.5
 _ALL_COUNTS = "; every token counts in the loss"
@@ -378,31 +380,36 @@ class Ingest:
         """The format by the first row, and why; None if it matches no known format."""
         columns = source.section.columns
         sides, rated = sides_in(first.value, columns), is_rated(first.value, columns)
-        if self._objective in PREFERENCE:
-            if not sides and not rated:
-                names = ", ".join(shown(name) for name in list(first.value)[:12]) or "none"
-                raise self._other_rows(source.section.path, str(first.place), f"its columns are {names}")
-            return "preference", f"the first row has {' and '.join(sides) or 'label'}"
-        if len(sides) == 2:
-            raise self._other_rows(source.section.path, str(first.place), f"the row has {_PAIR}")
-        return detect(first.value, columns)
+        place, path = str(first.place), source.section.path
+        if self._objective not in PREFERENCE:
+            if len(sides) == 2:
+                raise self._other_rows(path, place, f"the row has {_PAIR}")
+            return detect(first.value, columns)
+        if not (sides if self._objective in PAIRS else rated):
+            names = ", ".join(shown(name) for name in list(first.value)[:12]) or "none"
+            has = f"the row has {_PAIR}" if sides else f"the row has {_RATING}" if rated else None
+            raise self._other_rows(path, place, has or f"its columns are {names}")
+        return "preference", f"the first row has {' and '.join(sides) or 'label'}"
 
     def _other_rows(self, path: str, place: str, why: str) -> DataError:
         """The refusal of rows that are not for the objective."""
-        wanted = {True: "pairs of answers", False: "rated answers"}[self._objective in PAIRS]
-        example = {True: "{chosen: good, rejected: bad}", False: "{label: is_good}"}[self._objective in PAIRS]
-        if self._objective in PREFERENCE:
+        if self._objective not in PREFERENCE:
             return DataError.of(
-                f"objective {self._objective} needs {wanted}, and {path} has none",
+                f"objective {self._objective} trains on one answer for each row, and {path} has preference rows",
                 where=place,
                 why=why,
-                fix=f"set data.format: preference and name the columns, e.g. data.train: [{{path: FILE, columns: {example}}}]; or set objective: sft",
+                fix=f"set objective: {', '.join(PAIRS)} or {RATINGS[0]}; or set data.format to that of the other columns, e.g. messages",
             )
+        if self._objective in PAIRS:
+            wanted, example, other = "pairs of answers", "{chosen: good, rejected: bad}", _ONLY_RATED
+        else:
+            wanted, example, other = "answers with a label", "{label: is_good}", _ONLY_PAIRS
+        columns = f"set data.format: preference and name the columns, e.g. data.train: [{{path: FILE, columns: {example}}}]; or set objective: sft"
         return DataError.of(
-            f"objective {self._objective} trains on one answer for each row, and {path} has preference rows",
+            f"objective {self._objective} needs {wanted}, and {path} has none",
             where=place,
             why=why,
-            fix=f"set objective: {', '.join(PAIRS)} or {RATINGS[0]}; or set data.format to that of the other columns, e.g. messages",
+            fix=other if why.startswith("the row has") else columns,
         )
 
     def _encoded(self, examples: list[Example]) -> list[EncodedUnit | RowError]:
@@ -433,12 +440,12 @@ class Ingest:
         if self._objective in PAIRS and len(example.answers) != 2:
             raise RowError(
                 f"the row has {_RATING}, and objective {self._objective} needs {_PAIR}",
-                "set objective: kto, or write both answers in one row",
+                _ONLY_RATED,
             )
         if self._objective in RATINGS and example.desirable is None:
             raise RowError(
                 f"the row has {_PAIR}, and objective {self._objective} needs {_RATING}",
-                "set objective: dpo, or write two rows, one for each answer, with label: true and label: false",
+                _ONLY_PAIRS,
             )
 
     def _take(self, place: Place, unit: EncodedUnit, counts: SourceCounts) -> None:
