@@ -29,11 +29,19 @@ TALK = [
 ]
 
 
-def prepare(folder: Path, rows: list[Any], data: dict[str, Any], **more: Any) -> DataSummary:
+def prepare(
+    folder: Path, rows: list[Any], data: dict[str, Any], objective: str = "sft", **more: Any
+) -> DataSummary:
     file = folder / "rows.json"
     file.write_text(json.dumps(rows), encoding="utf-8")
     config = RunConfig.model_validate(
-        {"model": "m", "data": {"train": str(file), **data}, "output_dir": "o", "adapter": None}
+        {
+            "model": "m",
+            "objective": objective,
+            "data": {"train": str(file), **data},
+            "output_dir": "o",
+            "adapter": None,
+        }
     )
     return prepare_data(
         config,
@@ -92,6 +100,56 @@ def test_preference_rows_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="preference rows") as error:
         prepare(tmp_path, rows, {"template": "lf:qwen", "format": "preference"})
     assert error.value.exit_code == 2
+
+
+_LONG_PAIR = {"instruction": "q " * 40, "chosen": "a " * 40, "rejected": "b " * 60}
+
+
+@pytest.mark.parametrize("too_long", ["cut", "balanced"])
+def test_both_sides_of_a_cut_pair_have_the_same_prompt(too_long: str, tmp_path: Path) -> None:
+    rows = [_LONG_PAIR, {"instruction": "q", "chosen": "a", "rejected": "b"}]
+    limit = 150 if too_long == "cut" else 64
+    data = {"template": "lf:qwen", "too_long": too_long, "max_length": limit, "packing": False}
+    table = TokenTable.open(Path(prepare(tmp_path, rows, data, objective="dpo").cache_dir), "train")
+    assert (table.sides, table.rows) == (2, 2)
+    (chosen, counts), (rejected, others) = table.row(0, 0), table.row(0, 1)
+    first = int(counts.argmax())
+    assert int(others.argmax()) == first
+    assert chosen[:first].tolist() == rejected[:first].tolist()
+    assert max(len(chosen), len(rejected)) == limit
+    batch = collate(table, [0, 1], sides=(0, 1))
+    assert batch.lengths == [len(table.row(i, side)[0]) for i in (0, 1) for side in (0, 1)]
+    assert batch.units == [0, 1]
+
+
+def test_a_pair_that_is_equal_up_to_the_cut_is_bad(tmp_path: Path) -> None:
+    rows = [{"instruction": "q", "chosen": "a " * 60 + "b", "rejected": "a " * 60 + "c"}]
+    for too_long in ("cut", "balanced"):
+        data = {"template": "lf:qwen", "too_long": too_long, "max_length": 48}
+        with pytest.raises(DataError) as error:
+            prepare(tmp_path, rows, data, objective="dpo")
+        assert "equal up to the cut" in error.value.problems[0].why
+
+
+@pytest.mark.parametrize(
+    ("objective", "row", "words"),
+    [
+        ("dpo", {"instruction": "q", "chosen": "a"}, "no rejected answer"),
+        ("dpo", {"instruction": "q", "chosen": "a", "rejected": "a"}, "are equal"),
+        ("dpo", {"instruction": "q", "output": "a", "label": True}, "needs a chosen and a rejected answer"),
+        ("kto", {"instruction": "q", "output": "a", "label": "no"}, "label is 'no', not a boolean"),
+        ("kto", {"instruction": "q", "chosen": "a", "rejected": "b"}, "needs one answer with a label"),
+    ],
+)
+def test_bad_preference_rows_have_their_place(
+    objective: str, row: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    good = {"instruction": "q", "output": "a", "label": True} if objective == "kto" else {"instruction": "q", "chosen": "a", "rejected": "b"}  # fmt: skip
+    with pytest.raises(DataError) as error:
+        prepare(tmp_path, [good, row], {"template": "lf:qwen"}, objective=objective)
+    (problem,) = error.value.problems
+    assert problem.where == f"{tmp_path / 'rows.json'}#2"
+    assert words in problem.why
 
 
 @pytest.mark.slow

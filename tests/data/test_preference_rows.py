@@ -4,11 +4,13 @@ Run: .venv/bin/python -m pytest tests/data/test_preference_rows.py
 """
 
 import json
+import math
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -188,6 +190,7 @@ def prompt_of(table: TokenTable, i: int, side: int) -> list[int]:
     share=st.sampled_from([None, 0.3]),
     room=st.integers(8, 40),
     packing=st.booleans(),
+    weight=st.sampled_from([0.5, 1.0, 2.0, 2.5]),
 )
 def test_pairs_stay_whole_with_one_prompt_and_the_ledger_adds_up(
     tokenizer_dir: TokenizerDir,
@@ -196,31 +199,31 @@ def test_pairs_stay_whole_with_one_prompt_and_the_ledger_adds_up(
     template: str | None,
     share: float | None,
     room: int,
+    weight: float,
     *,
     packing: bool,
 ) -> None:
-    rows = [
-        {"prompt": "p", "chosen": "a", "rejected": "b"},
-        {"prompt": "p", "chosen": "c", "rejected": "d"},
-        *rows,
-    ]
+    rows = [*({"prompt": "p", "chosen": "a", "rejected": other} for other in "bcde"), *rows]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        source = {"path": write(folder / "weighted.jsonl", rows), "weight": weight}
         limit = room + (_AROUND if template else 0)
         config = make_config(
-            folder, rows, too_long=too_long, max_length=limit, packing=packing, on_bad_row="skip", eval=share
+            folder, [], train=[source], too_long=too_long, max_length=limit, packing=packing, on_bad_row="skip", eval=share
         )  # fmt: skip
         summary, ledger = prepare(config, tokenizer_dir(template), folder)
         total = ledger["total"]
         assert total["rows"] == len(rows) == total["used"] + sum(total["dropped"].values()) + total["bad"]
         assert total["bad"] >= sum(row["chosen"] == row.get("rejected", row["chosen"]) for row in rows)
-        tokens = 0
+        tokens = used = 0
         for split in ("train", "eval") if share else ("train",):
             table = TokenTable.open(Path(summary.cache_dir), split)
             assert table.sides == 2
             places = [int(row) for s in range(table.sequences) for row in table.rows_of(s)]
-            assert sorted(places) == list(range(table.rows))
-            tokens += int(table.columns["length"].sum())
+            often = [places.count(i) for i in range(table.rows)]
+            assert set(often) <= ({math.floor(weight), math.ceil(weight)} - {0} if split == "train" else {1})
+            tokens += int(table.columns["length"] @ np.array(often))
+            used += table.rows
             for i in range(table.rows):
                 lengths = [len(table.row(i, side)[0]) for side in (0, 1)]
                 assert max(lengths) <= limit
@@ -234,7 +237,7 @@ def test_pairs_stay_whole_with_one_prompt_and_the_ledger_adds_up(
                 assert batch.tokens == sum(batch.lengths) == int(table.sequence_tokens()[s])
                 assert batch.tokens <= 2 * limit
                 assert sum(batch.loss_counts) == len(batch.labels) == int(table.sequence_loss_tokens()[s])
-        assert tokens == total["tokens"]
+        assert (used, tokens) == (total["used"], total["tokens"])
 
 
 def test_a_token_across_prompt_and_answer_belongs_to_the_answers(
