@@ -102,6 +102,18 @@ def test_preference_rows_are_refused_by_name(tmp_path: Path) -> None:
     assert error.value.exit_code == 2
 
 
+def test_mismatched_answers_are_those_of_groups_of_1000_readable_rows(tmp_path: Path) -> None:
+    rows = [{"instruction": "q", "output": f"a{i}", "label": i % 2 == 0} for i in range(1002)]
+    rows.insert(3, {"instruction": "q", "output": "a", "label": "bad"})
+    data = {"template": "lf:qwen", "on_bad_row": "skip", "packing": False}
+    table = TokenTable.open(Path(prepare(tmp_path, rows, data, objective="kto").cache_dir), "train")
+    assert table.rows == 1002
+    before = [999, *range(999), 1001, 1000]
+    for i, other in enumerate(before):
+        assert table.labels(i, 1).tolist() == table.labels(other, 0).tolist()
+    assert table.columns["label"].tolist() == [int(i % 2 == 0) for i in range(1002)]
+
+
 _LONG_PAIR = {"instruction": "q " * 40, "chosen": "a " * 40, "rejected": "b " * 60}
 
 

@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from unisono.config.schema import RunConfig
+from unisono.data import ingest
 from unisono.data.prepare import load_tokenizer, prepare_data
 from unisono.data.token_table import TokenTable, collate
 from unisono.errors import DataError
@@ -31,7 +32,8 @@ RATED = {"prompt": [USER], "completion": [GOOD], "label": True}
 
 
 def write(path: Path, rows: list[Any]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    lines = (row if isinstance(row, str) else json.dumps(row) for row in rows)
+    path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
     return str(path)
 
 
@@ -266,6 +268,44 @@ def mismatches(table: TokenTable, tokenizer: Any) -> Iterator[tuple[str, str]]:
         yield own.removesuffix("<|im_end|>"), other.removesuffix("<|im_end|>")
 
 
+_rated_rows = st.one_of(
+    st.builds(
+        lambda answer, label: {"prompt": "p", "completion": answer, "label": label},
+        st.text(alphabet="abc", min_size=1, max_size=4),
+        st.booleans(),
+    ),
+    st.sampled_from(
+        [
+            {"prompt": "p", "completion": "a", "label": "x"},
+            {"prompt": "p", "chosen": "a", "rejected": "b"},
+            "{",
+        ]
+    ),
+)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(rows=st.lists(_rated_rows, max_size=12), group=st.integers(1, 5), packing=st.booleans())
+def test_mismatched_answers_are_a_function_of_the_rows(
+    tokenizer_dir: TokenizerDir, rows: list[Any], group: int, *, packing: bool
+) -> None:
+    rows = [{"prompt": "p", "completion": "first", "label": True}, *rows]
+    good = [row for row in rows if isinstance(row, dict) and isinstance(row.get("label"), bool)]
+    with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ingest, "_RATED_BATCH", group)
+        config = make_config(Path(name), rows, "kto", packing=packing, on_bad_row="skip")
+        summary, ledger = prepare(config, tokenizer_dir(), Path(name))
+        table = table_of(summary)
+        found = list(mismatches(table, load_tokenizer(tokenizer_dir(), trust_remote_code=False)))
+    expected = []
+    for first in range(0, len(good), group):
+        answers = [row["completion"] for row in good[first : first + group]]
+        expected += list(zip(answers, [answers[-1], *answers[:-1]], strict=True))
+    assert found == expected
+    assert table.columns["label"].tolist() == [int(row["label"]) for row in good]
+    assert (ledger["total"]["used"], ledger["total"]["bad"]) == (len(good), len(rows) - len(good))
+
+
 def test_a_mismatched_answer_is_that_of_the_readable_row_before_in_its_group(
     tokenizer_dir: TokenizerDir, tmp_path: Path
 ) -> None:
@@ -356,6 +396,7 @@ _LONG = "x " * 60
         ("kto", RATED | {"label": "true"}, "label is 'true', not a boolean"),
         ("kto", RATED | {"label": 1}, "label is 1, not a boolean"),
         ("kto", {"messages": [USER], "label": True}, "ends with a message of user"),
+        ("dpo", PAIR | {"rejected": [POOR | {"weight": 0}]}, "rejected: all its answers have weight 0"),
     ],
 )  # fmt: skip
 def test_a_row_that_is_no_unit_is_bad_with_its_line(

@@ -240,7 +240,7 @@ class Encoder:
 
     def encode_pairs(self, examples: Sequence[Example]) -> list[EncodedUnit | RowError]:
         """For each example, a pair, the prompt with the chosen answer, and with the rejected one; or its error."""
-        return self._units([example.answers for example in _preferences(examples)])
+        return self._units([example.answers for example in _preferences(examples)], ("chosen", "rejected"))
 
     def encode_ratings(self, examples: Sequence[Example]) -> list[EncodedUnit | RowError]:
         """For each example, a rated answer, the prompt with it, and with the answer of the example before; or its error.
@@ -251,18 +251,21 @@ class Encoder:
         own = [example.answers[0] for example in rated]
         others = [*own[-1:], *own[:-1]]
         units = self._units(
-            [[answer, with_answer_of(answer, other)] for answer, other in zip(own, others, strict=True)]
+            [[answer, with_answer_of(answer, other)] for answer, other in zip(own, others, strict=True)],
+            ("its answer", "with the mismatched answer, that of the row before"),
         )
         return [
             unit if isinstance(unit, RowError) else replace(unit, label=example.desirable)
             for unit, example in zip(units, rated, strict=True)
         ]
 
-    def _units(self, groups: Sequence[Sequence[Conversation | Completion]]) -> list[EncodedUnit | RowError]:
-        """The units of answers after the same prompt, or the first error of each."""
+    def _units(
+        self, groups: Sequence[Sequence[Conversation | Completion]], names: tuple[str, str]
+    ) -> list[EncodedUnit | RowError]:
+        """The units of two answers after the same prompt, or the first error of each; `names` are those of the sides."""
         jobs = self._jobs([example for group in groups for example in group])
         parts = iter(zip(jobs, self._encoded(jobs), strict=True))
-        return [_unit([next(parts) for _ in group]) for group in groups]
+        return [_unit([next(parts) for _ in group], names) for group in groups]
 
     def _show(self, jobs: list[_Job]) -> None:
         """Adds the first rendered row to the warning that asks for it."""
@@ -402,16 +405,19 @@ def _preferences(examples: Sequence[Example]) -> list[Preference]:
     return list(examples)  # type: ignore[arg-type]  # asserted
 
 
-def _unit(parts: list[tuple[_Job | RowError, Encoded | RowError]]) -> EncodedUnit | RowError:
+def _unit(
+    parts: list[tuple[_Job | RowError, Encoded | RowError]], names: tuple[str, str]
+) -> EncodedUnit | RowError:
     """The unit of encoded answers with the same prompt, in the same tokens.
 
     A tokenizer may join the end of a prompt and the beginning of an answer in one token. Such tokens are part of the answers: the prompt
     ends where the tokens of the sides begin to differ.
     """
     jobs, sides = [job for job, _ in parts], [side for _, side in parts]
-    errors = [side for side in sides if isinstance(side, RowError)]
+    errors = [(name, side) for name, side in zip(names, sides, strict=True) if isinstance(side, RowError)]
     if errors:
-        return errors[0]
+        name, error = errors[0]
+        return error if len(errors) > 1 else RowError(f"{name}: {error.why}", error.fix)
     if len({job.text[: (job.answers or [(0, 0)])[-1][0]] for job in jobs if isinstance(job, _Job)}) > 1:
         return RowError(
             "the chat template renders the prompt differently before each answer",
