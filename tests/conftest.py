@@ -157,6 +157,23 @@ def rows_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="session")
+def pair_files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Forty pairs to train on and twelve others; chosen answers end with a word that the rejected ones lack."""
+    draw, folder = random.Random(3), tmp_path_factory.mktemp("pairs")
+
+    def text(low: int, high: int) -> str:
+        return " ".join(draw.choices(_WORDS, k=draw.randint(low, high)))
+
+    for name, count in (("train", 40), ("unseen", 12)):
+        rows = [
+            {"prompt": f"{i} {text(1, 9)}", "chosen": f"{text(1, 6)} tree", "rejected": f"{text(1, 6)} dog"}
+            for i in range(count)
+        ]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder / "train.jsonl", folder / "unseen.jsonl"
+
+
 @pytest.fixture
 def train_here(model_dir: Path, rows_file: Path, tmp_path: Path) -> Callable[..., Trained]:
     """A function that trains in this process: config sections as keywords, laid over a small default."""

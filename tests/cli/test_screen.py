@@ -209,6 +209,11 @@ def test_the_end_reports_where_the_result_is_and_what_to_type_next(tmp_path: Pat
     ]  # fmt: skip
 
 
+def test_a_reward_model_is_measured_next_as_it_cannot_chat(tmp_path: Path) -> None:
+    result = {"outcome": "completed", "exit_code": 0, "output_dir": str(tmp_path / "rm")}
+    assert ending(result, tmp_path, reward=True)[-1] == "next:   unisono eval rm --data PAIRS"
+
+
 def test_the_next_command_can_be_typed_whatever_the_directory_is_called(tmp_path: Path) -> None:
     lines = ending(
         {"outcome": "completed", "exit_code": 0, "output_dir": str(tmp_path / "it's mine")}, tmp_path

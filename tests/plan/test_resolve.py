@@ -270,6 +270,15 @@ def test_the_estimate_grows_with_tokens_and_shrinks_with_checkpointing(
     assert total(tokens, checkpointing=True) < total(tokens)
 
 
+def test_a_reward_model_has_no_logits_over_the_vocabulary() -> None:
+    heads = []
+    for vocabulary in (1_000, 100_000):
+        model = MODEL.model_copy(update={"vocab_size": vocabulary})
+        given = replace(inputs(objective="reward"), model=model)
+        heads.append(resolve_plan(given).memory.loss_head)
+    assert heads[0] == heads[1] < plan().memory.loss_head
+
+
 def test_the_parts_of_an_estimate_are_its_sum() -> None:
     memory = plan().memory
     assert memory.total == memory.weights + memory.trainable + memory.activations + memory.loss_head

@@ -87,12 +87,12 @@ class RunDir:
 
     @property
     def adapter(self) -> Path:
-        """The trained adapter in peft's layout, and unisono_manifest.json with the digest of every file."""
+        """The trained adapter in peft's layout, and unisono_manifest.json with the digest of every file. That of a reward model has the head `score`, too: `peft.AutoPeftModelForSequenceClassification.from_pretrained(DIRECTORY, num_labels=1)`."""
         return self.root / "adapter"
 
     @property
     def model(self) -> Path:
-        """The trained model in the Hugging Face layout, after full fine-tuning, and unisono_manifest.json with the digest of every file."""
+        """The trained model in the Hugging Face layout, after full fine-tuning, and unisono_manifest.json with the digest of every file. A reward model is for `AutoModelForSequenceClassification`."""
         return self.root / "model"
 
     @property
