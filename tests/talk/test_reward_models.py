@@ -58,7 +58,16 @@ def _scores(model: Any, directory: Path, pairs: dict[str, Any]) -> torch.Tensor:
     return logits.view(-1, 2)
 
 
-@pytest.mark.parametrize("adapter", [{"rank": 4, "alpha": 8}, None], ids=["lora", "full"])
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        {"rank": 4, "alpha": 8},
+        {"rank": 4, "kind": "dora", "targets": ["."]},
+        {"rank": 4, "init": "pissa", "modules_to_save": ["score"]},
+        None,
+    ],
+    ids=["lora", "dora", "pissa", "full"],
+)
 def test_the_result_loads_in_transformers_and_gives_the_same_scores(
     train_here: Train, pairs: dict[str, Any], tmp_path: Path, adapter: dict[str, Any] | None
 ) -> None:
@@ -176,3 +185,41 @@ def test_the_commands_know_a_reward_model(pair_files: tuple[Path, Path], tmp_pat
         assert "is a reward model: it rates answers and writes none" in refused.stderr
         assert "--data FILE" in refused.stderr
         assert "Traceback" not in refused.stderr
+
+
+def test_without_a_padding_token_the_end_token_pads(
+    train_here: Train, pairs: dict[str, Any], model_dir: Path, tmp_path: Path
+) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model_dir)
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(model_dir)
+    run = train_here(**pairs, adapter=None)
+    directory = run.directory / "model"
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(directory)
+    assert model.config.pad_token_id == tokenizer.eos_token_id
+    found = _scores(model, directory, pairs)  # with the saved tokenizer, which pads
+    rows = _evaluated(run.directory, pairs, tmp_path, each=True)["rows"]
+    wanted = torch.tensor([[row["rewards_chosen"], row["rewards_rejected"]] for row in rows])
+    assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_new_tokens_are_trained_with_the_head(
+    train_here: Train, pairs: dict[str, Any], model_dir: Path, tmp_path: Path
+) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model_dir)
+    tokenizer.add_tokens(["<|new|>"])
+    tokenizer.save_pretrained(model_dir)
+    model = {"path": str(model_dir), "dtype": "float32", "resize_vocabulary": True}
+    for adapter in ({"rank": 4, "alpha": 8}, None):
+        run = train_here(**pairs, adapter=adapter, model=model)
+        found = _evaluated(run.directory, pairs, tmp_path)["figures"]["loss"]
+        assert found == pytest.approx(run.result["eval"]["loss"], rel=1e-5)
+
+
+def test_weights_may_be_random(
+    train_here: Train, pairs: dict[str, Any], model_dir: Path, tmp_path: Path
+) -> None:
+    model = {"path": str(model_dir), "dtype": "float32", "weights": "random"}
+    run = train_here(**pairs, adapter=None, model=model)
+    found = _evaluated(run.directory, pairs, tmp_path, step=4)["figures"]["loss"]
+    assert found == pytest.approx(run.result["eval"]["loss"], rel=1e-5)

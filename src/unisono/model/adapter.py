@@ -80,7 +80,7 @@ def _new_adapter(base: Any, section: AdapterSection, *, grown: bool, head: str |
 
     targets: str | list[str] = "all-linear"
     if section.targets != "all-linear":
-        targets = _matching_modules(base, list(section.targets))
+        targets = _matching_modules(base, list(section.targets), but=head)
     _check_modules_to_save(base, section.modules_to_save)
     whole = {*section.modules_to_save, *(_vocabulary_modules(base) if grown else ())}
     whole |= {head} if head is not None else set()
@@ -134,9 +134,11 @@ def fit_base_to_adapter(base: Any, rows_of: Mapping[str, tuple[int, ...]]) -> No
         base.resize_token_embeddings(shape[0], mean_resizing=False)  # overwritten by the adapter's rows
 
 
-def _matching_modules(base: torch.nn.Module, patterns: list[str]) -> list[str]:
-    """Full names of the linear layers that match a pattern; each pattern must match at least one."""
-    linear = [name for name, module in base.named_modules() if isinstance(module, torch.nn.Linear)]
+def _matching_modules(base: torch.nn.Module, patterns: list[str], *, but: str | None) -> list[str]:
+    """Full names of the linear layers, without `but`, that match a pattern; each pattern must match at least one."""
+    linear = [
+        name for name, module in base.named_modules() if isinstance(module, torch.nn.Linear) and name != but
+    ]
     found: list[str] = []
     for pattern in patterns:
         matching = [name for name in linear if re.search(pattern, name)]
