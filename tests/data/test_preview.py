@@ -280,3 +280,12 @@ def test_the_sides_of_a_pair_are_named(run: Run) -> None:
     assert "⟦no<|im_end|>⟧" in done.stdout
     assert "tokens a row, both sides together" in done.stdout
     assert "1 rows = 1 used" in done.stdout
+
+
+def test_a_label_that_is_not_a_boolean_ends_with_2_and_its_line(run: Run) -> None:
+    rows = [{"prompt": "q", "completion": "a", "label": label} for label in (True, False, "true")]
+    done = run(rows, "objective=kto")
+    assert done.returncode == 2
+    assert "rows.jsonl:3" in done.stderr
+    assert "label is 'true', not a boolean" in done.stderr
+    assert "Traceback" not in done.stderr

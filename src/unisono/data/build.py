@@ -30,21 +30,18 @@ from unisono.plan.run_plan import permutation
 Ints = npt.NDArray[np.int64]
 
 
-def make_encoder(
-    config: RunConfig, tokenizer: Any, directory: Path, *, objective: str | None = None
-) -> Encoder | LfEncoder:
+def make_encoder(config: RunConfig, tokenizer: Any, directory: Path) -> Encoder | LfEncoder:
     """The encoder of a config's rows.
 
     Args:
         config: of the run.
         tokenizer: of transformers; a template of LLaMA-Factory changes it.
         directory: of the tokenizer.
-        objective: in place of the config's.
 
     Raises:
         DataError: if the template is missing, is not valid, or does not match the other settings.
     """
-    data, pretrain = config.data, (objective or config.objective) == "pretrain"
+    data, pretrain = config.data, config.objective == "pretrain"
     name, template = lf_name(data.template), lf_template_of(data.template)
     if template is not None:
         return LfEncoder(

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from unisono.data.formats import list_of
+from unisono.data.preference_rows import BOOLEAN
 from unisono.data.rows import Exchange, RowError, Turn
 from unisono.text import one_line
 
@@ -166,7 +167,7 @@ def _preference(row: _Row) -> Exchange:
         chosen is not None or rejected is not None,
     )
     if not is_pair and label is not None and not isinstance(label, bool):
-        raise RowError(f"label is {one_line(repr(label), limit=40)}, not a boolean", "write true or false")
+        raise RowError(f"label is {one_line(repr(label), limit=40)}, not a boolean", BOOLEAN)
     missing = [name for name, value in (("chosen", chosen), ("rejected", rejected)) if value is None]
     if is_pair and missing:
         raise RowError(f"the row has no {missing[0]} answer", f"add {missing[0]}, or remove the row")

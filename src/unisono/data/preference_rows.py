@@ -24,6 +24,8 @@ from unisono.data.rows import Completion, Conversation, Message, Preference, Row
 from unisono.text import one_line
 
 _TURNS = ("messages", "conversations")
+BOOLEAN = "write true or false without quotes; CSV has texts only, so use JSONL or Parquet"
+"""What to do about a label that is not a boolean."""
 _SIDES = ("chosen", "rejected")
 
 
@@ -87,7 +89,7 @@ def _rated(row: RowColumns) -> Preference:
         )
     label = row.get("label")
     if not isinstance(label, bool):
-        raise RowError(f"label is {one_line(repr(label), limit=40)}, not a boolean", "write true or false")
+        raise RowError(f"label is {one_line(repr(label), limit=40)}, not a boolean", BOOLEAN)
     if not row.has("completion") and any(row.has(name) for name in _TURNS):
         conversation = Conversation(_ending_with_answer(_turns(row), "messages"), tools_of(row))
         return Preference([conversation], label)
