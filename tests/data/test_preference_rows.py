@@ -17,8 +17,10 @@ from hypothesis import strategies as st
 
 from unisono.config.schema import RunConfig
 from unisono.data import ingest
+from unisono.data.encode import Encoder
+from unisono.data.preference_rows import read_preference
 from unisono.data.prepare import load_tokenizer, prepare_data
-from unisono.data.token_table import TokenTable, collate
+from unisono.data.token_table import EncodedUnit, TokenTable, collate
 from unisono.errors import DataError
 from unisono.events import Reporter
 from unisono.plan import DataSummary
@@ -257,6 +259,48 @@ def test_a_token_across_prompt_and_answer_belongs_to_the_answers(
         "is them<|im_end|>",
     ]
     assert [tokenizer.decode(prompt_of(table, 0, side)) for side in (0, 1)] == ["is", "is"]
+
+
+def _said(text: str, **more: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text, **more}
+
+
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [("chatml_tools", "<|im_end|>"), ("forced_thinking", "<|im_end|>"), ("headers", "<|im_end|>"), ("inst", "</s>"),
+     ("marked", "<|im_end|>"), ("thinking", "<|im_end|>"), ("turns", "<end_of_turn>")],
+)  # fmt: skip
+def test_every_template_gives_both_sides_one_prompt(
+    template: str, end: str, tokenizer_dir: TokenizerDir
+) -> None:
+    folder = tokenizer_dir(template, eos=end)
+    tokenizer = load_tokenizer(folder, trust_remote_code=False)
+    encoder = Encoder(tokenizer, directory=folder, loss_on="last-answer")
+    prompts = [[USER], [USER, _said("<think>\nwell\n</think>\n\nok"), USER]]
+    answers = [
+        _said("yes"),
+        _said("\nno"),
+        _said("<think>\nhm\n</think>\n\nyes"),
+        _said("  lead"),
+        _said("x", reasoning_content="deep"),
+    ]
+    rows = [
+        {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+        for prompt in prompts
+        for chosen in answers
+        for rejected in answers
+        if chosen is not rejected
+    ]
+    units = encoder.encode_pairs([read_preference(row, {}) for row in rows])
+    for unit in units:
+        assert isinstance(unit, EncodedUnit)
+        begins = [int(side.targets.argmax()) for side in unit.sides]
+        assert begins[0] == begins[1] > 0
+        assert unit.sides[0].ids[: begins[0]].tolist() == unit.sides[1].ids[: begins[1]].tolist()
+        for side in unit.sides:
+            trained = side.ids[side.targets]
+            assert trained.tolist() == side.ids[begins[0] : begins[0] + len(trained)].tolist()
+            assert trained[-1] == tokenizer.convert_tokens_to_ids(end)
 
 
 # Mismatched answers.
