@@ -267,7 +267,7 @@ def _said(text: str, **more: str) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     ("template", "end"),
-    [("chatml_tools", "<|im_end|>"), ("forced_thinking", "<|im_end|>"), ("headers", "<|im_end|>"), ("inst", "</s>"),
+    [("chatml_tools", "<|im_end|>"), ("forced_thinking", "<|im_end|>"), ("headers", "<|eot_id|>"), ("inst", "</s>"),
      ("marked", "<|im_end|>"), ("thinking", "<|im_end|>"), ("turns", "<end_of_turn>")],
 )  # fmt: skip
 def test_every_template_gives_both_sides_one_prompt(
