@@ -220,6 +220,7 @@ def inspect_model(
     """
     directory = locate_model(config.model.path, config.model.revision)
     settings = read_model_config(directory)
+    refuse_other_task(directory, settings, reward=config.objective == "reward")
     text = settings.get("text_config", settings)
     if not isinstance(text, dict):
         raise ModelError.of(
@@ -336,6 +337,56 @@ def is_classifier(settings: dict[str, Any]) -> bool:
     """Whether config.json is that of a sequence classification model, as reward models are."""
     names = settings.get("architectures") or []
     return isinstance(names, list) and any(str(name).endswith("ForSequenceClassification") for name in names)
+
+
+def refuse_other_task(directory: Path, settings: dict[str, Any], *, reward: bool) -> bool:
+    """Whether the model in a directory is a reward model already, with a head for its value.
+
+    Args:
+        directory: of the model.
+        settings: its config.json.
+        reward: whether it has to be a reward model, or to become one.
+
+    Raises:
+        ModelError: if it is a classifier, and a language model is wanted; or if it cannot be a reward model.
+    """
+    where, classifies = str(directory / "config.json"), is_classifier(settings)
+    if not reward:
+        if classifies:
+            raise ModelError.of(
+                f"{directory} is a reward model, or another classifier, not a language model",
+                where=where,
+                why=f"architectures is {', '.join(map(str, settings['architectures']))}",
+                fix="use a language model, or set objective: reward to train it further",
+            )
+        return False
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+
+    name = "AutoModelForSequenceClassification"
+    known = settings["model_type"] in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+    own_code = settings.get("auto_map")
+    if not known and not (isinstance(own_code, dict) and name in own_code):
+        raise no_reward_model(directory, settings["model_type"], f"it has no {name} in transformers")
+    names = settings.get("id2label")
+    labels = len(names) if isinstance(names, dict) else settings.get("num_labels", 2)  # transformers' default
+    if classifies and labels != 1:
+        raise ModelError.of(
+            f"the classifier in {directory} has {labels} labels",
+            where=where,
+            why="a reward is one value",
+            fix="use a language model, or a classifier with one label",
+        )
+    return classifies
+
+
+def no_reward_model(directory: Path, kind: str, why: str) -> ModelError:
+    """The error for a model that cannot become a reward model."""
+    return ModelError.of(
+        f"a model of type {kind} cannot become a reward model",
+        where=str(directory / "config.json"),
+        why=why,
+        fix="use a decoder of another family, e.g. Llama or Qwen",
+    )
 
 
 def _facts_from_config(directory: Path, settings: dict[str, Any], text: dict[str, Any]) -> ModelFacts:

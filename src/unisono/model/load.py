@@ -18,7 +18,7 @@ from unisono.config.lf_template import adapt_tokenizer, lf_template_of
 from unisono.config.schema import RunConfig, TrainOnlySection
 from unisono.errors import ModelError, Problem
 from unisono.model.adapter import BaseChanges, add_adapter
-from unisono.model.directory import is_classifier, read_model_config
+from unisono.model.directory import no_reward_model, read_model_config, refuse_other_task
 from unisono.model.files import check_tokenizer_files, read_json_object, read_safetensors_header, weight_files
 from unisono.model.rope import scale_rope
 from unisono.text import library_words, nearest
@@ -191,6 +191,7 @@ def load_base(
 
     logging.disable_progress_bar()  # the front shows the progress
     _refuse_unknown_type(directory, trust_remote_code=trust_remote_code)
+    has_score = refuse_other_task(directory, read_model_config(directory), reward=reward)
     if not random:  # refuses damaged files with unisono's messages instead of those of safetensors
         for file in weight_files(directory):
             read_safetensors_header(file)
@@ -200,7 +201,8 @@ def load_base(
     try:
         settings = AutoConfig.from_pretrained(str(directory), trust_remote_code=trust_remote_code)
         adjust(settings)
-        had_score = _fit_labels(directory, settings, reward=reward)
+        if reward:
+            settings.num_labels = 1
         auto = AutoModelForSequenceClassification if reward else AutoModelForCausalLM
         if random:
             model = auto.from_config(settings, trust_remote_code=trust_remote_code)
@@ -219,7 +221,7 @@ def load_base(
     except LIBRARY_ERRORS as error:
         raise _load_error(directory, error) from error
     _check_head(directory, model, reward=reward)
-    if reward and not had_score:
+    if reward and not has_score:
         info["missing_keys"] = set(info["missing_keys"]) - {f"{SCORE}.weight"}
     _refuse_gaps(directory, info)
     return model
@@ -238,55 +240,12 @@ def _quiet() -> Iterator[None]:
         logging.set_verbosity(before)
 
 
-def _fit_labels(directory: Path, settings: Any, *, reward: bool) -> bool:
-    """Sets one label in the settings for a reward model; whether the directory already has a head for it.
-
-    Raises:
-        ModelError: if it has another number of labels, or transformers has no such head for it; or if it is a reward model, and a language
-            model is wanted.
-    """
-    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
-
-    name = "AutoModelForSequenceClassification"
-    classifies = is_classifier(read_model_config(directory))
-    if not reward:
-        if classifies:
-            raise ModelError.of(
-                f"{directory} is a reward model, or another classifier, not a language model",
-                where=str(directory / "config.json"),
-                why=f"architectures is {', '.join(settings.architectures)}",
-                fix="use a language model, or set objective: reward to train it further",
-            )
-        return False
-    known = type(settings) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
-    if not known and name not in (getattr(settings, "auto_map", None) or {}):
-        raise _no_reward_model(directory, settings, f"it has no {name} in transformers")
-    if classifies and settings.num_labels != 1:
-        raise ModelError.of(
-            f"the classifier in {directory} has {settings.num_labels} labels",
-            where=str(directory / "config.json"),
-            why="a reward is one value",
-            fix="use a language model, or a classifier with one label",
-        )
-    settings.num_labels = 1
-    return classifies
-
-
 def _check_head(directory: Path, model: Any, *, reward: bool) -> None:
     """Refuses a reward model whose head is not one vector, as that of encoders."""
     head: Any = getattr(model, SCORE, None)
     if reward and (type(head) is not torch.nn.Linear or head.bias is not None):
         why = f"the head of {type(model).__name__} is not one matrix `{SCORE}` for the last token"
-        raise _no_reward_model(directory, model.config, why)
-
-
-def _no_reward_model(directory: Path, settings: Any, why: str) -> ModelError:
-    return ModelError.of(
-        f"a model of type {settings.model_type} cannot become a reward model",
-        where=str(directory / "config.json"),
-        why=why,
-        fix="use a decoder of another family, e.g. Llama or Qwen",
-    )
+        raise no_reward_model(directory, model.config.model_type, why)
 
 
 def set_pad_token(base: Any, tokenizer: Any) -> None:
