@@ -92,9 +92,12 @@ def test_overwrite_output_dir_renames_a_finished_run_and_resumes_an_unfinished_o
 
 
 @pytest.mark.processes
-def test_the_plan_names_the_line_of_each_value(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = run(capsys, "train", "x.yaml", "--dry-run")
+def test_the_plan_names_the_line_of_each_value_and_counts_the_steps(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, out, err = run(capsys, "train", "x.yaml", "num_train_epochs=3", "--dry-run")
     assert code == 0, err
+    assert "LLaMA-Factory makes 9 steps" in out  # 20 rows, eight a step: 7.5
     origins = dict(line.split(maxsplit=1) for line in out.splitlines() if line.startswith("optim."))
     assert origins["optim.lr"] == "x.yaml:8"
     assert origins["optim.eps"] == "x.yaml: LLaMA-Factory's default"
@@ -164,11 +167,18 @@ def test_init_writes_our_config_with_the_key_behind_each_value(capsys: pytest.Ca
     code, out, err = run(capsys, "init", "--from-llamafactory", "x.yaml", "--out", "ours.yaml")
     assert (code, out) == (0, "")
     assert "wrote ours.yaml" in err
+    assert "across the ends of epochs" not in err  # there is one
     text = Path("ours.yaml").read_text()
     assert any(line.split() == ["lr:", "0.0001", "#", "learning_rate"] for line in text.splitlines())
     assert load_config(Path("ours.yaml")).config == load_config(Path("x.yaml")).config
     code, _, err = run(capsys, "init", "--from-llamafactory", "x.yaml", "--out", "ours.yaml")
     assert (code, Path("ours.yaml").read_text()) == (2, text)
+
+
+def test_init_says_that_steps_run_across_the_ends_of_epochs(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("x.yaml").write_text(TEXT.replace("num_train_epochs: 1.0", "num_train_epochs: 2.0"))
+    code, _, err = run(capsys, "init", "--from-llamafactory", "x.yaml")
+    assert (code, err.count("across the ends of epochs")) == (0, 1)
 
 
 def test_init_as_json_lists_every_key_with_its_fate(capsys: pytest.CaptureFixture[str]) -> None:

@@ -437,14 +437,6 @@ def test_one_problem_is_named_once(keys: dict[str, Any], what: str) -> None:
     assert problem.where.startswith("x.yaml:" if given else "x.yaml") or problem.where.startswith("data/")
 
 
-@pytest.mark.parametrize("stage", ["rm", "dpo", "kto"])
-def test_preference_stages_are_translated_and_not_trained_yet(stage: str) -> None:
-    keys = {"stage": stage, "dataset": "rated" if stage == "kto" else "pairs"}
-    (problem,) = problems(verb="train", **keys)
-    assert problem.what == f"`stage: {stage}` cannot be trained yet"
-    assert problem.where == "x.yaml:2"
-
-
 @pytest.mark.parametrize(
     ("keys", "ignored"),
     [
@@ -469,6 +461,19 @@ def test_a_preference_key_that_a_stage_does_not_use_is_ignored(
 
 def test_orpo_says_in_what_it_differs() -> None:
     assert "pref_loss: orpo" in read({**BASE, **PAIRS, "pref_loss": "orpo"}).warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("epochs", "rows", "steps"),
+    [(3, 5, "makes 3 steps"), (3, 1001, "makes 378 steps"), (1.5, 20, "makes 5 steps"), (3, 16, ""), (1, 5, ""), (0.5, 7, "")],
+)  # fmt: skip
+def test_the_number_of_steps_is_compared_where_epochs_end_with_a_short_one(
+    epochs: float, rows: int, steps: str
+) -> None:
+    """As transformers counts: the steps of one epoch, rounded up, times the epochs, rounded up."""
+    line = read(BASE).fewer_steps(epochs, sequences=rows, global_batch=8)
+    assert steps in line
+    assert bool(line) == bool(steps)
 
 
 def test_all_problems_come_at_once_each_with_its_line() -> None:
@@ -613,10 +618,12 @@ def test_what_other_verbs_need_is_there() -> None:
     assert (found.values["export_dir"], found.values["export_size"]) == ("m", 5)
 
 
-def test_the_rows_of_a_preference_file_can_be_previewed() -> None:
-    translation = read({**BASE, "stage": "dpo", "dataset": "pairs"})
-    loaded = config_of(translation, verb="preview")
-    assert (loaded.translation and loaded.translation.stage) == "dpo"
+@pytest.mark.parametrize("stage", ["rm", "dpo", "kto"])
+@pytest.mark.parametrize("verb", ["train", "preview", "init"])
+def test_a_preference_file_is_for_all_that_takes_a_file_for_training(stage: str, verb: Verb) -> None:
+    translation = read({**BASE, "stage": stage, "dataset": "rated" if stage == "kto" else "pairs"})
+    loaded = config_of(translation, verb=verb)
+    assert (loaded.translation and loaded.translation.stage) == stage
 
 
 def test_the_origin_of_a_value_is_its_line_there() -> None:

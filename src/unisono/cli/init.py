@@ -129,7 +129,7 @@ def _translate(path: Path, template: str | None, out: Path | None) -> None:
     if out is not None:
         _write_new(out, text)
         output().notify(f"wrote {out}: `unisono train {out}` starts it")
-    for line in translation.warnings:
+    for line in filter(None, [*translation.warnings, translation.epoch_ends]):
         output().notify(line)
 
 

@@ -4,13 +4,14 @@
 harm), or refused (known, with what to use instead).
 """
 
+import math
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from unisono.config.llamafactory_checks import find_contradictions
-from unisono.config.llamafactory_draft import PREFERENCE_STAGES, Draft
+from unisono.config.llamafactory_draft import Draft
 from unisono.config.llamafactory_keys import KEYS, Fate, Key, Values, convert
 from unisono.config.llamafactory_model import fill_data, fill_method, fill_model
 from unisono.config.llamafactory_training import fill_training
@@ -124,15 +125,6 @@ class Translation:
         elif self.lacks_config:
             what = f"{self.name} names no dataset"
             problems.append(Problem(what, self.name, "there are no rows to read", "add `dataset: NAME`"))
-        if verb == "train" and self.stage in PREFERENCE_STAGES:
-            problems.append(
-                Problem(
-                    f"`stage: {self.stage}` cannot be trained yet",
-                    self.places.get("stage", self.name),
-                    "training takes sft and pretraining (pt)",
-                    f"show its rows with `unisono data preview {self.name}`",
-                )
-            )
         return problems
 
     def _belongs_elsewhere(self) -> Problem:
@@ -158,6 +150,33 @@ class Translation:
             lines.append(f"ignored, since they change nothing here: {', '.join(ignored)}")
         switches = [f"{name}: {text}" for name, text in SWITCHES.items() if name in variables]
         return [*lines, *self.warnings, *switches]
+
+    @property
+    def epoch_ends(self) -> str:
+        """What differs at the end of an epoch, whatever the number of rows; empty if the run has only one."""
+        if self.values["max_steps"] > 0 or self.values["num_train_epochs"] <= 1:
+            return ""
+        return (
+            "num_train_epochs: LLaMA-Factory ends each epoch with a short step if the rows do not fill it; here steps run across "
+            "the ends of epochs, and `unisono train` shows both numbers of steps if they differ"
+        )
+
+    def fewer_steps(self, epochs: float, *, sequences: int, global_batch: int) -> str:
+        """The numbers of steps there and here if they differ, else empty.
+
+        Args:
+            epochs: the duration of the run.
+            sequences: of an epoch, one for each row.
+            global_batch: sequences of a step.
+        """
+        theirs = math.ceil(round(epochs * math.ceil(sequences / global_batch), 6))
+        ours = math.ceil(math.ceil(round(epochs * sequences, 6)) / global_batch)
+        if theirs == ours:
+            return ""
+        return (
+            f"LLaMA-Factory makes {theirs:,} steps of the same rows, with a short one at the end of each epoch; here they are {ours:,}, "
+            "and only the last is short"
+        )
 
     def in_its_names(self, problems: Iterable[Problem]) -> list[Problem]:
         """Problems of our config with the file's names of the keys in front, without those of keys that are refused anyway."""

@@ -20,6 +20,7 @@ from unisono.remote_checkpoint.first_checkpoint import with_rehearsal
 from unisono.remote_checkpoint.storage_trial import storage_tried
 from unisono.rundir import RunDir
 from unisono.rundir.start_decision import StartDecision, refuse_if_shrunk
+from unisono.text import Duration
 
 
 def restore_from_storage(
@@ -112,9 +113,21 @@ def plan_start(
         resume_reason=reason,
         earlier_batch=decision.earlier_batch,
     )
+    plan = _with_step_difference(plan, loaded)
     plan = with_changes(plan, run, decision, request)
     refuse_if_shrunk(decision, done_steps=resume.step if resume else 0, total_steps=plan.total_steps)
     return with_rehearsal(plan, run, wanted=rehearse)
+
+
+def _with_step_difference(plan: RunPlan, loaded: LoadedConfig) -> RunPlan:
+    """The plan with a warning if LLaMA-Factory makes another number of steps from the same file; its packed sequences are others."""
+    duration = Duration.parse(plan.config.duration)
+    if loaded.translation is None or duration.unit != "epochs" or plan.config.data.packing:
+        return plan
+    note = loaded.translation.fewer_steps(
+        duration.amount, sequences=plan.data.train.sequences, global_batch=plan.global_batch
+    )
+    return plan.model_copy(update={"warnings": [*plan.warnings, note]}) if note else plan
 
 
 def as_warning(verdict: Verdict) -> Message:
