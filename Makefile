@@ -1,4 +1,5 @@
 # make demo   fine-tune the built-in model and show the results before and after (about two minutes after installation)
+# make demo-dpo   train the built-in model on preferences (DPO), likewise (about a minute)
 # make test   all checks that a change must pass; WORKERS=1 runs one test at a time
 # make system installs, as root, the programs that some tests need (apt-get: iptables, iproute2, openssh-server, Slurm …); without them these are skipped
 # make test-fast  the tests that start no process, in under two minutes
@@ -16,7 +17,7 @@ TEST_OPTIONS ?=
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(PY) -m pytest
 STAMP := $(VENV)/.installed
 
-.PHONY: demo system test check lint types tests test-fast test-long format clean
+.PHONY: demo demo-dpo system test check lint types tests test-fast test-long format clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "unisono needs Python 3.11 or newer; set PYTHON=python3.11")'
@@ -30,6 +31,9 @@ system:
 
 demo: $(STAMP)
 	$(PY) examples/demo.py
+
+demo-dpo: $(STAMP)
+	$(PY) examples/demo.py dpo
 
 check: lint types
 

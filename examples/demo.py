@@ -1,8 +1,9 @@
-"""Fine-tunes the built-in model and shows the results before and after: the program behind `make demo`.
+"""Fine-tunes the built-in model and shows the results before and after: the program behind `make demo` and `make demo-dpo`.
 
-    python examples/demo.py [--seed 0]
+    python examples/demo.py [sft | dpo] [--seed 0] [key=value ...]
 
-The run (`unisono train examples/demo.yaml`) measures all figures; this program reads them from its directory.
+`sft` teaches answers to requests (`unisono train examples/demo.yaml`), `dpo` which of two answers is preferred (`examples/demo-dpo.yaml`). The
+run measures all figures; this program reads them from its directory.
 """
 
 import argparse
@@ -12,66 +13,116 @@ import math
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-RUN = ROOT / "runs" / "demo"
 _BARS = "▁▂▃▄▅▆▇█"
 _COLUMNS = 60
+_SHOWN = 3
 
-
-def _read_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-
-
-def curve(losses: list[float], columns: int = _COLUMNS) -> str:
-    """A line of bars: the logarithm of the loss, averaged over equal parts of the run."""
-    columns = min(columns, len(losses))
-    edges = [round(i * len(losses) / columns) for i in range(columns + 1)]
-    heights = [math.log(max(sum(losses[a:b]) / (b - a), 1e-6)) for a, b in itertools.pairwise(edges)]
-    low, high = min(heights), max(heights)
-    scale = (len(_BARS) - 1) / (high - low or 1.0)
-    return "".join(_BARS[round((height - low) * scale)] for height in heights)
-
-
-def show_samples(events: list[dict[str, Any]]) -> None:
-    """The same requests answered before the first step and after the last."""
-    samples = [event for event in events if event["kind"] == "sample"]
-    last = max(sample["step"] for sample in samples)
-    after = {sample["prompt"]: sample["text"] for sample in samples if sample["step"] == last}
-    room = shutil.get_terminal_size().columns - len("  before  ''")
-    for sample in samples:
-        if sample["step"] == 0:
-            print(f"request   {sample['prompt'].strip()}")
-            print(f"  before  {shorten(sample['text'], room, placeholder='…')!r}")
-            print(f"  after   {after[sample['prompt']]}")
-            print(f"  correct {sample['reference']}\n")
+Lines = list[dict[str, Any]]
 
 
 def main() -> int:
-    """Trains, then shows answers, curve and exact match; gives the exit code of the training."""
+    """Trains, then shows answers, curves and figures; gives the exit code of the training."""
     parser = argparse.ArgumentParser(
         description="Fine-tune the built-in model and show the results before and after."
     )
+    parser.add_argument("objective", choices=["sft", "dpo"], nargs="?", default="sft")
     parser.add_argument("--seed", type=int, default=0)
-    seed = parser.parse_args().seed
-    command = [sys.executable, "-m", "unisono", "train", "examples/demo.yaml", "--fresh", f"seed={seed}"]
-    code = subprocess.run(command, cwd=ROOT, check=False).returncode
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of the config")
+    args = parser.parse_args()
+    name, show = {"sft": ("demo", show_sft), "dpo": ("demo-dpo", show_dpo)}[args.objective]
+    command = [sys.executable, "-m", "unisono", "train", f"examples/{name}.yaml", "--fresh"]
+    code = subprocess.run([*command, f"seed={args.seed}", *args.overrides], cwd=ROOT, check=False).returncode
     if code:
         return code
-    result = json.loads((RUN / "result.json").read_text("utf-8"))
-    losses = [line["loss"] for line in _read_lines(RUN / "metrics.jsonl") if "loss" in line]
-    print("\nThree held-out requests:\n")
-    show_samples(_read_lines(RUN / "events" / "rank-00000.jsonl"))
-    print(
-        f"loss {losses[0]:.2f} {curve(losses)} {losses[-1]:.3f}   ({(RUN / 'loss.svg').relative_to(ROOT)})\n"
-    )
-    print(f"exact match before: {100 * result['eval']['exact_match_before']:.1f} %")
-    print(f"exact match after: {100 * result['eval']['exact_match']:.1f} %")
-    print("\nChat with it: unisono chat runs/demo")
+    run = ROOT / "runs" / name
+    events = _read_lines(run / "events" / "rank-00000.jsonl")
+    show(run, [event for event in events if event["kind"] == "sample"])
+    print(f"\nResults: {run.relative_to(ROOT)}, with the curve of the loss in loss.svg")
+    print(f"Chat with it: unisono chat {run.relative_to(ROOT)}")
     return 0
+
+
+def show_sft(run: Path, samples: Lines) -> None:
+    """Answers before and after beside the correct ones, the curve of the loss, and exact match."""
+    print("\nThree held-out requests:\n")
+    for sample, after in itertools.islice(_before_and_after(samples), _SHOWN):
+        show_answers(sample, after, {"correct": sample["reference"]})
+    show_curve("loss", _metric(run, "loss"), math.log)
+    print()
+    show_share(run, "exact_match")
+
+
+def show_dpo(run: Path, samples: Lines) -> None:
+    """Answers before and after beside both sides of the pair, the curves of the metrics, and reward accuracy."""
+    pairs = _read_lines(ROOT / "examples" / "data" / "pairs-heldout.jsonl")
+    rejected = {pair["prompt"]: pair["rejected"] for pair in pairs}
+    print("\nThree held-out requests, with the answer that is preferred and the one that is not:\n")
+    answers = list(_before_and_after(samples))
+    for sample, last in answers[:_SHOWN]:
+        sides = {"chosen": sample["reference"], "rejected": rejected[sample["prompt"].strip()]}
+        show_answers(sample, last, sides)
+    show_curve("loss", _metric(run, "loss"), math.log)
+    for name in ("reward_margin", "logps_chosen", "logps_rejected"):
+        show_curve(name, _metric(run, name))
+    before, after = (
+        sum(sample["text"] == sample["reference"] for sample in part) for part in zip(*answers, strict=True)
+    )
+    print(
+        f"\nanswers equal to the chosen one: {before} of {len(answers)} before, {after} of {len(answers)} after"
+    )
+    show_share(run, "reward_accuracy")
+
+
+def show_answers(before: dict[str, Any], after: dict[str, Any], right: dict[str, str]) -> None:
+    """A request, the answers to it before the first step and after the last, and those of the data."""
+    room = shutil.get_terminal_size().columns - len("  before   ''")
+    width = max(len(name) for name in ("before", *right))
+    print(f"request {' ' * (width - 5)} {before['prompt'].strip()}")
+    print(f"  {'before':{width}} {shorten(before['text'], room, placeholder='…')!r}")
+    print(f"  {'after':{width}} {after['text']}")
+    for name, text in right.items():
+        print(f"  {name:{width}} {text}")
+    print()
+
+
+def show_curve(name: str, values: list[float], scale: Callable[[float], float] = float) -> None:
+    """A line: the first value, bars of averages over equal parts of the run, and the last value."""
+    columns = min(_COLUMNS, len(values))
+    edges = [round(i * len(values) / columns) for i in range(columns + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+    heights = [scale(max(mean, 1e-6)) if scale is math.log else scale(mean) for mean in means]
+    low, high = min(heights), max(heights)
+    factor = (len(_BARS) - 1) / (high - low or 1.0)
+    bars = "".join(_BARS[round((height - low) * factor)] for height in heights)
+    print(f"{name:14} {values[0]:7.2f} {bars} {values[-1]:.3f}")
+
+
+def show_share(run: Path, name: str) -> None:
+    """A figure of all held-out rows, before the first step and after the last."""
+    found = json.loads((run / "result.json").read_text("utf-8"))["eval"]
+    for when, key in (("before", f"{name}_before"), ("after", name)):
+        print(f"{name.replace('_', ' ')} {when}: {100 * found[key]:.1f} %")
+
+
+def _before_and_after(samples: Lines) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """The samples of the first evaluation, each with that of the last for the same request."""
+    last = max(sample["step"] for sample in samples)
+    after = {sample["prompt"]: sample for sample in samples if sample["step"] == last}
+    return ((sample, after[sample["prompt"]]) for sample in samples if sample["step"] == 0)
+
+
+def _metric(run: Path, name: str) -> list[float]:
+    return [line[name] for line in _read_lines(run / "metrics.jsonl") if name in line]
+
+
+def _read_lines(path: Path) -> Lines:
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
 
 
 if __name__ == "__main__":

@@ -100,13 +100,13 @@ def phrases() -> list[str]:
     return sorted({part for part in found if " " in part})
 
 
-def _day(draw: random.Random) -> tuple[str, str]:
+def draw_day(draw: random.Random) -> tuple[str, str]:
     """A day as it is said, and as it is written."""
     day = draw.choice((*DAYS, "today", "tomorrow"))
     return (f"on {day}", day[:3].lower()) if day in DAYS else (day, day)
 
 
-def _time(draw: random.Random) -> tuple[str, str]:
+def draw_time(draw: random.Random) -> tuple[str, str]:
     """A time of day as it is said, and as HH:MM. A bare hour is one from eight in the morning to seven in the evening."""
     kind = draw.choices(
         ("noon", "midnight", "digits", "bare", "half", "quarter", "whole"), (6, 4, 12, 13, 18, 12, 35)
@@ -129,25 +129,26 @@ def _time(draw: random.Random) -> tuple[str, str]:
     return f"at {before}{said} {part}", f"{hour:02d}:{minute:02d}"
 
 
-def _what(draw: random.Random, words: Words) -> str:
+def draw_what(draw: random.Random, words: Words) -> str:
+    """Something to do, as `print the bill`."""
     noun = draw.choice(words.nouns)
     return f"{draw.choice(VERBS_OF[noun])} {draw.choice(('the', 'the', 'my'))} {noun}"
 
 
 def _reminder(draw: random.Random, words: Words) -> tuple[str, Answer]:
-    (day, day_written), (time, time_written), what = _day(draw), _time(draw), _what(draw, words)
+    (day, day_written), (time, time_written), what = draw_day(draw), draw_time(draw), draw_what(draw, words)
     said = draw.choice(REMINDER).format(day=day, time=time, what=what)
     return said, {"intent": "reminder", "day": day_written, "time": time_written, "what": what}
 
 
 def _alarm(draw: random.Random, words: Words) -> tuple[str, Answer]:
-    (day, day_written), (time, time_written) = _day(draw), _time(draw)
+    (day, day_written), (time, time_written) = draw_day(draw), draw_time(draw)
     said = draw.choice(ALARM).format(day=day, time=time)
     return said, {"intent": "alarm", "day": day_written, "time": time_written}
 
 
 def _weather(draw: random.Random, words: Words) -> tuple[str, Answer]:
-    (day, day_written), city = _day(draw), draw.choice(words.cities)
+    (day, day_written), city = draw_day(draw), draw.choice(words.cities)
     return draw.choice(WEATHER).format(day=day, city=city), {
         "intent": "weather",
         "city": city,
@@ -164,7 +165,7 @@ def _music(draw: random.Random, words: Words) -> tuple[str, Answer]:
 
 
 def _message(draw: random.Random, words: Words) -> tuple[str, Answer]:
-    name, what = draw.choice(words.names), _what(draw, words)
+    name, what = draw.choice(words.names), draw_what(draw, words)
     return draw.choice(MESSAGE).format(name=name, what=what), {"intent": "message", "to": name, "what": what}
 
 
@@ -175,7 +176,7 @@ def _timer(draw: random.Random, words: Words) -> tuple[str, Answer]:
 
 
 def _call(draw: random.Random, words: Words) -> tuple[str, Answer]:
-    name, (time, time_written) = draw.choice(words.names), _time(draw)
+    name, (time, time_written) = draw.choice(words.names), draw_time(draw)
     return draw.choice(CALL).format(name=name, time=time), {
         "intent": "call",
         "who": name,
@@ -212,9 +213,9 @@ def holds_any(text: str, words: Words) -> bool:
     return not {*words.nouns, *words.names, *words.cities}.isdisjoint(re.findall(r"\w+", text))
 
 
-def _split_of(completion: str) -> str:
+def split_of(answer: str) -> str:
     """Where an answer belongs: a function of the answer alone, so that no answer is in two splits."""
-    place = hashlib.sha256(completion.encode()).digest()[0] % 8
+    place = hashlib.sha256(answer.encode()).digest()[0] % 8
     return {0: "heldout", 1: "dev"}.get(place, "train")
 
 
@@ -228,7 +229,7 @@ def rows_of_split(split: str) -> list[Row]:
     while len(rows) < wanted:
         new = len(rows) < with_new_words
         row = _row(draw, words[split] if new else words["train"])
-        if _split_of(row["completion"]) == split and (not new or holds_any(row["prompt"], words[split])):
+        if split_of(row["completion"]) == split and (not new or holds_any(row["prompt"], words[split])):
             rows.setdefault(row["prompt"], row)
     return draw.sample(list(rows.values()), wanted)
 

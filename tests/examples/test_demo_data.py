@@ -12,6 +12,7 @@ import pytest
 
 from demo_words import ADJECTIVES, CITIES, DAYS, NAMES, NOUNS, SONG_NOUNS, VERBS
 from make_examples import PHRASINGS, SPLITS, Row, holds_any, phrases, rows_of_split, text_of, words_of_splits
+from make_pairs import FILES, pairs_of_split
 from pretraining_text import rows as pretraining_rows
 
 DATA = Path(__file__).parents[2] / "examples" / "data"
@@ -106,3 +107,29 @@ def test_every_phrasing_is_used_in_training(splits: Splits) -> None:
     for phrasing in PHRASINGS:
         longest = max(phrasing.replace("{", "\0").replace("}", "\0").split("\0")[::2], key=len).strip()
         assert longest in requests, phrasing
+
+
+@pytest.fixture(scope="module")
+def pairs() -> dict[str, list[Row]]:
+    """The preference pairs of each split."""
+    return {
+        split: [json.loads(line) for line in (DATA / name).read_text("utf-8").splitlines()]
+        for split, name in FILES.items()
+    }
+
+
+def test_the_pairs_are_what_their_script_writes() -> None:
+    for split, name in FILES.items():
+        assert (DATA / name).read_text("utf-8") == text_of(pairs_of_split(split)), split
+
+
+def test_no_heldout_pair_shares_a_request_or_an_answer_with_training(pairs: dict[str, list[Row]]) -> None:
+    for key in ("prompt", "chosen", "rejected"):
+        train, heldout = ({pair[key] for pair in pairs[split]} for split in ("train", "heldout"))
+        assert train.isdisjoint(heldout)
+
+
+def test_a_third_of_the_heldout_pairs_have_words_that_are_in_no_other(pairs: dict[str, list[Row]]) -> None:
+    own = words_of_splits()["heldout"]
+    assert sum(holds_any(pair["prompt"], own) for pair in pairs["heldout"]) * 3 >= len(pairs["heldout"])
+    assert not any(holds_any(pair["prompt"], own) for pair in pairs["train"])
