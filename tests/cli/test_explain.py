@@ -10,7 +10,7 @@ import pytest
 from unisono.causes.catalogue import ALL_CAUSES
 from unisono.causes.variables import VARIABLES
 from unisono.cli.app import main
-from unisono.cli.explain import cause_lines, variable_lines
+from unisono.cli.diagnose import cause_lines, variable_lines
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:

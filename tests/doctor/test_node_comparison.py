@@ -7,7 +7,7 @@ import pytest
 
 from tests.nodes.fronts import Front, together
 from tests.nodes.harness import Job
-from unisono.agree.display import Member
+from unisono.agree.reports import Member
 from unisono.config.load import build_config
 from unisono.doctor.check import LocalRun
 from unisono.doctor.node_comparison import _storage_mark, merge_findings

@@ -17,9 +17,8 @@ from unisono.agree.agreement import (
     remedy_for,
     violation,
 )
-from unisono.agree.display import Member, count, enumerate_words, name_all
 from unisono.agree.membership import Members
-from unisono.agree.reports import Interface, NodeReport, settings_of
+from unisono.agree.reports import Interface, Member, NodeReport, count, enumerate_words, name_all, settings_of
 from unisono.agree.rules import NODE_RULES
 from unisono.causes import Evidence
 from unisono.text import nearest, one_line

@@ -5,8 +5,17 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Self, TypeVar
 
-from unisono.agree.display import Member, count, culprit_hosts, culprit_ranks, enumerate_words, name_all, show
-from unisono.agree.reports import Check, Status
+from unisono.agree.reports import (
+    Check,
+    Member,
+    Status,
+    count,
+    culprit_hosts,
+    culprit_ranks,
+    enumerate_words,
+    name_all,
+    show,
+)
 from unisono.agree.rules import Rule
 from unisono.causes import Evidence, Verdict
 from unisono.text import one_line

@@ -22,11 +22,19 @@ from unisono.agree.agreement import (
     unknown_for,
     violation,
 )
-from unisono.agree.display import Member, count, freeze, name_all, show_bytes, show_digest
 from unisono.agree.environment_rules import judge_environment, judge_settings
 from unisono.agree.machines import judge_clocks, judge_devices, judge_limits
 from unisono.agree.membership import Members, judge_identity, judge_nodes, judge_nproc
-from unisono.agree.reports import FileDigest, NodeReport
+from unisono.agree.reports import (
+    FileDigest,
+    Member,
+    NodeReport,
+    count,
+    freeze,
+    name_all,
+    show_bytes,
+    show_digest,
+)
 from unisono.agree.rules import NODE_RULES, Rule
 from unisono.agree.version_rules import judge_code, judge_known_bad, judge_packages, judge_versions
 from unisono.text import one_line

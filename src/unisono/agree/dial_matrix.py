@@ -4,8 +4,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from unisono.agree.agreement import Agreement, Stage, violation
-from unisono.agree.display import Member, count, enumerate_words, name_all, name_node, show_bytes
-from unisono.agree.reports import DialReport, NodeReport
+from unisono.agree.reports import (
+    DialReport,
+    Member,
+    NodeReport,
+    count,
+    enumerate_words,
+    name_all,
+    name_node,
+    show_bytes,
+)
 from unisono.agree.rules import NETWORK_RULES
 from unisono.causes import Evidence
 from unisono.text import one_line

@@ -7,9 +7,17 @@ from dataclasses import dataclass, replace
 
 from unisono.agree.addresses import is_loopback
 from unisono.agree.agreement import Agreement, Keyed, Wording, judge_keys, partition, violation
-from unisono.agree.display import Member, count, name_all, show, show_setting, show_value
 from unisono.agree.membership import Members
-from unisono.agree.reports import NodeReport, settings_of
+from unisono.agree.reports import (
+    Member,
+    NodeReport,
+    count,
+    name_all,
+    settings_of,
+    show,
+    show_setting,
+    show_value,
+)
 from unisono.agree.rules import NODE_RULES, Need
 from unisono.agree.version_rules import release_of
 from unisono.causes import Evidence

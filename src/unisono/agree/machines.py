@@ -19,9 +19,8 @@ from unisono.agree.agreement import (
     unknown_for,
     violation,
 )
-from unisono.agree.display import Member, count, enumerate_words, name_all, show_bytes
 from unisono.agree.membership import Members
-from unisono.agree.reports import Device, NodeReport
+from unisono.agree.reports import Device, Member, NodeReport, count, enumerate_words, name_all, show_bytes
 from unisono.agree.rules import NODE_RULES, Rule
 from unisono.agree.version_rules import release_of
 from unisono.causes import Evidence

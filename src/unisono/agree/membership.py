@@ -17,8 +17,9 @@ from unisono.agree.agreement import (
     partition,
     violation,
 )
-from unisono.agree.display import (
+from unisono.agree.reports import (
     Member,
+    NodeReport,
     count,
     enumerate_words,
     name_all,
@@ -27,7 +28,6 @@ from unisono.agree.display import (
     plain_host,
     show,
 )
-from unisono.agree.reports import NodeReport
 from unisono.agree.rules import NODE_RULES
 from unisono.causes import Evidence, Verdict, find_cause
 from unisono.text import one_line

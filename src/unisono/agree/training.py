@@ -15,8 +15,18 @@ from unisono.agree.agreement import (
     partition,
     violation,
 )
-from unisono.agree.display import Member, count, name_all, name_ranks, number_list, show, show_digest
-from unisono.agree.reports import NodeReport, RankReport, ReportPart
+from unisono.agree.reports import (
+    Member,
+    NodeReport,
+    RankReport,
+    ReportPart,
+    count,
+    name_all,
+    name_ranks,
+    number_list,
+    show,
+    show_digest,
+)
 from unisono.agree.rules import PREPARED_RULES, RANK_RULES, Rule
 from unisono.causes import Evidence
 from unisono.plan import DataSummary, ModelFacts

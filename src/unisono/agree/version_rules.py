@@ -14,9 +14,8 @@ from unisono.agree.agreement import (
     unknown_for,
     violation,
 )
-from unisono.agree.display import count, enumerate_words, name_all, show, show_digest
 from unisono.agree.membership import Members
-from unisono.agree.reports import NodeReport, settings_of
+from unisono.agree.reports import NodeReport, count, enumerate_words, name_all, settings_of, show, show_digest
 from unisono.agree.rules import NODE_RULES
 from unisono.causes import Evidence
 

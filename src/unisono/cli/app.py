@@ -29,7 +29,7 @@ _COMMANDS: dict[str, tuple[str, str, str]] = {
     "logs": ("diagnose", "logs", "unisono logs runs/demo"),
     "drill": ("drill", "drill", "unisono drill sigkill sleep"),
     "diagnose": ("diagnose", "diagnose", "unisono diagnose logs/"),
-    "explain": ("explain", "explain", "unisono explain nan_loss"),
+    "explain": ("diagnose", "explain", "unisono explain nan_loss"),
 }
 
 

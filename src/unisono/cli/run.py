@@ -62,7 +62,7 @@ def run(
 ) -> None:
     """Runs an existing training script, unchanged: compares nodes before, watches ranks during, and gives a verdict after a failure."""
     from unisono.cli.screen import RunOutput
-    from unisono.guard.guarded_run import GuardedRun
+    from unisono.guard.head_program import GuardedRun
     from unisono.guard.program_request import RunRequest
 
     printer = output()

@@ -10,7 +10,7 @@ from typing import Any
 
 from unisono.config.dataset_info import read_datasets
 from unisono.config.lf_template import find_lf_template
-from unisono.config.llamafactory_draft import PREFERENCE_STAGES, Draft
+from unisono.config.llamafactory_keys import PREFERENCE_STAGES, Draft
 from unisono.errors import ConfigError, DataError, Problem
 
 

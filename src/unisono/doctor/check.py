@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from unisono.agree.agreement import Agreement
-from unisono.agree.display import name_node
 from unisono.agree.reports import Check as RuleCheck
-from unisono.agree.reports import NodeReport
+from unisono.agree.reports import NodeReport, name_node
 from unisono.causes import Verdict
 from unisono.config import LoadedConfig
 from unisono.config.load import build_config

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.agree.agreement import Agreement
-from unisono.agree.display import Member, name_all
-from unisono.agree.reports import NodeReport
+from unisono.agree.reports import Member, NodeReport, name_all
 from unisono.doctor.check import NO_FILES, Check, DoctorRequest, Finding, LocalRun, findings_of
 from unisono.errors import Disagreed
 from unisono.events import Show

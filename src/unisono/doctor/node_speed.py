@@ -13,8 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from unisono.agree.display import name_node
-from unisono.agree.reports import NodeReport
+from unisono.agree.reports import NodeReport, name_node
 from unisono.control.echo import EchoListener, EchoSession, ForeignPeer, prove_as_dialer
 from unisono.doctor.check import Check, Finding, found
 from unisono.files import parse_json

@@ -5,9 +5,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
-from unisono.agree.display import Member, enumerate_words, show_setting
 from unisono.agree.environment_rules import LAUNCH, judge_settings, need_of
-from unisono.agree.reports import settings_of
+from unisono.agree.reports import Member, enumerate_words, settings_of, show_setting
 from unisono.agree.rules import NEED_MEANING
 from unisono.causes.variables import KNOWN_TO_LIBRARIES, VALUES, VARIABLES, find_variable
 from unisono.doctor.check import Check, CheckFunction, Finding, Surroundings, agreement_findings, found

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import unisono
 from unisono.agree.compare import judge_storage
-from unisono.agree.display import Member, show_bytes
 from unisono.agree.machines import judge_limits
-from unisono.agree.reports import OutputFacts
+from unisono.agree.reports import Member, OutputFacts, show_bytes
 from unisono.agree.version_rules import judge_known_bad
 from unisono.doctor.check import (
     STORAGE_S,

@@ -6,8 +6,7 @@ from typing import Any
 
 from unisono.agree.agreement import Agreement
 from unisono.agree.compare import compare_launchers, compare_rank_facts
-from unisono.agree.display import name_node
-from unisono.agree.reports import NodeReport
+from unisono.agree.reports import NodeReport, name_node
 from unisono.causes import Verdict, find_cause
 from unisono.events import Message
 from unisono.integrations.border import LAUNCHER, Answer

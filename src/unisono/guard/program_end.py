@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Self
 
-from unisono.agree.display import name_node
+from unisono.agree.reports import name_node
 from unisono.causes import Evidence, Verdict, find_cause
 from unisono.causes.catalogue import remedy_for_foreign_program
 from unisono.causes.signatures import match_line

@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import count
 from typing import Any, Protocol
 
-from unisono.agree.display import number_list
+from unisono.agree.reports import number_list
 from unisono.causes import Verdict, find_cause
 from unisono.errors import Disagreed, Problem
 from unisono.integrations.inside.guarded_process import this_process

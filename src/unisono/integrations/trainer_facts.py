@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from unisono.agree.agreement import Agreement, Stage, Wording, judge_keys
-from unisono.agree.display import Member, name_all, name_ranks
+from unisono.agree.reports import Member, name_all, name_ranks
 from unisono.agree.rules import Rule
 from unisono.causes import Verdict
 from unisono.text import one_line

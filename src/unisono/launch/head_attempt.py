@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from unisono.agree.agreement import Agreement, majority, odd_first, partition
-from unisono.agree.display import Member, culprit_hosts, culprit_ranks, name_all
-from unisono.agree.reports import RankReport
+from unisono.agree.reports import Member, RankReport, culprit_hosts, culprit_ranks, name_all
 from unisono.causes import Evidence, Verdict, find_cause
 from unisono.checkpoint.manifest import user_key
 from unisono.events import Message, Show

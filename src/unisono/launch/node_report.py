@@ -8,8 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from unisono.agree.display import name_node
-from unisono.agree.reports import Device, FileDigest, Interface, Limits, NodeReport, OutputFacts
+from unisono.agree.reports import Device, FileDigest, Interface, Limits, NodeReport, OutputFacts, name_node
 from unisono.causes import Evidence, Verdict, find_cause
 from unisono.checkpoint.manifest import manifest_digest
 from unisono.checkpoint.retention import max_without_permanent

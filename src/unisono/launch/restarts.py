@@ -9,7 +9,7 @@ from typing import Any
 
 from unisono.agree.agreement import Agreement
 from unisono.agree.compare import compare_again
-from unisono.agree.display import name_node
+from unisono.agree.reports import name_node
 from unisono.causes import Verdict, find_cause
 from unisono.checkpoint.manifest import user_key
 from unisono.checkpoint.store import CheckpointStore

@@ -8,9 +8,8 @@ from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar
 
 from unisono.agree.agreement import Agreement
-from unisono.agree.display import name_node, plain_host
 from unisono.agree.membership import wrong_token
-from unisono.agree.reports import NodeReport
+from unisono.agree.reports import NodeReport, name_node, plain_host
 from unisono.causes import Verdict
 from unisono.control.events import Event, FileReceived, Joined, Left, NodeMessage, Rejected
 from unisono.control.server import HeadServer

@@ -8,9 +8,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from unisono.agree.display import count, name_node, number_list
 from unisono.agree.membership import lost_node, missing_nodes
-from unisono.agree.reports import NodeReport
+from unisono.agree.reports import NodeReport, count, name_node, number_list
 from unisono.causes import Evidence, Verdict, find_cause
 from unisono.control.events import Joined, Left, Rejected
 from unisono.errors import Disagreed, Problem, UnisonoError

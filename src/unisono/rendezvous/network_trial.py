@@ -9,8 +9,7 @@ from pydantic import ValidationError
 
 from unisono.agree.agreement import Agreement
 from unisono.agree.dial_matrix import compare_network
-from unisono.agree.display import name_node
-from unisono.agree.reports import DialReport, NodeReport
+from unisono.agree.reports import DialReport, NodeReport, name_node
 from unisono.causes import Evidence, Verdict, find_cause
 from unisono.control.echo import EchoListener, reach_key
 from unisono.control.reachability import Peer, choose_peers, dial_all

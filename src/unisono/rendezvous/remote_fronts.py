@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
-from unisono.agree.display import name_node
+from unisono.agree.reports import name_node
 from unisono.causes import Evidence, Verdict
 from unisono.causes.variables import find_variable
 from unisono.checkpoint.manifest import user_key

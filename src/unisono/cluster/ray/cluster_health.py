@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from unisono.agree.display import plain_host
+from unisono.agree.reports import plain_host
 from unisono.causes import Evidence, Verdict, find_cause
 from unisono.files import read_json
 from unisono.text import one_line, plain

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono import __version__
-from unisono.agree.display import name_node, plain_host
+from unisono.agree.reports import name_node, plain_host
 from unisono.causes import Evidence, Verdict, find_cause
 from unisono.errors import Disagreed, UnfitError
 from unisono.events import read_message
