@@ -185,7 +185,7 @@ def _show_plan(request: "TrainRequest") -> None:
 
 def _rehearse(request: "TrainRequest") -> int:
     from unisono.cli.screen import Screen
-    from unisono.launch.rehearsal import rehearse, summary
+    from unisono.launch.session import rehearse, summary
 
     printer = output()
     screen = Screen(printer)
