@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from unisono.train import gradient_sync
-from unisono.train.gradient_sync import ReplicaSync
+from unisono.train.optim import ReplicaSync
 
 
 class Twins:

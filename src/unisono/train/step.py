@@ -20,8 +20,7 @@ from unisono.model.sharding import full_tensor
 from unisono.train import faults
 from unisono.train.evaluation import first_mean
 from unisono.train.front_io import flags_of, outcome_of
-from unisono.train.gradient_sync import FIXED_SCALARS, scalars_of_a_step
-from unisono.train.optim import lr_factor
+from unisono.train.optim import FIXED_SCALARS, lr_factor, scalars_of_a_step
 from unisono.train.run import Run, StepBatches, embedding_noise, load_micro, seed_torch
 from unisono.train.saving import wait_for_copies
 
