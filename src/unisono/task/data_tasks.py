@@ -12,7 +12,7 @@ from unisono.checkpoint.model_manifest import check_model, read_digest
 from unisono.config.lf_template import adapt_tokenizer, lf_template_of
 from unisono.config.preference import PREFERENCE
 from unisono.config.schema import RunConfig
-from unisono.data.lf_tools import NO_TOKEN
+from unisono.data.lf_pieces import NO_TOKEN
 from unisono.data.preference_rows import is_rated, sides_in
 from unisono.data.prepare import load_tokenizer, prepare_data
 from unisono.data.readers import read_rows

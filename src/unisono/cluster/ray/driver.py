@@ -1,4 +1,4 @@
-"""The Ray driver of a job, or of `unisono doctor` on its nodes: `python -m unisono.cluster.ray driver REQUEST.json`, a child of the user's command."""
+"""The Ray driver of a job, or of `unisono doctor` on its nodes: `python -m unisono.cluster.ray.driver driver|look REQUEST.json`, a child of the user's command."""
 
 import contextlib
 import json

@@ -1,4 +1,8 @@
-"""How the templates of LLaMA-Factory write tools, and calls of them, into a prompt: one format per family of models."""
+"""From turns and tools to pieces, as the slots of LLaMA-Factory's templates write them, and from pieces to tokens.
+
+A row is a list of pairs (source, target): a question with all that stands before it, and its answer. Both are lists of pieces, and
+each piece is tokenized for itself. Tools, and calls of them, have one format per family of models.
+"""
 
 import json
 import re
