@@ -16,8 +16,8 @@ import pytest
 from unisono.config.lf_template import find_lf_template, lf_template_of, template_names
 from unisono.data.ingest import balance, fit
 from unisono.data.lf_encoder import LfEncoder
-from unisono.data.lf_rows import read_exchange
 from unisono.data.lf_pieces import NO_TOKEN
+from unisono.data.lf_rows import read_exchange
 from unisono.data.rows import Exchange, RowError
 from unisono.data.token_table import Encoded, EncodedUnit
 from unisono.errors import DataError
