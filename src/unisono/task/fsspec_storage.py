@@ -28,7 +28,7 @@ from unisono.errors import DataError, IntegrityError, UnfitError, UnisonoError
 from unisono.events import Reporter
 from unisono.files import open_plain, read_bytes
 from unisono.rundir.records import best_evaluated
-from unisono.task.collective import forget_cached
+from unisono.task.read_back import forget_cached
 from unisono.text import one_line, redact
 
 BESIDE = (
