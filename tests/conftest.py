@@ -180,6 +180,12 @@ def train_here(model_dir: Path, rows_file: Path, tmp_path: Path) -> Callable[...
     return training_in(tmp_path, model_dir=model_dir, rows_file=rows_file)
 
 
+@pytest.fixture(scope="session")
+def train_in(model_dir: Path, rows_file: Path) -> Callable[[Path], Callable[..., Trained]]:
+    """The same for fixtures that are made once: it takes their folder."""
+    return lambda folder: training_in(folder, model_dir=model_dir, rows_file=rows_file)
+
+
 def training_in(folder: Path, *, model_dir: Path, rows_file: Path) -> Callable[..., Trained]:
     """The same for a folder of one's own, which may outlive a test."""
     runs = iter(range(1000))

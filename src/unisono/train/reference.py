@@ -9,7 +9,6 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -200,7 +199,7 @@ def _load(run: Run, named: str) -> tuple[Forward, ShardedRoot | None]:
     """The reference model of a directory or hub id, with its weights as those of the run's own model are."""
     plan, model = run.plan, run.plan.config.model
     run.report.phase("reference", f"loading the reference {named}")
-    directory = locate_model(named)
+    directory = locate_model(named, key="preference.reference")
     dtype = DTYPES[plan.dtype] if plan.config.adapter is not None else torch.float32
     base = load_base(directory, dtype=dtype, trust_remote_code=model.trust_remote_code)
     base.config.use_cache = False
@@ -218,7 +217,7 @@ def _load(run: Run, named: str) -> tuple[Forward, ShardedRoot | None]:
     forward = choose_forward(
         loaded, dtype=plan.dtype, quick_adapter=False, gradient_checkpointing=False, root=root
     )
-    return replace(forward), sharded
+    return forward, sharded
 
 
 def _compare(run: Run, named: str, digest: str) -> None:
