@@ -16,6 +16,8 @@ from unisono.objectives.objective import (
     pair_sums,
 )
 
+_ROUNDING = 2.0**-20  # of a sum of float32, relative: eight units in the last place
+
 
 @dataclass(frozen=True)
 class Dpo(Objective):
@@ -40,4 +42,7 @@ class Dpo(Objective):
         )
         if section.sft_weight:
             losses = losses - section.sft_weight * answers.chosen / answers.chosen_tokens
-        return Part(losses.sum() / counts.units, pair_sums(*rewards, answers.chosen, answers.rejected))
+        # Before the first step the rewards are equal. The rounding of log-probabilities, which depends on the micro batch, must not decide.
+        rounding = section.beta * _ROUNDING * (answers.chosen + answers.rejected).detach().abs()
+        sums = pair_sums(*rewards, answers.chosen, answers.rejected, rounding=rounding)
+        return Part(losses.sum() / counts.units, sums)

@@ -136,17 +136,21 @@ def sums_of(*values: torch.Tensor) -> torch.Tensor:
 
 
 def pair_sums(
-    chosen: torch.Tensor, rejected: torch.Tensor, logps_chosen: torch.Tensor, logps_rejected: torch.Tensor
+    chosen: torch.Tensor,
+    rejected: torch.Tensor,
+    logps_chosen: torch.Tensor,
+    logps_rejected: torch.Tensor,
+    *,
+    rounding: torch.Tensor | float = 0.0,
 ) -> torch.Tensor:
-    """The sums of PAIR_METRICS from rewards and log-probabilities, (U,) each."""
-    return sums_of(
-        chosen, rejected, chosen - rejected, accurate(chosen - rejected), logps_chosen, logps_rejected
-    )
+    """The sums of PAIR_METRICS from rewards and log-probabilities, (U,) each; rewards are equal if they differ by `rounding` at most."""
+    margin = chosen - rejected
+    return sums_of(chosen, rejected, margin, accurate(margin, rounding), logps_chosen, logps_rejected)
 
 
-def accurate(margin: torch.Tensor) -> torch.Tensor:
+def accurate(margin: torch.Tensor, rounding: torch.Tensor | float = 0.0) -> torch.Tensor:
     """(U,): 1 where the chosen reward is higher, 0 where it is lower, and ½ where both are equal, e.g. before the first step."""
-    return (margin.sign() + 1) / 2
+    return torch.where(margin.abs() > rounding, (margin.sign() + 1) / 2, 0.5)
 
 
 @dataclass(frozen=True)

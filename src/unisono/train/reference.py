@@ -18,6 +18,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
+from unisono.agree.agreement import odd_first, odd_out, partition
 from unisono.causes import Evidence, Verdict
 from unisono.data.token_table import Split, TokenTable
 from unisono.errors import Disagreed, Problem
@@ -208,7 +209,7 @@ def _load(run: Run, named: str) -> tuple[Forward, ShardedRoot | None]:
     base.to(host)
     count = sum(p.numel() for p in base.parameters())
     loaded = LoadedModel(base, base, run.tokenizer, {}, count)
-    faults.change_loaded(plan, run.group.rank, loaded)
+    faults.change_reference(plan, run.group.rank, loaded)
     _compare(run, named, digest_of(values_by_name(dict(base.named_parameters())).items()))
     sharded = (
         shard_model(loaded, world_mesh(run.device, plan.world_size)) if run.sharded is not None else None
@@ -224,35 +225,31 @@ def _compare(run: Run, named: str, digest: str) -> None:
     """Compares the reference models that the ranks have loaded. All ranks must call it.
 
     Raises:
-        Disagreed: with the ranks that differ from the most common model, or from rank 0.
+        Disagreed: with the ranks that differ from the others; on a tie nobody is named as the culprit.
     """
     digests = torch.zeros(run.group.world_size, dtype=torch.int64, device=run.device)
     digests[run.group.rank] = int(digest[:15], 16)
     run.group.sum(digests)
-    found = digests.tolist()
-    common = max(found, key=lambda value: (found.count(value), value == found[0]))
-    odd = tuple(rank for rank, value in enumerate(found) if value != common)
-    if not odd:
+    places = run.plan.ranks
+    groups = partition(enumerate(digests.tolist()))
+    if len(groups) == 1:
         return
-    hosts = tuple(dict.fromkeys(run.plan.ranks[rank].host for rank in odd))
-    which = ", ".join(run.plan.ranks[rank].label for rank in odd)
-    what = f"the reference model {named} has different weights on {which}"
-    fix = (
-        f"on {', '.join(hosts)}: copy the weights from a correct node; compare with `sha256sum *.safetensors`"
+    odd = odd_out(groups)
+    shown = "; ".join(
+        f"{', '.join(places[rank].label for rank in group.members)}: digest {group.value:015x}"
+        for group in odd_first(groups, odd)
+    )
+    hosts = tuple(dict.fromkeys(places[rank].host for rank in odd))
+    what = f"the reference model {named} has different weights: {shown}"
+    fix = f"on {', '.join(hosts) or 'the node that differs'}: copy the weights from a correct node; compare with `sha256sum *.safetensors`"
+    evidence = tuple(
+        Evidence(where=place.label, text=f"digest {value:015x}")
+        for place, value in zip(places, digests.tolist(), strict=True)
     )
     verdict = Verdict(
-        cause="weights_mismatch",
-        when="before",
-        summary=what,
-        ranks=odd,
-        hosts=hosts,
-        phase="reference",
-        evidence=tuple(
-            Evidence(where=run.plan.ranks[rank].label, text=f"digest {value:015x}")
-            for rank, value in enumerate(found)
-        ),
-        fix=(fix,),
-    )
+        cause="weights_mismatch", when="before", summary=what, ranks=odd, hosts=hosts, phase="reference",
+        evidence=evidence, fix=(fix,),
+    )  # fmt: skip
     raise Disagreed(
         Problem(what, "preference.reference", "ranks would compare with different models", fix),
         verdict=verdict,
