@@ -7,7 +7,7 @@ import gc
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +86,7 @@ def test_a_reference_with_a_name_is_that_model(
 
 
 @pytest.fixture
-def rows_without_gradient(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def rows_without_gradient(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Counts the rows of tokens whose log-probabilities are computed without a gradient, as those of a reference are."""
     counts: list[int] = []
     own = Forward.log_probs

@@ -17,22 +17,27 @@ Variants = Callable[[str], dict[tuple[bool, int], dict[str, Any]]]
 def variants(workshop: Workshop) -> Variants:
     """A function that gives the sections of an objective's runs by packing and micro batch; each step takes all units, packed or not."""
 
+    def sections(kind: str, *, packing: bool) -> dict[str, Any]:
+        """With as many sequences as can be cut into micro batches of four."""
+        for longest in range(64, 128):
+            data = {"packing": packing, "eval": 0.2, "max_length": longest}
+            found: dict[str, Any] = {
+                "data": data,
+                "duration": "3 epochs",
+                "eval": {"every": "1 steps"},
+                "batch": {"global": 8},
+            }
+            sequences = workshop.plan(kind, **found).data.train.sequences
+            if sequences % 4 == 0:
+                return {**found, "batch": {"global": sequences}}
+        raise AssertionError(kind)
+
     def of_kind(kind: str) -> dict[tuple[bool, int], dict[str, Any]]:
         found: dict[tuple[bool, int], dict[str, Any]] = {}
         for packing in (False, True):
-            for longest in range(64, 128):
-                data = {"packing": packing, "eval": 0.2, "max_length": longest}
-                more: dict[str, Any] = {
-                    "data": data,
-                    "duration": "3 epochs",
-                    "batch": {"global": 8},
-                    "eval": {"every": "1 steps"},
-                }
-                sequences = workshop.plan(kind, **more).data.train.sequences
-                if sequences % 4 == 0:
-                    break
+            more = sections(kind, packing=packing)
             for micro in (1, 4):
-                found[packing, micro] = {**more, "batch": {"global": sequences, "micro": micro}}
+                found[packing, micro] = {**more, "batch": {**more["batch"], "micro": micro}}
         assert found[True, 1]["batch"]["global"] <= found[False, 1]["batch"]["global"] // 2
         return found
 

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from unisono.agree.agreement import odd_first, odd_out, partition
+from unisono.agree.reports import Member
 from unisono.causes import Evidence, Verdict
 from unisono.data.token_table import Split, TokenTable
 from unisono.errors import Disagreed, Problem
@@ -227,27 +228,33 @@ def _compare(run: Run, named: str, digest: str) -> None:
     Raises:
         Disagreed: with the ranks that differ from the others; on a tie nobody is named as the culprit.
     """
+    if run.group.world_size == 1:
+        return
     digests = torch.zeros(run.group.world_size, dtype=torch.int64, device=run.device)
     digests[run.group.rank] = int(digest[:15], 16)
     run.group.sum(digests)
     places = run.plan.ranks
-    groups = partition(enumerate(digests.tolist()))
+    values = digests.tolist()
+    groups = partition(
+        (Member(place.node_rank, place.rank, place.host), value)
+        for place, value in zip(places, values, strict=True)
+    )
     if len(groups) == 1:
         return
     odd = odd_out(groups)
     shown = "; ".join(
-        f"{', '.join(places[rank].label for rank in group.members)}: digest {group.value:015x}"
+        f"{', '.join(places[who.rank].label for who in group.members)}: digest {group.value:015x}"
         for group in odd_first(groups, odd)
     )
-    hosts = tuple(dict.fromkeys(places[rank].host for rank in odd))
+    hosts = tuple(dict.fromkeys(who.host for who in odd))
     what = f"the reference model {named} has different weights: {shown}"
     fix = f"on {', '.join(hosts) or 'the node that differs'}: copy the weights from a correct node; compare with `sha256sum *.safetensors`"
     evidence = tuple(
         Evidence(where=place.label, text=f"digest {value:015x}")
-        for place, value in zip(places, digests.tolist(), strict=True)
+        for place, value in zip(places, values, strict=True)
     )
     verdict = Verdict(
-        cause="weights_mismatch", when="before", summary=what, ranks=odd, hosts=hosts, phase="reference",
+        cause="weights_mismatch", when="before", summary=what, ranks=tuple(who.rank for who in odd), hosts=hosts, phase="reference",
         evidence=evidence, fix=(fix,),
     )  # fmt: skip
     raise Disagreed(
