@@ -67,7 +67,7 @@ def job(work: Path, way: str, *, steps: int, batch: int) -> list[dict[str, Any]]
 _LOST = re.compile(
     r"step (\d+) was saved from memory as checkpoint \S+; (?:nothing is lost|the (\d+) after it are lost)"
 )
-_PROMISED = re.compile(r"a death costs [^\n]*")
+_PROMISED = re.compile(r"a rank's death costs [^\n]*")
 
 
 def death(work: Path, number: int, *, rank: int = 16) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.agree.environment_rules import LAUNCH, LINTS, ONLY_WARN
+from unisono.agree.reports import enumerate_words
 from unisono.agree.rules import NEED_MEANING, NETWORK_RULES, NODE_RULES, PREPARED_RULES, RANK_RULES, Rule
 from unisono.agree.version_rules import KNOWN_BAD, VERSION_RULES
 from unisono.causes.catalogue import ALL_CAUSES
@@ -112,7 +113,7 @@ def causes_page() -> list[str]:
     lines = [
         "# Causes",
         "",
-        "Why training fails, and the fix. `unisono explain CAUSE` shows the same.",
+        "Why training fails, and how to fix it. `unisono explain CAUSE` shows the same.",
         "",
     ]
     lines += table(["cause", "in one line", "exit code"], [
@@ -127,8 +128,8 @@ def agreement_page() -> list[str]:
     """What nodes and ranks must have in common."""
     lines = [
         "# What nodes and ranks agree on before a run", "",
-        "The checks run in this order, before anything is trained; `agreement.json` has each with pass, warn, fail or unknown."
-        " The nodes or ranks that differ from a strict majority are named; on a tie none is, and both values are shown.",
+        "The checks run in this order, before anything is trained; `agreement.json` has the result of each: pass, warn, fail or unknown."
+        " Nodes or ranks that differ from a strict majority are blamed; on a tie nobody is blamed, and both values are shown.",
     ]  # fmt: skip
     for title, rules in (
         ("Nodes", NODE_RULES), ("The network", NETWORK_RULES), ("Prepared data", PREPARED_RULES), ("Ranks", RANK_RULES)
@@ -197,7 +198,9 @@ def check_section(check: Check) -> list[str]:
         "",
         f"### {check.id}",
         "",
-        f"{check.title[0].upper()}{check.title[1:]}. {why} {check.how}",
+        f"**{check.title[0].upper()}{check.title[1:]}.** {why}",
+        "",
+        f"Check: {check.how}",
         *(["", f"Causes: {causes}."] if causes else []),
     ]
 
@@ -300,18 +303,18 @@ def cause_section(cause: Cause) -> list[str]:
     lines += ["", "Fix:", "", *(f"{number}. {text}" for number, text in enumerate(cause.remedy, 1))]
     lines += [
         "",
-        f"Exit code {cause.exit_code}. A retry {retry}. Found {' and '.join(cause.when)} a run.",
+        f"Exit code {cause.exit_code}. A retry {retry}. Found {enumerate_words(cause.when)} a run.",
     ]
     return lines
 
 
 def variables_page() -> list[str]:
     """The environment variables."""
-    lines = ["# Environment variables", "", "Their effect in distributed training. `unisono explain VARIABLE` shows the same.",
-             "On one device unisono needs none of them, and reports which it ignored."]  # fmt: skip
+    lines = ["# Environment variables", "", "Environment variables and their effect in distributed training. `unisono explain VARIABLE` shows the same.",
+             "On one device unisono needs none of them, and reports those that it ignores."]  # fmt: skip
     for group, meaning in GROUP_MEANING.items():
         rows = [variable_row(variable) for variable in VARIABLES if variable.group == group]
-        head = ["variable", "what it does", "suspicious", "related causes"]
+        head = ["variable", "meaning", "suspicious", "related causes"]
         lines += ["", f"## {meaning[0].upper()}{meaning[1:]}", "", *table(head, rows)]
     return lines
 

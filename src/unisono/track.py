@@ -55,7 +55,7 @@ class TensorboardWriter:
                 "TensorBoard is not installed",
                 where="track",
                 why=str(error),
-                fix="pip install 'unisono[track]', or set track: []",
+                fix="pip install tensorboard, or set track: []",
             ) from error
         self._directory = directory
         self._report = report

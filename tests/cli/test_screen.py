@@ -108,7 +108,7 @@ def test_the_first_screen_has_at_most_twelve_lines_and_each_thing_is_on_it(
         "100 dropped",
         "10 bad",
         "77 cut",
-        "a step",
+        "per step",
         "free",
         "/runs/x",
     ):
@@ -311,4 +311,4 @@ def test_the_first_screen_shows_how_the_ranks_make_the_batch() -> None:
         for line in first_screen(plan(batch={"per_rank": 4, "accumulate": 8}), {})
         if line.startswith("batch")
     )
-    assert "32 packed sequences a step = 4 × 8 × 1 rank ·" in line
+    assert "32 packed sequences per step = 4 × 8 × 1 rank ·" in line

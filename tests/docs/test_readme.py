@@ -44,16 +44,47 @@ def first_config(tmp_path: Path) -> Path:
     return path
 
 
+def links(page: Path) -> list[tuple[Path, str]]:
+    """The files of this repository that a page links to, each with the anchor or an empty text."""
+    found = re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?[^)]*\)", _BLOCK.sub("", page.read_text()))
+    return [
+        ((page.parent / target).resolve() if target else page, anchor)
+        for target, anchor in found
+        if not target.startswith("http")
+    ]
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, by the rule of GitHub."""
+    headings = re.findall(r"^#+ (.*)$", _BLOCK.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
-    for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)]*))?\)", page.read_text()):
-        if target.startswith("http"):
-            continue
-        there = (page.parent / target).resolve() if target else page
-        assert there.exists(), f"{page.name} links to {target}"
-        if anchor:
-            headings = re.findall(r"^#+ (.*)$", there.read_text(), re.MULTILINE)
-            assert anchor in {heading.lower().replace(" ", "-").strip("`") for heading in headings}, anchor
+    for target, anchor in links(page):
+        assert target.exists(), f"{page.name} links to {target}"
+        assert not anchor or anchor in anchors(target), f"{page.name} links to {target}#{anchor}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_that_are_named_exist(page: Path) -> None:
+    """`bench/results/x.json` or `tests/drill`; a pattern, or a name in capitals, stands for any."""
+    named = re.findall(
+        r"(?<![\w/.~-])((?:bench|tests|scripts|examples|src|docs)/[\w./-]*[\w/])(?![\w*…{\[(])",
+        page.read_text(),
+    )
+    for path in named:
+        assert Path(path).name.isupper() or (ROOT / path).exists(), f"{page.name}: {path}"
+
+
+def test_every_page_is_linked_from_the_index() -> None:
+    pages, seen = [ROOT / "docs" / "README.md"], set()
+    while pages:
+        page = pages.pop()
+        seen.add(page)
+        pages += [target for target, _ in links(page) if target.suffix == ".md" and target not in seen]
+    assert set((ROOT / "docs").rglob("*.md")) - seen == set()
 
 
 def test_the_exit_codes_are_those_of_the_code() -> None:

@@ -81,7 +81,7 @@ def test_a_run_continues_without_the_node_that_was_lost(trio: Job, job_of: Any) 
     )
     assert restart["from_step"] >= 4
     assert 0 < restart["cost_s"] < LIMIT_S
-    line = f"continues with 2 of 3 nodes, without {fronts[1].label}: 2 ranks instead of 3, the same 8 sequences a step"
+    line = f"continues with 2 of 3 nodes, without {fronts[1].label}: 2 ranks instead of 3, the same 8 sequences per step"
     for front in (fronts[0], fronts[2]):
         assert line in front.text(), trio.transcript()
     plan = trio.read("plan.json")

@@ -211,7 +211,7 @@ def test_where_it_costs_too_much_fewer_steps_are_kept_and_a_death_costs_no_more_
     )
     assert printed is not None, front.text()
     assert int(printed[2] or 0) <= every - 1
-    assert re.search(r"a death costs (?:no|at most \d+) (?:finished )?steps?", front.text())
+    assert re.search(r"a rank's death costs (?:no|at most \d+) (?:finished )?steps?", front.text())
     (restart,) = solo.read("result.json")["restarts"]
     assert restart["from_step"] == int(printed[1])
     assert [line["step"] for line in solo.metrics()] == [*range(1, 151)]

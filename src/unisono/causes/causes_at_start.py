@@ -232,7 +232,7 @@ DISAGREEMENT_CAUSES: tuple[Cause, ...] = (
     ),
     Cause(
         id="env_suspicious",
-        title="a setting is wrong, misspelt, or left over",
+        title="a setting is wrong, misspelled, or left over",
         meaning=(
             "An environment variable does not have the intended effect, independent of the other nodes: a name that"
             " no library reads, a workaround that costs speed, a switch that removes a safety net. The run starts anyway."
@@ -429,7 +429,7 @@ RENDEZVOUS_CAUSES: tuple[Cause, ...] = (
     ),
     Cause(
         id="node_refused",
-        title="a node does not start",
+        title="a node refused to start",
         meaning=(
             "A node of the job has refused to start, e.g. because its config is wrong or a file is missing there, or"
             " because it was stopped. Nothing was trained on any node."

@@ -102,7 +102,7 @@ RUN_CAUSES: tuple[Cause, ...] = (
     ),
     Cause(
         id="gil_held",
-        title="native code holds Python's lock",
+        title="native code holds the GIL",
         meaning=(
             "A rank is inside a C extension that does not release the interpreter lock. None of its Python threads can run: no heartbeat, no logging, no signal handler."
         ),
@@ -293,7 +293,7 @@ RUN_CAUSES: tuple[Cause, ...] = (
     ),
     Cause(
         id="replicas_diverged",
-        title="replicas that must be equal are not",
+        title="replicas that must be equal differ",
         meaning=(
             "Ranks that hold the same parameters hold different values. A faulty device, an unsynchronized parameter or a random choice per rank has changed one of them; without this check the difference is silent."
         ),
@@ -508,7 +508,7 @@ PROGRAM_CAUSES: tuple[Cause, ...] = (
     ),
     Cause(
         id="single_device_nccl",
-        title="a process group was made for a single device",
+        title="a process group was created for a single device",
         meaning=(
             "One process on one device needs no communication. A distributed strategy was selected anyway, and the setup of NCCL failed. unisono makes no process group for one device, whatever the environment contains."
         ),

@@ -14,22 +14,83 @@ from unisono.cli.output import Output, lost_output, open_streams, output, set_ou
 
 _EPILOG = "Everywhere: --json (JSON on stdout), --quiet, --debug (tracebacks), --version."
 
-# Command: its module in this room, its function (a group: its Typer), and a command that can be pasted.
-_COMMANDS: dict[str, tuple[str, str, str]] = {
-    "init": ("init", "init", "unisono init > train.yaml"),
-    "train": ("train", "train", "unisono train train.yaml optim.lr=1e-4"),
-    "run": ("train", "run", "unisono run --nodes 2 --node-rank 0 --head a:29500 -- torchrun train.py"),
-    "doctor": ("doctor", "doctor", "unisono doctor train.yaml"),
-    "data": ("init", "app", "unisono data preview train.yaml"),
-    "chat": ("chat", "chat", "unisono chat runs/demo"),
-    "generate": ("generate", "generate", "unisono generate runs/demo 'remind me on Tuesday'"),
-    "eval": ("generate", "evaluate", "unisono eval runs/demo --data test.jsonl"),
-    "export": ("checkpoint", "export", "unisono export runs/demo merged --merge"),
-    "checkpoint": ("checkpoint", "app", "unisono checkpoint ls runs/demo"),
-    "logs": ("diagnose", "logs", "unisono logs runs/demo"),
-    "drill": ("doctor", "drill", "unisono drill sigkill sleep"),
-    "diagnose": ("diagnose", "diagnose", "unisono diagnose logs/"),
-    "explain": ("diagnose", "explain", "unisono explain nan_loss"),
+# Command: its module in this room, its function (a group: its Typer), its line in `unisono --help` (at most 62 characters, one line in
+# 80 columns), and a command that can be pasted.
+_COMMANDS: dict[str, tuple[str, str, str, str]] = {
+    "init": (
+        "init",
+        "init",
+        "Write a commented config, or a job file for a cluster.",
+        "unisono init > train.yaml",
+    ),
+    "train": (
+        "train",
+        "train",
+        "Fine-tune a model on one device, several, or several nodes.",
+        "unisono train train.yaml optim.lr=1e-4",
+    ),
+    "run": (
+        "run",
+        "run",
+        "Run and watch an existing, unchanged training script.",
+        "unisono run --nodes 2 --node-rank 0 --head a:29500 -- torchrun train.py",
+    ),
+    "doctor": (
+        "doctor",
+        "doctor",
+        "Check this machine, or all nodes of a job, before a run.",
+        "unisono doctor train.yaml",
+    ),
+    "data": ("data", "app", "Show the rows of a config.", "unisono data preview train.yaml"),
+    "chat": ("chat", "chat", "Chat with a model.", "unisono chat runs/demo"),
+    "generate": (
+        "generate",
+        "generate",
+        "Answer one prompt, or each prompt of a file.",
+        "unisono generate runs/demo 'remind me on Tuesday'",
+    ),
+    "eval": (
+        "generate",
+        "evaluate",
+        "Measure the loss of a model, and compare its answers.",
+        "unisono eval runs/demo --data test.jsonl",
+    ),
+    "export": (
+        "checkpoint",
+        "export",
+        "Write the adapter, or the whole model, for other tools.",
+        "unisono export runs/demo merged --merge",
+    ),
+    "checkpoint": (
+        "checkpoint",
+        "app",
+        "List, verify, export and prune the checkpoints of a run.",
+        "unisono checkpoint ls runs/demo",
+    ),
+    "logs": (
+        "diagnose",
+        "logs",
+        "Show the output, events and verdicts of all ranks.",
+        "unisono logs runs/demo",
+    ),
+    "drill": (
+        "drill",
+        "drill",
+        "Inject faults into a tiny run, and check the verdicts.",
+        "unisono drill sigkill sleep",
+    ),
+    "diagnose": (
+        "diagnose",
+        "diagnose",
+        "Find the cause of a failed run in its logs.",
+        "unisono diagnose logs/",
+    ),
+    "explain": (
+        "diagnose",
+        "explain",
+        "Describe a cause of failure or an environment variable.",
+        "unisono explain nan_loss",
+    ),
 }
 
 
@@ -45,11 +106,12 @@ def build_app() -> typer.Typer:
         pretty_exceptions_enable=False,
     )
     for name, command in _commands().items():
-        epilog = f"For example: {_COMMANDS[name][2]}"
+        _, _, short_help, example = _COMMANDS[name]
+        epilog = f"For example: {example}"
         if isinstance(command, typer.Typer):
-            app.add_typer(command, name=name, epilog=epilog, no_args_is_help=True)
+            app.add_typer(command, name=name, short_help=short_help, epilog=epilog, no_args_is_help=True)
         else:
-            app.command(name, epilog=epilog)(command)
+            app.command(name, short_help=short_help, epilog=epilog)(command)
     app.callback()(_nothing_of_its_own)
     return app
 
@@ -58,7 +120,7 @@ def _commands() -> dict[str, Any]:
     """The commands by name: functions, and Typers of groups."""
     return {
         name: getattr(importlib.import_module(f"unisono.cli.{module}"), attribute)
-        for name, (module, attribute, _) in _COMMANDS.items()
+        for name, (module, attribute, _, _) in _COMMANDS.items()
     }
 
 
@@ -174,7 +236,10 @@ def _emit_refusal(body: dict[str, Any], *, command: str) -> None:
 
 
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="e.g. optim.lr=1e-4", show_default=False)
+    list[str] | None,
+    typer.Argument(
+        metavar="[KEY=VALUE]...", help="Overrides of config keys, e.g. optim.lr=1e-4.", show_default=False
+    ),
 ]
 Nproc = Annotated[
     int | None,

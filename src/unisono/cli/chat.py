@@ -48,7 +48,7 @@ def chat(
     seed: Seed = 0,
     step: Step = None,
 ) -> None:
-    """Chats with a model. Commands: /clear, /save FILE, /exit, /help; Ctrl-C ends an answer, Ctrl-D the conversation."""
+    """Chat with a model. Commands: /clear, /save FILE, /exit, /help; Ctrl-C ends an answer, Ctrl-D the conversation."""
     from unisono.cli.llamafactory_file import read_inference_request
     from unisono.cli.progress import Progress
     from unisono.supervise.task_process import TaskProcess

@@ -20,7 +20,7 @@ def export(
         str | None,
         typer.Argument(
             metavar="OUT",
-            help="a directory that is empty or does not exist; default: export_dir of a LLaMA-Factory file",
+            help="A directory that is empty or does not exist; default: export_dir of a LLaMA-Factory file.",
             show_default=False,
         ),
     ] = None,
@@ -30,7 +30,7 @@ def export(
     ] = False,
     step: Step = None,
 ) -> None:
-    """Writes the adapter, or the whole model, with tokenizer, chat template and generation_config."""
+    """Write the adapter, or the whole model, with tokenizer, chat template and generation_config."""
     from unisono.cli.llamafactory_file import read_inference_file, split_prompt
     from unisono.cli.progress import Progress
     from unisono.errors import UsageError
@@ -74,16 +74,16 @@ def _lines(result: dict[str, Any]) -> list[str]:
     return lines
 
 
-app = typer.Typer(help="Lists, verifies, exports and prunes the checkpoints of a run.", rich_markup_mode=None)
+app = typer.Typer(help="List, verify, export and prune the checkpoints of a run.", rich_markup_mode=None)
 app.command("export", epilog="For example: unisono checkpoint export runs/demo out --step 200")(export)
 app.command("verify", epilog="For example: unisono checkpoint verify runs/demo --replay 3")(verify)
 
-Run = Annotated[Path, typer.Argument(help="a run's directory", show_default=False)]
+Run = Annotated[Path, typer.Argument(help="Directory of a run.", show_default=False)]
 
 
 @app.command("ls", epilog="For example: unisono checkpoint ls runs/demo")
 def list_(run: Run) -> None:
-    """Lists the checkpoints of a run, oldest first; reads manifests and sizes, not the tensors."""
+    """List the checkpoints of a run, oldest first. Only manifests and sizes are read, not the tensors."""
     from unisono.checkpoint.retention import Rules
     from unisono.cli.checkpoint_verify import open_run, row_of, table
     from unisono.rundir import RunDir
@@ -117,7 +117,7 @@ def prune(
         ),
     ] = None,
 ) -> None:
-    """Deletes old checkpoints and partial files of killed writers. Keeps the latest valid ones, the last one read back, the best, and permanent ones."""
+    """Delete old checkpoints and partial files of killed writers. The latest valid checkpoints, the last one read back, the best, and permanent ones are kept."""
     from unisono.cli.checkpoint_verify import open_run
     from unisono.errors import UsageError
     from unisono.rundir import RunDir

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def verify(
-    run: Annotated[Path, typer.Argument(help="a run's directory", show_default=False)],
+    run: Annotated[Path, typer.Argument(help="Directory of a run.", show_default=False)],
     step: Annotated[int | None, typer.Option(min=0, help="Only this step.", show_default=False)] = None,
     replay: Annotated[
         int | None,
@@ -27,12 +27,12 @@ def verify(
             min=1,
             max=1000,
             metavar="N",
-            help="Also repeat N logged steps from it, and compare the losses.",
+            help="Also run N logged steps again, and compare the losses.",
             show_default=False,
         ),
     ] = None,
 ) -> None:
-    """Reads the checkpoints of a run, and its final adapter or model, completely, and reports damage. Exits with 7 if anything is damaged."""
+    """Read the checkpoints of a run, and its final adapter or model, completely, and report damage. The exit code is 7 if anything is damaged."""
     from unisono.errors import IntegrityError
 
     final = _check_final(run) if step is None else None

@@ -25,16 +25,16 @@ def diagnose(
     paths: Annotated[
         list[str],
         typer.Argument(
-            metavar="FILE|DIR...", help="logs, directories of logs; - is stdin", show_default=False
+            metavar="FILE|DIR...", help="Logs, or directories of logs; - is stdin.", show_default=False
         ),
     ],
     every: Annotated[bool, typer.Option("--all", help="Also show other possible causes.")] = False,
     timeline: Annotated[bool, typer.Option("--timeline", help="Draw the ranks over time.")] = False,
     ask: Annotated[
-        bool, typer.Option("--ask", help="Ask what would tell possible causes apart, one question at a time.")
+        bool, typer.Option("--ask", help="Ask questions that distinguish the possible causes, one at a time.")
     ] = False,
 ) -> None:
-    """Reads logs of a failed run, of any tool, or a person's report of it, and shows the cause, the culprit, the evidence and the fix."""
+    """Read the logs of a failed run of any tool, or a bug report, and show the cause, the culprit, the evidence and the fix."""
     from unisono.diagnose.own_runs import diagnose_run, is_run, log_files
 
     root = Path(paths[0])
@@ -231,13 +231,13 @@ def _drawn(found: "Diagnosis") -> list[str]:
 
 
 def logs(
-    run: Annotated[Path, typer.Argument(help="a run's directory", show_default=False)],
+    run: Annotated[Path, typer.Argument(help="Directory of a run.", show_default=False)],
     rank: Annotated[int | None, typer.Option(min=0, help="Only this rank.", show_default=False)] = None,
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Keep showing new lines until the run has ended.")
     ] = False,
 ) -> None:
-    """Shows the output and events of all ranks and the verdicts, labelled, merged by the head's clock."""
+    """Show the output, the events and the verdicts of all ranks, labelled, in order of time."""
     from unisono.rundir.merged_logs import followed_logs, merged_logs
     from unisono.text import plain
 
@@ -270,7 +270,7 @@ def explain(
     name: Annotated[
         str | None,
         typer.Argument(
-            metavar="CAUSE|VARIABLE", help="e.g. nan_loss or NCCL_SOCKET_IFNAME; without it: the list"
+            metavar="CAUSE|VARIABLE", help="E.g. nan_loss or NCCL_SOCKET_IFNAME; without it, all are listed."
         ),
     ] = None,
     symptom: Annotated[
@@ -278,12 +278,12 @@ def explain(
         typer.Option(
             "--symptom",
             metavar="TEXT",
-            help="Which causes fit these words, in English or Chinese.",
+            help="Rank the causes that fit this description, in English or Chinese.",
             show_default=False,
         ),
     ] = None,
 ) -> None:
-    """Describes a cause or an environment variable: meaning, signs and fix."""
+    """Describe a cause of failure or an environment variable: its meaning, signs and fix."""
     from unisono.causes.catalogue import find_cause
     from unisono.causes.variables import find_variable
     from unisono.errors import UsageError

@@ -47,8 +47,8 @@ def _without_shared_output(plan: RunPlan) -> str:
     if not names:
         return ""
     shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-    does, parts = ("do", "their parts") if len(names) > 1 else ("does", "its part")
-    how = f"; {parts} of it come over the control channel" if plan.strategy == "fsdp" else ""
+    does, parts = ("do", "their parts are") if len(names) > 1 else ("does", "its part is")
+    how = f"; {parts} sent over the control channel" if plan.strategy == "fsdp" else ""
     return f"{shown} {does} not see this output_dir: the complete checkpoints are here, on {plan.nodes[0].host}{how}"
 
 
@@ -69,7 +69,7 @@ def _device(plan: RunPlan) -> str:
         which = f"1 GPU: {device.name}, index {device.index} → {device.uuid}"
     else:
         which = f"{count} GPUs: {', '.join(sorted({place.device.name for place in plan.ranks}))}"
-    threads = f"{plan.threads} thread{'s' if plan.threads != 1 else ''}{' a rank' if count > 1 else ''}"
+    threads = f"{plan.threads} thread{'s' if plan.threads != 1 else ''}{' per rank' if count > 1 else ''}"
     host = f" · host {plan.host}" if len(plan.nodes) <= 1 else ""
     return f"{which} · {threads} · {plan.dtype}{host}"
 
@@ -78,7 +78,7 @@ def _ranks(plan: RunPlan) -> str:
     """The placement of ranks; empty for a single rank."""
     if plan.world_size == 1:
         return ""
-    how = {"ddp": "each has the whole model (ddp)", "fsdp": "each has a part of every tensor (fsdp)"}
+    how = {"ddp": "each has the full model (ddp)", "fsdp": "each has a shard of every tensor (fsdp)"}
     places = ", ".join(_of_node(plan, node) for node in plan.nodes[:8])
     more = f" and {len(plan.nodes) - 8} nodes more" if len(plan.nodes) > 8 else ""
     return f"{plan.world_size}: {places}{more} · {how.get(plan.strategy, plan.strategy)}"
@@ -155,7 +155,7 @@ def _batch(plan: RunPlan) -> str:
         each = f"{share} or {share + 1}" if rest else str(share)
         cut = f"{plan.world_size} ranks × {each}, in {micro_steps} × {min(plan.micro_batch, share + bool(rest))}"
     return (
-        f"{plan.global_batch} {packed} a step = {cut} · "
+        f"{plan.global_batch} {packed} per step = {cut} · "
         f"at most {plan.micro_batch} × {longest:,} tokens at once"
     )
 
@@ -163,8 +163,8 @@ def _batch(plan: RunPlan) -> str:
 def _steps(plan: RunPlan, facts: Mapping[str, Any]) -> str:
     every = f"evaluation every {plan.eval_every}" if plan.eval_every else ""
     parts = [
-        f"{plan.total_steps:,} = {plan.config.duration}, {plan.steps_per_epoch:.4g} an epoch",
-        f"warm-up {plan.warmup_steps}",
+        f"{plan.total_steps:,} = {plan.config.duration}, {plan.steps_per_epoch:.4g} per epoch",
+        f"warmup {plan.warmup_steps}",
         every,
         f"checkpoint every {plan.checkpoint_every}",
         _price_of_a_death(plan, facts),
@@ -178,10 +178,10 @@ def _price_of_a_death(plan: RunPlan, facts: Mapping[str, Any]) -> str:
         return ""
     every = facts["kept_every"]
     if not isinstance(every, int):
-        return f"a death costs at most {plan.checkpoint_every} steps"
+        return f"a rank's death costs at most {plan.checkpoint_every} steps"
     if every == 1:
-        return "a death costs no finished step: each is kept in memory"
-    return f"a death costs at most {every - 1} finished step{'s' if every > 2 else ''}: one in {every} is kept in memory"
+        return "a rank's death costs no finished step: each step is kept in memory"
+    return f"a rank's death costs at most {every - 1} finished step{'s' if every > 2 else ''}: one step in {every} is kept in memory"
 
 
 def _memory(plan: RunPlan, facts: Mapping[str, Any]) -> str:
@@ -190,5 +190,5 @@ def _memory(plan: RunPlan, facts: Mapping[str, Any]) -> str:
         text += " · gradient checkpointing"
     measured = facts.get("peak_bytes")
     if isinstance(measured, int | float) and measured:
-        text += f" · the longest batch was tried and took {show_bytes(measured)}"
+        text += f" · the trial of the longest batch took {show_bytes(measured)}"
     return text

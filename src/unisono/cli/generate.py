@@ -17,7 +17,7 @@ Target = Annotated[
     str,
     typer.Argument(
         metavar="RUN|MODEL",
-        help="directory of a run, a model or an adapter; a hub id; builtin:tiny; or a LLaMA-Factory file",
+        help="Directory of a run, a model or an adapter; a hub id; builtin:tiny; or a LLaMA-Factory file.",
         show_default=False,
     ),
 ]
@@ -25,7 +25,9 @@ Step = Annotated[
     int | None,
     typer.Option(min=0, help="Use this checkpoint of a run instead of its result.", show_default=False),
 ]
-Temperature = Annotated[float, typer.Option(min=0.0, max=100.0, help="0: always the most likely token.")]
+Temperature = Annotated[
+    float, typer.Option(min=0.0, max=100.0, help="Sampling temperature; 0: always the most likely token.")
+]
 TopP = Annotated[
     float,
     typer.Option(min=0.0, max=1.0, help="Sample from the most likely tokens with this total probability."),
@@ -36,10 +38,10 @@ TopK = Annotated[
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[KEY=VALUE]...", help="keys of a LLaMA-Factory file, if one is given", show_default=False
+        metavar="[KEY=VALUE]...", help="Overrides of keys of a LLaMA-Factory file.", show_default=False
     ),
 ]
-Seed = Annotated[int, typer.Option(min=0, help="The same seed gives the same answers.")]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of the sampling: the same seed gives the same answers.")]
 System = Annotated[str | None, typer.Option(help="A system message before the prompt.", show_default=False)]
 
 
@@ -49,7 +51,9 @@ def generate(
     prompt: Annotated[
         str | None,
         typer.Argument(
-            metavar="PROMPT", help="without it and without --file: read from stdin", show_default=False
+            metavar="PROMPT",
+            help="The prompt; without it and --file, it is read from stdin.",
+            show_default=False,
         ),
     ] = None,
     overrides: Overrides = None,
@@ -91,11 +95,11 @@ def generate(
     ] = None,
     system: System = None,
     raw: Annotated[
-        bool, typer.Option("--raw", help="Continue the text as it is, without a chat template.")
+        bool, typer.Option("--raw", help="Continue the prompt without applying a chat template.")
     ] = False,
     step: Step = None,
 ) -> None:
-    """Answers one prompt, or each prompt of a file. Answers go to stdout, everything else to stderr."""
+    """Answer one prompt, or each prompt of a file. Answers go to stdout, everything else to stderr."""
     from unisono.cli.llamafactory_file import read_inference_request, split_prompt
     from unisono.errors import UsageError
 
@@ -224,7 +228,7 @@ def evaluate(
         typer.Option(
             "--data",
             metavar="FILE",
-            help="Rows with answers, in any training format; of a preference run: pairs or rated answers.",
+            help="Rows with answers, in any training format; for a preference run, pairs or rated answers.",
             show_default=False,
         ),
     ] = None,
@@ -236,17 +240,17 @@ def evaluate(
         typer.Option(
             "--out",
             metavar="FILE",
-            help="Write every answer (of a preference run: the rewards of each row) to this file, one JSON object per line.",
+            help="Write each answer (for a preference run, the rewards of each row) to this file, one JSON object per line.",
             show_default=False,
         ),
     ] = None,
     step: Step = None,
 ) -> None:
-    """Measures loss and perplexity over the loss tokens, exact match, ROUGE-L and BLEU of greedy answers.
+    """Measure loss and perplexity over the loss tokens, and exact match, ROUGE-L and BLEU of greedy answers.
 
-    Of a reward model, or a run with another preference objective: the loss, and the rewards of chosen and rejected answers.
+    For a reward model, or a run with another preference objective: the loss, and the rewards of chosen and rejected answers.
 
-    A LLaMA-Factory file with `do_predict` needs no --data: its rows are answered, and the answers written to its output_dir.
+    A LLaMA-Factory file with `do_predict` needs no --data: its rows are answered, and the answers are written to its output_dir.
     """
     import json
 

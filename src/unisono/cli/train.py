@@ -1,4 +1,4 @@
-"""The commands `unisono train`: fine-tune a model; and `unisono run`: an existing program, supervised like a run of `unisono train`."""
+"""`unisono train`: fine-tune a model."""
 
 import json
 from pathlib import Path
@@ -25,25 +25,30 @@ from unisono.cli.app import (
 from unisono.cli.output import output, until_unread
 
 if TYPE_CHECKING:
-    from unisono.causes import Verdict
     from unisono.launch.train_request import TrainRequest
 
 
 def train(
     config: Annotated[
-        Path, typer.Argument(help="a YAML file; `unisono init` writes one", show_default=False)
+        Path, typer.Argument(help="A YAML file; `unisono init` writes one.", show_default=False)
     ],
     overrides: Overrides = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Resume; also starts a new run, or extends a finished one.")
+        bool,
+        typer.Option(
+            "--resume", help="Resume the run in output_dir, extend a finished one, or start a new one."
+        ),
     ] = False,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Rename an existing output_dir to OUT.old-N, and start.")
+        bool,
+        typer.Option("--fresh", help="Rename an existing output_dir to OUT.old-N, and start from scratch."),
     ] = False,
     allow: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="KEY", help="Resume although this has changed, e.g. optim.lr or data.", show_default=False
+            metavar="KEY",
+            help="Resume although this key has changed, e.g. optim.lr or data.",
+            show_default=False,
         ),
     ] = None,
     trust: Annotated[
@@ -66,7 +71,7 @@ def train(
         list[str] | None,
         typer.Option(
             metavar="NAME=TEXT",
-            help="Reason for a variable set by hand; recorded in the plan.",
+            help="Reason for an environment variable set by hand; recorded in the plan.",
             show_default=False,
         ),
     ] = None,
@@ -80,7 +85,7 @@ def train(
     rehearse: Annotated[
         bool,
         typer.Option(
-            "--rehearse", help="Try the whole path with 64 rows and three steps, in a separate directory."
+            "--rehearse", help="Run the whole path with 64 rows and three steps, in a separate directory."
         ),
     ] = False,
     no_rehearse: Annotated[
@@ -88,7 +93,7 @@ def train(
         typer.Option("--no-rehearse", help="With several ranks: skip the save and read-back after step 1."),
     ] = False,
 ) -> None:
-    """Fine-tunes a model: on one device, on several (--nproc), or on several nodes (--nodes, --hosts)."""
+    """Fine-tune a model on one device, on several (--nproc), or on several nodes (--nodes, --hosts)."""
     from unisono.launch.train_request import TrainRequest
 
     request = TrainRequest(
@@ -186,7 +191,7 @@ def _show_plan(request: "TrainRequest") -> None:
 
 def _rehearse(request: "TrainRequest") -> int:
     from unisono.cli.screen import Screen
-    from unisono.launch.session import rehearse, summary
+    from unisono.launch.rehearsal import rehearse, summary
 
     printer = output()
     screen = Screen(printer)
@@ -200,92 +205,3 @@ def _rehearse(request: "TrainRequest") -> int:
         for text in summary(done):
             printer.result(text)
     return done.exit_code
-
-
-def run(
-    command: Annotated[
-        list[str],
-        typer.Argument(metavar="-- COMMAND...", help="the program, as you would type it", show_default=False),
-    ],
-    nproc: Annotated[
-        int | None, typer.Option(min=1, max=1024, metavar="N", help="Ranks on this node.", show_default=False)
-    ] = None,
-    devices: Annotated[
-        str | None,
-        typer.Option(metavar="LIST", help="Devices that the program may use, e.g. 0,1.", show_default=False),
-    ] = None,
-    nodes: Annotated[
-        str | None,
-        typer.Option(metavar="N", help="Number of nodes; run the same command on each.", show_default=False),
-    ] = None,
-    node_rank: NodeRank = None,
-    head: Head = None,
-    hosts: Hosts = None,
-    token_file: TokenFile = None,
-    join_timeout: JoinTimeout = 300.0,
-    launcher: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="local or nodes; for ray and slurm it shows the command to type.",
-            show_default=False,
-        ),
-    ] = None,
-    output_dir: Annotated[
-        str,
-        typer.Option(
-            metavar="DIR",
-            help="For log, events, verdict, result; default: runs/run-<UTC time>-<pid>.",
-            show_default=False,
-        ),
-    ] = "",
-    uneven: Annotated[
-        bool, typer.Option("--uneven", help="Allow different numbers of ranks per node.")
-    ] = False,
-    grace: Annotated[
-        float,
-        typer.Option(
-            min=0, metavar="SECONDS", help="Time to exit after a signal, before the program is killed."
-        ),
-    ] = 40.0,
-    debug_comm: DebugComm = False,
-) -> None:
-    """Runs an existing training script, unchanged: compares nodes before, watches ranks during, and gives a verdict after a failure."""
-    from unisono.cli.screen import RunOutput
-    from unisono.guard.head_program import GuardedRun
-    from unisono.guard.program_request import RunRequest
-
-    printer = output()
-    request = RunRequest(
-        tuple(command),
-        nproc=nproc,
-        nodes=nodes,
-        node_rank=node_rank,
-        head=head,
-        token_file=token_file,
-        join_timeout_s=join_timeout,
-        output_dir=output_dir,
-        uneven=uneven,
-        debug_comm=debug_comm,
-        json=printer.json,
-        devices=devices,
-        hosts=hosts,
-        grace_s=grace,
-        launcher=launcher,
-    )
-    show = until_unread(RunOutput(printer).show)
-    raise typer.Exit(int(GuardedRun(request, show, _diagnosis).run()["exit_code"]))
-
-
-def _diagnosis(log: Path) -> "Verdict | None":
-    """The verdict of `unisono diagnose` on the program's output; None if it finds no cause."""
-    from unisono.diagnose.reading import diagnose_logs, find_sources, read_all
-
-    try:
-        read = read_all(find_sources([str(log)]))
-    except FileNotFoundError:
-        return None
-    if not read.scanned:
-        return None
-    verdict = diagnose_logs(read.scanned, read.recordings).verdict
-    return None if verdict.severity == "none" or verdict.cause == "undetermined" else verdict

@@ -31,28 +31,29 @@ class PreferenceSection(Section):
 
     loss: Literal["sigmoid", "hinge", "ipo"] = Field(
         default="sigmoid",
-        description="of dpo; hinge: arXiv:2305.10425; ipo (arXiv:2310.12036): squared, of log-probabilities per token",
+        description="for dpo: the loss function; hinge: arXiv:2305.10425; ipo (arXiv:2310.12036): squared, on log-probabilities per token",
     )
     beta: Positive = Field(
         default=0.1,
-        description="dpo, kto: how strongly the model is held at the reference; orpo: weight of the odds ratio; simpo: scale of the reward",
+        description="dpo, kto: how strongly deviations from the reference are penalized; orpo: weight of the odds ratio; simpo: scale of the reward",
     )
     label_smoothing: Annotated[float, BeforeValidator(float_of_yaml), Field(ge=0.0, lt=0.5)] = Field(
-        default=0.0, description="of dpo with `loss: sigmoid`: share of pairs assumed to be swapped"
+        default=0.0,
+        description="for dpo with `loss: sigmoid`: share of pairs that are assumed to have swapped labels",
     )
     sft_weight: NotNegative = Field(
         default=0.0,
-        description="weight of the mean cross entropy of a token of the chosen (kto: desirable) answer, added to the loss",
+        description="weight of an added term: the mean cross entropy per token of the chosen (kto: desirable) answers",
     )
-    gamma: NotNegative = Field(default=0.5, description="of simpo: the margin that a reward must exceed")
-    desirable_weight: Positive = Field(default=1.0, description="of kto: weight of rows with `label: true`")
+    gamma: NotNegative = Field(default=0.5, description="for simpo: the target reward margin")
+    desirable_weight: Positive = Field(default=1.0, description="for kto: weight of rows with `label: true`")
     undesirable_weight: Positive = Field(
-        default=1.0, description="of kto: weight of rows with `label: false`"
+        default=1.0, description="for kto: weight of rows with `label: false`"
     )
     reference: str = Field(
         default="auto",
         min_length=1,
-        description="of dpo and kto: the model to compare with; auto: the model without its adapter, or the starting weights; or a path",
+        description="for dpo and kto: the reference model; auto: the model without its adapter, or the starting weights; or a path",
     )
 
 

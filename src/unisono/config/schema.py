@@ -173,7 +173,7 @@ class SourceSection(Section):
     samples: int | None = Field(
         default=None,
         ge=1,
-        description="a seeded pick of this many rows; above the number of rows: all, and the rest drawn with replacement; null: all once",
+        description="number of rows to pick at random, with the seed; if the source has fewer rows: all of them, and the rest drawn with replacement; null: all once",
     )
     split: str | None = Field(default=None, description="the split of a hub dataset; null: `train`")
     subset: str | None = Field(default=None, description="the subset (configuration) of a hub dataset")
@@ -197,7 +197,7 @@ class MixSection(Section):
     )
     probabilities: list[Positive] | None = Field(
         default=None,
-        description="of each source, with interleave: drawn with the seed instead of in turn; they sum to 1",
+        description="with interleave: the probability of each source, which is then drawn with the seed instead of taken in turn; the probabilities sum to 1",
     )
 
 
@@ -284,7 +284,7 @@ class OptimSection(Section):
     muon_lr: Positive = Field(default=0.02, description="learning rate of matrices with `kind: muon`")
     muon_scale: Literal["original", "adamw"] = Field(
         default="original",
-        description="size of an update of Muon: original: muon_lr × √max(1, rows / columns); adamw (arXiv:2502.16982): muon_lr × 0.2 ×"
+        description="scale of Muon's updates; original: muon_lr × √max(1, rows / columns); adamw (arXiv:2502.16982): muon_lr × 0.2 ×"
         " √max(rows, columns), so that muon_lr is about that of AdamW",
     )
     lora_b_ratio: Positive = Field(
@@ -378,7 +378,7 @@ class EvalSection(Section):
     stop_after: int | None = Field(
         default=None,
         ge=1,
-        description="early stopping: stop after this many evaluations in a row without a better eval_loss, or what checkpoint.best names",
+        description="early stopping: stop after this many evaluations in a row without an improvement of eval_loss, or of the metric in checkpoint.best",
     )
     exact_match: bool = Field(
         default=False,
@@ -399,7 +399,7 @@ class CheckpointSection(Section):
     keep: int = Field(default=3, ge=1, description="number of recent checkpoints to keep")
     best: Literal["eval_loss", "reward_accuracy"] | None = Field(
         default=None,
-        description="the best checkpoint by this metric is kept, too, and becomes the result; reward_accuracy: of pairs",
+        description="the best checkpoint by this metric is kept, too, and becomes the result; reward_accuracy: share of pairs whose chosen answer has the higher reward",
     )
     storage: StorageText | None = Field(
         default=None,
@@ -471,7 +471,7 @@ class RunConfig(Section):
     )
     preference: PreferenceSection = Field(
         default=PreferenceSection(),
-        description="of dpo, kto, orpo and simpo; each takes the keys that it uses",
+        description="settings of dpo, kto, orpo and simpo; each objective accepts only the keys that it uses",
     )
     optim: OptimSection = OptimSection()
     duration: DurationText = Field(default="3 epochs", description="length of the run")
@@ -496,16 +496,16 @@ class RunConfig(Section):
     )
     track: list[Literal["tensorboard", "wandb", "swanlab"]] = Field(
         default=[],
-        description="trackers for metrics besides metrics.jsonl; tensorboard needs `pip install 'unisono[track]'`, the others the package of their name,"
-        " and their own environment variables",
+        description="trackers for metrics besides metrics.jsonl; each needs the package of its name;"
+        " wandb and swanlab are configured by their own environment variables",
     )
     deterministic: bool = Field(
-        default=False, description="bit-exact runs on GPU, too; runs on CPU always are"
+        default=False, description="bit-exact results on GPUs, too; on CPUs results are always bit-exact"
     )
     seed: int = Field(
         default=0, ge=0, lt=2**32, description="seed of the split, the order, dropout and new weights"
     )
-    output_dir: str = Field(min_length=1, description="the run's directory for everything that it writes")
+    output_dir: str = Field(min_length=1, description="the directory to which the run writes everything")
 
     @model_validator(mode="before")
     @classmethod

@@ -3,8 +3,9 @@
 import re
 from collections import Counter, defaultdict
 
+from unisono.diagnose.rule_view import View, first_of_each, hosts_of
 from unisono.diagnose.rules_hang import WAITED, first_collectives, missing_ranks
-from unisono.diagnose.run_facts import Event, Hypothesis, Traceback, View, first_of_each, hosts_of
+from unisono.diagnose.run_facts import Event, Hypothesis, Traceback
 
 _LOOPBACK = ("127.", "localhost", "::1")
 
@@ -97,7 +98,7 @@ def find_single_device(view: View) -> list[Hypothesis]:
     return [
         Hypothesis(
             "single_device_nccl",
-            "a process group was made for a single device, and NCCL failed",
+            "a process group was created for a single device, and NCCL failed",
             (*alone[:4], *errors[:2]),
             confidence=0.85,
         )

@@ -99,21 +99,21 @@ def judge_hub(
 START = Check(
     "config.start",
     "whether this run may start",
-    "a start is refused if output_dir contains a finished run, a different run or something else, or if a different process holds it",
+    "a start is refused if output_dir contains a finished run, a different run or other files, or if another process holds its lock",
     "The first decision of `unisono train`: a new run, a resumed one, or a refusal, which fails with the fix. Warns if a live process holds the run.",
 )
 MODEL = Check(
     "config.model",
     "the model and its tokenizer",
     "a missing file, or a config and weights of different models, fails the start on the first node that reads them",
-    "Everything that a start reads: config.json, shapes of the weights, tokenizer. Fails with each problem.",
+    "Everything that a start reads: config.json, the shapes of the weights, the tokenizer. Fails, with all problems.",
     ("model_path_missing", "tokenizer_mismatch"),
 )
 DATA = Check(
     "config.data",
     "the rows",
-    "an unreadable or too long row, or a template that masks everything, is found now rather than after the queue",
-    "The rows are read, rendered and tokenized as at the start, which then finds them in the cache. Fails with each problem.",
+    "an unreadable row, a row that is too long, or a template that masks all tokens is found now rather than after the wait in a queue",
+    "The rows are read, rendered and tokenized as at the start, which then finds them in the cache. Fails, with all problems.",
 )
 MEMORY = Check(
     "config.memory",
@@ -133,7 +133,7 @@ PACKAGES = Check(
     "config.packages",
     "packages that this run needs",
     "a missing package for one option fails only when that option is first used",
-    "the packages for `track`, the storage's package for `checkpoint.storage` and URLs of data (fail if missing), py-spy for stacks of unresponsive ranks (warns).",
+    "The packages for `track`, the storage's package for `checkpoint.storage` and URLs of data (fail if missing), py-spy for stacks of unresponsive ranks (warns).",
     ("missing_dependency",),
 )
 CATALOGUE: tuple[Check, ...] = (START, MODEL, DATA, MEMORY, DISK, PACKAGES, HUB)
@@ -327,9 +327,7 @@ def _check_packages(facts: Surroundings, loaded: LoadedConfig) -> list[Finding]:
         return missing
     if facts.local_node.topology.nproc > 1 and "py-spy" not in installed:
         text = "py-spy is not installed: no stack of a rank that hangs in native code"
-        return [
-            found(PACKAGES, "warn", text, fix=["`pip install py-spy`, or `pip install 'unisono[watch]'`"])
-        ]
+        return [found(PACKAGES, "warn", text, fix=["`pip install py-spy`"])]
     return [
         found(PACKAGES, "pass", f"{', '.join(wanted) or 'none'} in addition to unisono's own dependencies")
     ]

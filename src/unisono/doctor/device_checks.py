@@ -32,7 +32,7 @@ from unisono.facts.nvidia import INSTALL, NO_ANSWER
 SEEN = Check(
     "devices.seen",
     "visible and physical devices",
-    "a rank without its device fails at once, and a device that drops out takes down the whole job",
+    "a rank without its device fails at once, and a device that fails ends the whole job",
     "NVML's list (nvidia-ml-py) is compared with the PCI bus and CUDA_VISIBLE_DEVICES. PASS: also if a device on the bus is not assigned to this container or job."
     " FAIL: the driver cannot be used, a listed device does not respond, or one has fallen off the bus (Xid 79 in the kernel log)."
     " UNKNOWN: there is NVIDIA hardware but no nvidia-ml-py, or the driver has not responded for 30 s.",
@@ -50,15 +50,15 @@ LINKS = Check(
 SELECTION = Check(
     "devices.selection",
     "the selected devices",
-    "with devices across sockets, of several types or in use by others, the slowest pair slows down all",
-    "All selections of as many devices, each as large and as new as the selected ones, are compared: errors, memory in use, MIG, types, transport between each pair, NUMA nodes, gaps."
-    " In a Slurm job only its own devices. WARN: a different selection is better; the finding lists it.",
+    "with devices on different sockets, of several types or in use by others, the slowest pair slows down all ranks",
+    "All selections of the same number of devices, each as large and as new as the selected ones, are compared: errors, memory in use, MIG, types, transport between each pair, NUMA nodes, gaps."
+    " In a Slurm job, only the devices of the job are considered. WARN: a different selection is better; the finding lists it.",
     ("device_mismatch", "duplicate_gpu"),
 )
 MEMORY = Check(
     "devices.memory",
     "device memory in use",
-    "because of a forgotten process that holds memory, the run fails with `out of memory` at the longest batch",
+    "if a forgotten process holds memory, the run fails with `out of memory` at the longest batch",
     "NVML's list of processes on each selected device. WARN: more than a tenth is in use. FAIL: more than half, or the device allows one process"
     " and already has one.",
     ("cuda_oom", "stale_process"),
@@ -68,7 +68,7 @@ HEALTH = Check(
     "device errors",
     "a device with memory errors computes wrong results or ends the job after hours",
     "ECC counts, retired pages and rows, clock throttle reasons, NVLinks and the NVSwitch fabric from NVML; Xid errors of the last day from the"
-    " kernel log. FAIL: a serious one on a selected device; WARN: others.",
+    " kernel log. FAIL: a serious error on a selected device; WARN: other errors.",
     ("ecc_error", "gpu_fell_off"),
 )
 DRIVER = Check(
@@ -88,13 +88,13 @@ PROCESSOR = Check(
     "devices.processor",
     "processors",
     "idle cores, and ranks that access memory of a different socket, cost half of the speed without a message",
-    "Sockets, cores, NUMA nodes and instruction sets from /proc and /sys. Judged if ranks run on the CPU: WARN if half of the cores stay idle, or ranks do not divide evenly over NUMA nodes.",
+    "Sockets, cores, NUMA nodes and instruction sets from /proc and /sys. Only if ranks run on the CPU. WARN: half of the cores stay idle, or ranks do not divide evenly over NUMA nodes.",
 )
 BFLOAT16 = Check(
     "devices.bfloat16",
-    "bfloat16 on this processor",
+    "arithmetic in bfloat16",
     "emulated bfloat16 is slower than float32 on a CPU",
-    "The flags amx_bf16, avx512_bf16 and bf16 of /proc/cpuinfo. WARN: the config uses bfloat16, and none of them is there.",
+    "The flags amx_bf16, avx512_bf16 and bf16 of /proc/cpuinfo. WARN: the config uses bfloat16, and the processor has none of these flags.",
 )
 
 CATALOGUE = (SEEN, LINKS, SELECTION, MEMORY, HEALTH, DRIVER, SLICES, PROCESSOR, BFLOAT16)

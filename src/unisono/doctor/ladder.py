@@ -261,7 +261,7 @@ class _Attempts:
 LADDER = Check(
     "network.ladder",
     "a real collective, and the settings with which it works",
-    "settings found by trial and error stay for years; the ladder finds the one that is needed, and its cost",
+    "settings found by trial and error stay for years; the ladder finds the setting that is needed, and its cost",
     "With --ladder. Child processes run an all-reduce with the real backend, first with the current settings: one number, then 4 MiB (gloo) or 64 MiB (NCCL). If that"
     " fails, hangs or is very slow: without the current settings, interface pinned, InfiniBand off, peer access off, shared memory off (NCCL), or interface"
     " pinned to each candidate, transport tcp, transport uv (gloo), each with a deadline; then each step that was not needed is dropped. PASS: it works with the current settings. FAIL: it"

@@ -19,15 +19,15 @@ from unisono.doctor.check import (
     agreement_findings,
     found,
 )
-from unisono.facts import is_synchronised
 from unisono.facts.limits import CoreDumps, read_core_dumps
 from unisono.facts.orphans import Orphan, end_orphan, find_orphans
+from unisono.facts.probes import is_synchronised
 from unisono.facts.storage import StorageFacts, probe_storage
 from unisono.text import show_seconds
 
 OUTPUT = Check(
     "system.output",
-    "output_dir",
+    "the output directory",
     "a disk that is full, read-only or unresponsive loses the first checkpoint, hours after the start",
     "A separate process writes, syncs, renames, reads back and removes a megabyte in output_dir (without CONFIG: ./runs) or its nearest parent."
     " Fails if that fails, if the disk does not respond for ten seconds, or if less than 64 MiB is free. Warns if the folder is in memory (tmpfs).",
@@ -37,7 +37,7 @@ CACHES = Check(
     "system.caches",
     "caches and temporary files",
     "tokens, downloads and temporary files need space beside the run, and a hanging cache blocks every rank in its first seconds",
-    "The same trial in unisono's cache, the Hub's cache and the temporary directory. Fails if one is not writable or does not respond; warns below 1 GiB free.",
+    "The same trial as for system.output, in unisono's cache, the Hub's cache and the temporary directory. Fails if one is not writable or does not respond; warns below 1 GiB free.",
     ("disk_full", "io_blocked"),
 )
 _MIN_FREE = 2**30
@@ -173,12 +173,12 @@ SHM = Check(
     "system.shm",
     "shared memory",
     "ranks and data loaders of one machine communicate through /dev/shm, and NCCL fails with a bus error or an allocation error if it is full",
-    "Size and free bytes of /dev/shm. Below 64 MiB it warns, and fails for several ranks with GPUs; for these it warns below 1 GiB.",
+    "Size and free bytes of /dev/shm. Warns below 64 MiB. For several ranks with GPUs, fails below 64 MiB and warns below 1 GiB.",
     ("shm_too_small",),
 )
 CORES = Check(
     "system.cores",
-    "cores against ranks and threads",
+    "cores compared with ranks and threads",
     "ranks that share cores slow each other down in every step",
     "Cores by CPU affinity and by cgroup CPU quota, compared with ranks × threads. Warns if there are too few.",
     ("straggler",),
@@ -207,7 +207,7 @@ CLOCK = Check(
 VERSIONS = Check(
     "system.versions",
     "versions with known bugs",
-    "some versions of torch, NCCL and others hang or compute wrong results, and each takes days to find",
+    "some versions of torch, NCCL and others hang or compute wrong results, which takes days to find out",
     "Installed versions are compared with a table of reported bugs that apply to this machine. Warns, with the first fixed version and the bug report.",
     ("version_known_bad",),
 )

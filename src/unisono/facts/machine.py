@@ -55,7 +55,7 @@ def probe_nvidia() -> tuple[list[Gpu], str]:
     try:
         import pynvml  # type: ignore[import-untyped, unused-ignore]
     except ImportError:
-        note = "found an NVIDIA driver, but nvidia-ml-py is not installed: pip install 'unisono[gpu]'"
+        note = "found an NVIDIA driver, but nvidia-ml-py is not installed: pip install nvidia-ml-py"
         return [], note if Path("/proc/driver/nvidia").exists() else "no NVIDIA driver"
     try:
         pynvml.nvmlInit()

@@ -245,7 +245,7 @@ class Restarts:
         names = ", ".join(name_node(node.node_rank, node.host) for node in lost)
         line = (
             f"continues with {len(layout.nodes)} of {meeting.roll.nodes} nodes, without {names}: {layout.world_size} ranks instead of "
-            f"{plan.world_size}, the same {plan.global_batch} sequences a step"
+            f"{plan.world_size}, the same {plan.global_batch} sequences per step"
         )
         meeting.note(line, everywhere=True)
         config = plan.config

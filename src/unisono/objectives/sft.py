@@ -2,13 +2,15 @@
 
 from dataclasses import dataclass
 
+import torch
+
 from unisono.model.forward import Forward
 from unisono.objectives.losses import dft_losses
-from unisono.objectives.objective import Counts, Micro, Objective, Part
+from unisono.objectives.objective import Counts, Micro, Part
 
 
 @dataclass(frozen=True)
-class TokenObjective(Objective):
+class TokenObjective:
     """The mean cross entropy of the loss tokens.
 
     Attributes:
@@ -18,6 +20,14 @@ class TokenObjective(Objective):
 
     smoothing: float = 0.0
     dft: bool = False
+    metrics: tuple[str, ...] = ()
+    sides: tuple[int, ...] = (0,)
+    first_sides: tuple[int, ...] = ()
+    uses_reference: bool = False
+
+    def first(self, forward: Forward, micro: Micro) -> torch.Tensor:
+        """Not needed."""
+        raise NotImplementedError
 
     def loss(self, forward: Forward, micro: Micro, *, counts: Counts, known: float = 0.0) -> Part:
         """The micro batch's part of the loss; in evaluation mode the plain cross entropy."""
@@ -29,3 +39,8 @@ class TokenObjective(Objective):
             smoothing = self.smoothing if training else 0.0
             loss = forward.loss(micro.rows, count=counts.loss_tokens, smoothing=smoothing)
         return Part(loss, loss.new_zeros(0))
+
+    def figures(self, sums: list[float], *, known: float = 0.0) -> dict[str, float]:
+        """None."""
+        del sums, known
+        return {}
