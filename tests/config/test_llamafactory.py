@@ -279,6 +279,8 @@ def test_what_llama_factory_does_by_default_is_written_out() -> None:
         ({"mask_history": True}, "data.loss_on", "last-answer"),
         ({"enable_thinking": None}, "data.thinking", None),
         ({"enable_thinking": False}, "data.thinking", False),
+        ({"default_system": "Be brief."}, "data.system", "Be brief."),
+        ({"default_system": ""}, "data.system", ""),
         ({"packing": True}, "data.max_length", 2047),
         ({"neat_packing": True}, "data.packing", True),
         ({"neat_packing": True}, "data.max_length", 2047),
@@ -417,6 +419,8 @@ def test_a_value_is_carried_over(keys: dict[str, Any], ours: str, value: Any) ->
         ({"deepspeed": {"optimizer": {"type": "AdamW"}}}, "deepspeed: its own `optimizer`"),
         ({"deepspeed": {"gradient_clipping": 0.5}}, "deepspeed: `gradient_clipping` is 0.5, and max_grad_norm is 1"),
         ({"max_samples": 0}, "max_samples: must be at least 1"),
+        ({"default_system": "a", "template": None}, "`default_system: a` is not available"),
+        ({"repetition_penalty": 0}, "repetition_penalty: must be above 0"),
         ({"fsdp": "full_shard offload"}, "fsdp: offloading"),
         ({"learning_rate": -1}, "learning_rate → optim.lr: must be a number above 0"),
         ({"use_muon": True}, "use_muon → optim.kind: muon trains full matrices"),
@@ -613,8 +617,20 @@ def test_what_other_verbs_need_is_there() -> None:
         }
     )
     assert (found.model, found.adapters, found.template) == ("models/tiny", ["a", "b"], "lf:qwen3_nothink")
-    assert found.generation == {"max_tokens": 9, "temperature": 0.5, "top_p": 0.9, "top_k": 50}
+    plain = {"repetition_penalty": 1.0, "beams": 1, "length_penalty": 1.0}
+    assert found.generation == {"max_tokens": 9, "temperature": 0.5, "top_p": 0.9, "top_k": 50} | plain
     assert read(raw | {"do_sample": False}).generation["temperature"] == 0.0
+    beams = {"do_sample": False, "num_beams": 4, "length_penalty": 0.5, "repetition_penalty": 1.2}
+    searched = read(raw | beams)
+    assert not searched.problems
+    assert (
+        searched.generation | {"beams": 4, "length_penalty": 0.5, "repetition_penalty": 1.2}
+        == searched.generation
+    )
+    chat = {key: value for key, value in raw.items() if key != "dataset"}
+    (problem,) = read(chat | {"num_beams": 4}).problems
+    assert problem.what == "num_beams: beam search does not sample"
+    assert fate(read(BASE | {"num_beams": 4}), "num_beams") == "ignored"  # a training has no answers
     assert (found.values["export_dir"], found.values["export_size"]) == ("m", 5)
 
 

@@ -329,6 +329,36 @@ def test_the_prompt_has_the_tokens_of_the_training_row() -> None:
         assert row.targets[len(prompt)]
 
 
+@pytest.mark.parametrize("template", ["qwen", "llama2", "gemma", "qwen3_nothink"])
+def test_a_default_system_message_is_that_of_rows_without_one(template: str) -> None:
+    row = {"instruction": "q", "output": "a"}
+
+    def ids(encoder: LfEncoder, **more: str) -> list[int]:
+        return encode_one(encoder, row | more, "alpaca").ids.tolist()
+
+    found = lf_template_of(f"lf:{template}", system="Be brief.")
+    assert found is not None
+    encoder, plain = LfEncoder(tokenizer(), found), make_encoder(template)
+    assert ids(encoder) == ids(plain, system="Be brief.") != ids(plain)
+    assert ids(encoder, system="Be long.") == ids(plain, system="Be long.")
+    asked = [{"role": "user", "content": "q"}]
+    assert encoder.template is not None
+    assert plain.template is not None
+    assert encoder.template.render(asked, prompt=True) == plain.template.render(
+        [{"role": "system", "content": "Be brief."}, *asked], prompt=True
+    )
+
+
+def test_an_empty_default_system_message_takes_away_that_of_the_template() -> None:
+    found = lf_template_of("lf:qwen", system="")
+    assert found is not None
+    encoder = LfEncoder(tokenizer(), found)
+    text = encoder.tokenizer.decode(
+        encode_one(encoder, {"instruction": "q", "output": "a"}, "alpaca").ids.tolist()
+    )
+    assert text.startswith("<|im_start|>user\nq")
+
+
 def test_openai_rows_are_read_with_all_oddities_of_their_formatting() -> None:
     calls = [{"type": "function", "function": {"name": "f", "arguments": {}}}]
     messages = [

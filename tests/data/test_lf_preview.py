@@ -125,6 +125,7 @@ def test_an_unknown_template_gives_the_tokenizers_own_with_a_rendered_row(
         ("data.template=lf:qwen3_nothnk", "lf:qwen3_nothink"),
         ("data.thinking=false", "only templates of LLaMA-Factory"),
         ("data.date=2026-11-21", "only templates of LLaMA-Factory"),
+        ("data.system=Be brief.", "only templates of LLaMA-Factory"),
         ("data.date=tomorrow", "YYYY-MM-DD"),
     ],
 )

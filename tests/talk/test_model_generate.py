@@ -7,9 +7,10 @@ from typing import Any
 import peft
 import pytest
 import torch
+from transformers import GenerationConfig
 
 from unisono.model.attention import FLAT_ATTENTION, register
-from unisono.model.generate import generate
+from unisono.model.generate import Sampling, generate
 
 Make = Callable[..., Any]
 PROMPTS = [[5, 9, 11], [7], [20, 30, 40, 50, 60, 70], [8, 8], [100, 200, 299, 4, 5]]
@@ -41,7 +42,12 @@ def test_an_answer_ends_before_its_stop_token_and_others_continue(make_model: Ma
 def test_the_same_seed_gives_the_same_answers_and_a_different_seed_others(make_model: Make) -> None:
     def sampled(seed: int) -> list[list[int]]:
         return generate(
-            model, PROMPTS, max_new_tokens=20, stop_ids={1}, pad_id=0, temperature=1.0, top_p=0.95, seed=seed
+            model,
+            PROMPTS,
+            max_new_tokens=20,
+            stop_ids={1},
+            pad_id=0,
+            sampling=Sampling(temperature=1.0, top_p=0.95, seed=seed),
         )
 
     model = make_model()
@@ -55,8 +61,7 @@ def test_what_is_sampled_does_not_depend_on_what_else_is_in_the_batch(make_model
         "max_new_tokens": 20,
         "stop_ids": {1},
         "pad_id": 0,
-        "temperature": 1.2,
-        "seed": 5,
+        "sampling": Sampling(temperature=1.2, seed=5),
     }
     together = generate(model, PROMPTS, **settings)
     for length in range(1, len(PROMPTS)):
@@ -81,9 +86,7 @@ def test_top_p_draws_only_from_the_likeliest_tokens(make_model: Make) -> None:
             max_new_tokens=1,
             stop_ids=set(),
             pad_id=0,
-            temperature=1.0,
-            top_p=0.5,
-            seed=s,
+            sampling=Sampling(temperature=1.0, top_p=0.5, seed=s),
         )[0][0]
         for s in range(60)
     }
@@ -94,9 +97,8 @@ def test_top_p_draws_only_from_the_likeliest_tokens(make_model: Make) -> None:
 def test_a_tiny_top_p_is_greedy(make_model: Make) -> None:
     model = make_model()
     settings: dict[str, Any] = {"max_new_tokens": 8, "stop_ids": set(), "pad_id": 0}
-    assert generate(model, PROMPTS, temperature=2.0, top_p=1e-9, **settings) == generate(
-        model, PROMPTS, **settings
-    )
+    sampling = Sampling(temperature=2.0, top_p=1e-9)
+    assert generate(model, PROMPTS, sampling=sampling, **settings) == generate(model, PROMPTS, **settings)
 
 
 def test_top_k_draws_only_from_so_many_tokens_and_top_p_is_a_share_of_them(make_model: Make) -> None:
@@ -112,9 +114,7 @@ def test_top_k_draws_only_from_so_many_tokens_and_top_p_is_a_share_of_them(make_
                 max_new_tokens=1,
                 stop_ids=set(),
                 pad_id=0,
-                temperature=1.0,
-                seed=s,
-                **settings,
+                sampling=Sampling(temperature=1.0, seed=s, **settings),
             )
             for s in range(60)
         )
@@ -130,16 +130,74 @@ def test_the_frequencies_of_sampled_tokens_are_their_probabilities(make_model: M
     with torch.no_grad():
         odds = torch.softmax(model(input_ids=torch.tensor([[7]])).logits[0, -1], dim=-1)
     answers = generate(
-        model, [[7]] * 2000, max_new_tokens=1, stop_ids=set(), pad_id=0, temperature=1.0, seed=1
+        model,
+        [[7]] * 2000,
+        max_new_tokens=1,
+        stop_ids=set(),
+        pad_id=0,
+        sampling=Sampling(temperature=1.0, seed=1),
     )
     counts = torch.bincount(torch.tensor([a[0] for a in answers]), minlength=len(odds)) / 2000
     # Half the L1 distance of 2000 draws from 300 odds is about 0.1 by chance; another distribution is far beyond.
     assert float((counts - odds).abs().sum() / 2) < 0.2
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("penalty", [1.2, 0.8])
+def test_a_repetition_penalty_is_that_of_transformers_and_is_the_same_in_a_padded_batch(
+    make_model: Make, penalty: float
+) -> None:
+    model = make_model()
+    plain = GenerationConfig(max_new_tokens=12, do_sample=False, repetition_penalty=penalty, pad_token_id=0)
+    with torch.no_grad():
+        wanted = [
+            model.generate(torch.tensor([prompt]), generation_config=plain)[0, len(prompt) :].tolist()
+            for prompt in PROMPTS
+        ]
+    wanted = [answer[:-1] if answer[-1] == 1 else answer for answer in wanted]  # the model's own stop token
+    settings: dict[str, Any] = {"max_new_tokens": 12, "stop_ids": {1}}
+    sampling = Sampling(repetition_penalty=penalty)
+    for pad in (0, wanted[1][0]):  # also where the padding is a token of the answer
+        assert generate(model, PROMPTS, pad_id=pad, sampling=sampling, **settings) == wanted
+    assert generate(model, PROMPTS, pad_id=0, **settings) != wanted
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.3])
+def test_beams_find_what_transformers_finds_and_an_answer_ends_before_its_stop_token(
+    make_model: Make, penalty: float
+) -> None:
+    model = make_model()
+    stops = {greedy_by_hand(model, PROMPTS[0], 3)[2]}
+    wanted = []
+    for prompt in PROMPTS:
+        own = GenerationConfig(
+            max_new_tokens=10,
+            do_sample=False,
+            num_beams=4,
+            length_penalty=0.5,
+            repetition_penalty=penalty,
+            eos_token_id=list(stops),
+            pad_token_id=0,
+        )
+        with torch.no_grad():
+            found = model.generate(torch.tensor([prompt]), generation_config=own)[0, len(prompt) :].tolist()
+        wanted.append(found[: next((i for i, token in enumerate(found) if token in stops), len(found))])
+    streamed: list[int] = []
+    settings: dict[str, Any] = {
+        "max_new_tokens": 10,
+        "stop_ids": stops,
+        "pad_id": 0,
+        "sampling": Sampling(beams=4, length_penalty=0.5, repetition_penalty=penalty),
+    }
+    assert generate(model, PROMPTS, **settings) == wanted
+    assert generate(model, PROMPTS[:1], on_token=streamed.append, **settings) == [streamed] == wanted[:1]
+    assert wanted != generate(model, PROMPTS, max_new_tokens=10, stop_ids=stops, pad_id=0)
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(temperature=1.0), Sampling(beams=2, repetition_penalty=1.1)]
+)
 def test_the_model_and_all_generators_are_left_as_they_were_found(
-    make_model: Make, temperature: float
+    make_model: Make, sampling: Sampling
 ) -> None:
     register()
     model = make_model()
@@ -153,7 +211,7 @@ def test_the_model_and_all_generators_are_left_as_they_were_found(
     model.generation_config.repetition_penalty = 3.0
     modes = [module.training for module in wrapped.modules()]
     before = (torch.get_rng_state(), random.getstate())
-    answers = generate(wrapped, PROMPTS, max_new_tokens=4, stop_ids={1}, pad_id=0, temperature=temperature)
+    answers = generate(wrapped, PROMPTS, max_new_tokens=4, stop_ids={1}, pad_id=0, sampling=sampling)
     assert any(answers)
     assert torch.equal(before[0], torch.get_rng_state())
     assert before[1] == random.getstate()

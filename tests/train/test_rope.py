@@ -14,8 +14,8 @@ from unisono.errors import ModelError
 from unisono.model.forward import Rows, choose_forward
 from unisono.model.load import LoadedModel
 from unisono.model.rope import context_of, scale_rope
-from unisono.task.export import logits_of_probe, merge_adapter
-from unisono.task.inference import load_target
+from unisono.task.export import logits_of_probe
+from unisono.task.loading import load_target, merge_adapter
 from unisono.task.target import find_target
 
 Train = Callable[..., Any]

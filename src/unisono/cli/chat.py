@@ -14,6 +14,7 @@ import typer
 from unisono.cli.generate import (
     AnswerWriter,
     Overrides,
+    RepetitionPenalty,
     Seed,
     Step,
     System,
@@ -45,6 +46,7 @@ def chat(
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     top_k: TopK = 0,
+    repetition_penalty: RepetitionPenalty = 1.0,
     seed: Seed = 0,
     step: Step = None,
 ) -> None:
@@ -58,6 +60,7 @@ def chat(
         "temperature": temperature,
         "top_p": top_p,
         "top_k": top_k,
+        "repetition_penalty": repetition_penalty,
         "seed": seed,
     }
     request = read_inference_request(context, target, overrides, sampling) | {"step": step, "system": system}

@@ -35,6 +35,12 @@ TopP = Annotated[
 TopK = Annotated[
     int, typer.Option(min=0, help="Sample from this many of the most likely tokens; 0: from all.")
 ]
+RepetitionPenalty = Annotated[
+    float,
+    typer.Option(
+        min=0.01, max=100.0, help="Above 1: tokens of the prompt and the answer become less likely."
+    ),
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
@@ -86,6 +92,7 @@ def generate(
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     top_k: TopK = 0,
+    repetition_penalty: RepetitionPenalty = 1.0,
     seed: Seed = 0,
     stop: Annotated[
         list[str] | None,
@@ -119,6 +126,7 @@ def generate(
         "temperature": temperature,
         "top_p": top_p,
         "top_k": top_k,
+        "repetition_penalty": repetition_penalty,
         "seed": seed,
     }
     request = read_inference_request(context, target, overrides, sampling) | {

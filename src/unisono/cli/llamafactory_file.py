@@ -22,30 +22,26 @@ class InferenceFile:
 
     @property
     def model(self) -> dict[str, Any]:
-        """The fields of a task's request that say what to load: target, base, template, thinking.
+        """The fields of a task's request that say what to load: target, base, merged, template, thinking, default_system.
 
-        A file for training means the run that it trains.
-
-        Raises:
-            ConfigError: if it names several adapters.
+        A file for training means the run that it trains. All adapters but the last are merged into the model, as in LLaMA-Factory.
         """
         found = self.translation
         if found.verb == "train":
-            return _request(str(found.values["output_dir"]), None, None, found)
-        if len(found.adapters) > 1:
-            raise ConfigError.of(
-                f"adapter_name_or_path: {len(found.adapters)} adapters are given",
-                where=found.places["adapter_name_or_path"],
-                why="one adapter is loaded at a time",
-                fix="merge the first into the model with `unisono export ADAPTER OUT --merge`, and give OUT as the model",
-            )
-        if found.adapters:
-            return _request(found.adapters[0], found.model, found.template, found)
-        return _request(found.model, None, found.template, found)
+            return {"target": str(found.values["output_dir"])}
+        *merged, last = found.adapters or [found.model]
+        return {
+            "target": last,
+            "base": found.model if found.adapters else None,
+            "merged": merged,
+            "template": found.template,
+            "thinking": found.values["enable_thinking"],
+            "default_system": found.values["default_system"],
+        }
 
     @property
     def generation(self) -> dict[str, Any]:
-        """max_tokens, temperature, top_p, top_k and seed; LLaMA-Factory's defaults where the file is silent."""
+        """max_tokens, and how tokens are chosen; LLaMA-Factory's defaults where the file is silent."""
         return self.translation.generation | {"seed": self.translation.values["seed"]}
 
     def export(self, *, merge: bool) -> dict[str, Any]:
@@ -87,11 +83,6 @@ class InferenceFile:
             "generation": self.generation | {"skip_special_tokens": found.values["skip_special_tokens"]},
             "out": str(found.values["output_dir"]),
         }
-
-
-def _request(target: str, base: str | None, template: str | None, found: "Translation") -> dict[str, Any]:
-    thinking = found.values["enable_thinking"]
-    return {"target": target, "base": base, "template": template, "thinking": thinking}
 
 
 def read_inference_request(
@@ -150,9 +141,23 @@ def read_inference_file(target: str, overrides: list[str]) -> InferenceFile | No
             why="it says how to train, not what was trained",
             fix=f"give its run, {raw.get('output_dir') or 'the output_dir in it'}",
         )
+    words = [text for text in overrides if "=" not in text]
+    if words:
+        raise UsageError.of(
+            f"{words[0]!r} is not key=value",
+            where="command line",
+            fix=f"write it before key=value, directly behind {target}",
+        )
     found = read_llamafactory(path, tuple(overrides))
     if found.problems:
         raise ConfigError(*found.problems)
+    if found.our_overrides and found.verb != "predict":
+        raise UsageError.of(
+            f"{found.our_overrides[0]!r} has no effect here",
+            where="command line",
+            why="it is a key of training, and no rows are read",
+            fix="remove it; keys of LLaMA-Factory have no dot",
+        )
     for note in found.notes():
         output().notify(note)
     return InferenceFile(found)

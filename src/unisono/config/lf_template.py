@@ -5,7 +5,7 @@
 
 import re
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from importlib.resources import files
 from typing import Any
@@ -108,14 +108,19 @@ def find_lf_template(name: str) -> LfTemplate | None:
     return None
 
 
-def lf_template_of(template: str | None) -> LfTemplate | None:
+def lf_template_of(template: str | None, *, system: str | None = None) -> LfTemplate | None:
     """The template that data.template selects; None if it selects a file, or the tokenizer's own.
+
+    Args:
+        template: data.template.
+        system: data.system, in place of the template's own default.
 
     Raises:
         DataError: as find_lf_template.
     """
     name = lf_name(template)
-    return None if name is None else find_lf_template(name)
+    found = None if name is None else find_lf_template(name)
+    return found if found is None or system is None else replace(found, default_system=system)
 
 
 def _template(name: str, entry: dict[str, Any]) -> LfTemplate:

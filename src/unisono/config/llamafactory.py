@@ -91,7 +91,7 @@ class Translation:
 
     @property
     def generation(self) -> dict[str, Any]:
-        """What its generation keys mean: max_tokens, temperature (0: greedy), top_p, top_k."""
+        """What its generation keys mean: max_tokens, temperature (0: greedy), top_p, top_k, repetition_penalty, beams, length_penalty."""
         values = self.values
         sampled = values["do_sample"] and values["temperature"] > 0
         return {
@@ -99,6 +99,9 @@ class Translation:
             "temperature": values["temperature"] if sampled else 0.0,
             "top_p": values["top_p"],
             "top_k": values["top_k"],
+            "repetition_penalty": values["repetition_penalty"],
+            "beams": values["num_beams"],
+            "length_penalty": values["length_penalty"],
         }
 
     @property

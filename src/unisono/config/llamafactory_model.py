@@ -229,6 +229,23 @@ def _rows(draft: Draft) -> None:
         draft.put("data.loss_on", loss_on, "train_on_prompt", "mask_history")
         if values["template"] is not None:
             draft.put("data.thinking", values["enable_thinking"], "enable_thinking")
+    _default_system(draft)
+
+
+def _default_system(draft: Draft) -> None:
+    values = draft.values
+    if values["default_system"] is None:
+        return
+    if values["stage"] == "pt":
+        draft.ignore("default_system", "texts have no system message")
+    elif values["template"] is None:
+        draft.refuse(
+            "default_system",
+            "the tokenizer's own chat template has its own default",
+            "add `template: NAME`, or put the system message into the rows",
+        )
+    else:
+        draft.put("data.system", values["default_system"], "default_system")
 
 
 def _mix(draft: Draft) -> None:

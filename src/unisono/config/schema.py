@@ -236,6 +236,10 @@ class DataSection(Section):
         default=None,
         description="the date in the tool prompt of `lf:llama3` and `lf:llama4`, as YYYY-MM-DD; null: the day on which rows are tokenized",
     )
+    system: str | None = Field(
+        default=None,
+        description="with `lf:` templates: the system message of rows without one, instead of the template's own; null: the template's own",
+    )
     max_length: int = Field(default=1024, ge=8, description="tokens of a row, and of a packed sequence")
     too_long: Literal["error", "cut", "drop", "split", "balanced"] = Field(
         default="error",
@@ -613,6 +617,10 @@ def contradictions(config: RunConfig) -> list[str]:
         (
             config.data.date is not None and lf_name(config.data.template) is None,
             "data.date: only templates of LLaMA-Factory take it; set `data.template: lf:NAME`, or remove it",
+        ),
+        (
+            config.data.system is not None and lf_name(config.data.template) is None,
+            "data.system: only templates of LLaMA-Factory take it; set `data.template: lf:NAME`, or remove it",
         ),
         (
             config.objective == "pretrain" and config.data.loss_on == "last-answer",

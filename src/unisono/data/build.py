@@ -42,7 +42,7 @@ def make_encoder(config: RunConfig, tokenizer: Any, directory: Path) -> Encoder 
         DataError: if the template is missing, is not valid, or does not match the other settings.
     """
     data, pretrain = config.data, config.objective == "pretrain"
-    name, template = lf_name(data.template), lf_template_of(data.template)
+    name, template = lf_name(data.template), lf_template_of(data.template, system=data.system)
     if template is not None:
         return LfEncoder(
             tokenizer,

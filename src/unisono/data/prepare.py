@@ -125,6 +125,8 @@ def gather_ingredients(
         found["data.template"] = data.template
         found["encoder version"] = f"{ENCODER_VERSION}, LLaMA-Factory's {LF_VERSION}"
         found["data.thinking"], found["data.date"] = data.thinking, data.date or today
+        if data.system is not None:
+            found["data.system"] = data.system
     elif data.template is not None:
         found["data.template"] = digest_file(expand(data.template), data.template)
     for file in _tokenizer_files(tokenizer):

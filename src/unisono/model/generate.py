@@ -1,11 +1,12 @@
-"""Generates answers to prompts: greedy or sampled, in batches of similar length, with generation and cache of transformers.
+"""Generates answers to prompts: greedy, sampled or by beam search, in batches of similar length, with generation and cache of transformers.
 
 Letters: B rows of a batch, L tokens so far, V vocabulary.
 """
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -26,6 +27,38 @@ OnToken = Callable[[int], None]
 IsDone = Callable[[int, Sequence[int]], bool]
 
 
+@dataclass(frozen=True)
+class Sampling:
+    """How the tokens of an answer are chosen.
+
+    Attributes:
+        temperature: 0 selects the most likely token, else the logits are divided by it.
+        top_p: only the most likely tokens that together reach this probability can be sampled.
+        top_k: only this many of the most likely tokens can be sampled; 0: all.
+        repetition_penalty: the logits of all tokens of prompt and answer so far are divided by it, or multiplied where negative
+            (arXiv:1909.05858); 1: unchanged.
+        beams: above 1, with temperature 0: the most likely answer that a search with so many candidates finds.
+        length_penalty: with beams: the exponent of an answer's length, by which its log-probability is divided.
+        seed: of the random streams.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    repetition_penalty: float = 1.0
+    beams: int = 1
+    length_penalty: float = 1.0
+    seed: int = 0
+
+    @classmethod
+    def of(cls, request: Mapping[str, Any]) -> "Sampling":
+        """From a task's request, which may have any of the attributes."""
+        return cls(**{name.name: request[name.name] for name in fields(cls) if name.name in request})
+
+
+GREEDY = Sampling()
+
+
 def generate(
     model: Any,
     prompts: Sequence[Sequence[int]],
@@ -33,10 +66,7 @@ def generate(
     max_new_tokens: int,
     stop_ids: set[int],
     pad_id: int,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
-    top_k: int = 0,
-    seed: int = 0,
+    sampling: Sampling = GREEDY,
     on_token: OnToken | None = None,
     is_done: IsDone | None = None,
     on_answers: Callable[[int], None] | None = None,
@@ -54,14 +84,11 @@ def generate(
         max_new_tokens: maximum tokens of an answer.
         stop_ids: tokens that end an answer.
         pad_id: any token; it pads batches on the left and is masked.
-        temperature: 0 selects the most likely token, else the logits are divided by it.
-        top_p: only the most likely tokens that together reach this probability can be sampled.
-        top_k: only this many of the most likely tokens can be sampled; 0: all.
-        seed: of the random streams.
-        on_token: called with each new token of the answer; for a single prompt only.
-        is_done: called with a prompt's index and its answer so far; True ends that answer.
+        sampling: how tokens are chosen.
+        on_token: called with each new token of the answer, with beams at its end; for a single prompt only.
+        is_done: called with a prompt's index and its answer so far; True ends that answer; with beams at its end.
         on_answers: called with the number of answered prompts, after each batch.
-        is_over: called after each token; True ends all answers as they are, and leaves those not yet started empty.
+        is_over: called after each token; True ends all answers as they are, and leaves those not yet started empty. Not with beams.
     """
     assert all(prompts), "a prompt has no tokens"
     assert on_token is None or len(prompts) == 1, "only one answer can be streamed"
@@ -70,26 +97,22 @@ def generate(
         return answers
     done = 0
     with torch.no_grad(), _undisturbed(model):
-        for batch in _batches([len(prompt) for prompt in prompts], max_new_tokens):
+        for batch in _batches([len(prompt) for prompt in prompts], max_new_tokens, beams=sampling.beams):
             listener = _Listener(
                 batch, stop_ids=stop_ids, on_token=on_token, is_done=is_done, is_over=is_over
             )
-            draws = _Draws(
-                batch,
-                length=max_new_tokens,
-                temperature=temperature,
-                top_p=top_p,
-                top_k=top_k,
-                seed=seed,
-            )
-            _run(
-                model,
-                [prompts[i] for i in batch],
-                listener,
-                draws,
-                max_new_tokens=max_new_tokens,
-                pad_id=pad_id,
-            )
+            inputs = _Inputs.of([prompts[i] for i in batch], pad_id=pad_id)
+            if sampling.beams > 1:
+                _search(model, inputs, listener, sampling, max_new_tokens=max_new_tokens, stop_ids=stop_ids)
+            else:
+                _run(
+                    model,
+                    inputs,
+                    listener,
+                    _Draws(batch, length=max_new_tokens, sampling=sampling),
+                    max_new_tokens=max_new_tokens,
+                    penalty=sampling.repetition_penalty,
+                )
             for index, answer in zip(batch, listener.answers, strict=True):
                 answers[index] = answer
             if listener.is_over:
@@ -100,44 +123,99 @@ def generate(
     return answers
 
 
+@dataclass(frozen=True)
+class _Inputs:
+    """The prompts of a batch, padded on the left.
+
+    Attributes:
+        ids: (B, L).
+        mask: (B, L), 1: a token.
+        pad_id: the token of the padding.
+    """
+
+    ids: torch.Tensor
+    mask: torch.Tensor
+    pad_id: int
+
+    @classmethod
+    def of(cls, prompts: list[Sequence[int]], *, pad_id: int) -> "_Inputs":
+        longest = max(map(len, prompts))
+        ids = [[pad_id] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
+        mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+        return cls(torch.tensor(ids), torch.tensor(mask), pad_id)
+
+
 def _run(
     model: Any,
-    prompts: list[Sequence[int]],
+    inputs: _Inputs,
     listener: "_Listener",
     draws: "_Draws",
     *,
     max_new_tokens: int,
-    pad_id: int,
+    penalty: float,
 ) -> None:
-    longest = max(map(len, prompts))
-    ids = torch.tensor([[pad_id] * (longest - len(prompt)) + list(prompt) for prompt in prompts])  # (B, L)
-    mask = torch.tensor(
-        [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    )  # (B, L), 1: a token
     settings = GenerationConfig(
         max_new_tokens=max_new_tokens,
         do_sample=False,
         use_cache=True,
-        pad_token_id=pad_id,
+        pad_token_id=inputs.pad_id,
         return_dict_in_generate=False,
     )
     model.generate(
-        input_ids=ids.to(model.device),
-        attention_mask=mask.to(model.device),
+        input_ids=inputs.ids.to(model.device),
+        attention_mask=inputs.mask.to(model.device),
         generation_config=settings,
         stopping_criteria=StoppingCriteriaList([listener]),
-        logits_processor=LogitsProcessorList([draws]),
+        logits_processor=LogitsProcessorList([*_penalties(penalty, inputs.mask.to(model.device)), draws]),
     )
 
 
-def _batches(lengths: list[int], max_new_tokens: int) -> Iterator[list[int]]:
+def _search(
+    model: Any,
+    inputs: _Inputs,
+    listener: "_Listener",
+    sampling: Sampling,
+    *,
+    max_new_tokens: int,
+    stop_ids: set[int],
+) -> None:
+    """Beam search; the listener gets the best answers at their end."""
+    assert sampling.temperature == 0, "beam search does not sample"
+    settings = GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        num_beams=sampling.beams,
+        length_penalty=sampling.length_penalty,
+        eos_token_id=sorted(stop_ids) or None,
+        use_cache=True,
+        pad_token_id=inputs.pad_id,
+        return_dict_in_generate=False,
+    )
+    mask = inputs.mask.to(model.device)
+    found = model.generate(
+        input_ids=inputs.ids.to(model.device),
+        attention_mask=mask,
+        generation_config=settings,
+        logits_processor=LogitsProcessorList(
+            _penalties(sampling.repetition_penalty, mask.repeat_interleave(sampling.beams, dim=0))
+        ),
+    )
+    listener.take(found[:, inputs.ids.shape[1] :].tolist())
+
+
+def _penalties(penalty: float, mask: torch.Tensor) -> list[LogitsProcessor]:
+    return [_RepetitionPenalty(penalty, mask)] if penalty != 1 else []
+
+
+def _batches(lengths: list[int], max_new_tokens: int, *, beams: int) -> Iterator[list[int]]:
     """Indices of the prompts, in batches of similar length."""
+    most_rows, most_tokens = max(1, _ROWS // beams), _TOKENS // beams
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     first = 0
     while first < len(order):
         last = first + 1
-        while last < min(len(order), first + _ROWS):
-            if (last + 1 - first) * (lengths[order[last]] + max_new_tokens) > _TOKENS:
+        while last < min(len(order), first + most_rows):
+            if (last + 1 - first) * (lengths[order[last]] + max_new_tokens) > most_tokens:
                 break
             last += 1
         yield order[first:last]
@@ -178,6 +256,13 @@ class _Listener(StoppingCriteria):
             self._ended = [True] * len(self._ended)
         return torch.tensor(self._ended, device=input_ids.device)
 
+    def take(self, answers: list[list[int]]) -> None:
+        """Takes whole answers, each with its stop token and padding behind it."""
+        for row, answer in enumerate(answers):
+            for token in answer:
+                if not self._ended[row]:
+                    self._add(row, token)
+
     def _add(self, row: int, token: int) -> None:
         if token in self._stop_ids:
             self._ended[row] = True
@@ -197,18 +282,17 @@ class _Draws(LogitsProcessor):
         batch: list[int],
         *,
         length: int,
-        temperature: float,
-        top_p: float,
-        top_k: int,
-        seed: int,
+        sampling: Sampling,
     ) -> None:
-        self._temperature = temperature
-        self._top_p = top_p
-        self._top_k = top_k
+        self._temperature = sampling.temperature
+        self._top_p = sampling.top_p
+        self._top_k = sampling.top_k
         self._step = 0
         # (B, length) float64 in [0, 1)
         self._numbers = (
-            torch.stack([_stream(seed, place, length) for place in batch]) if temperature > 0 else None
+            torch.stack([_stream(sampling.seed, place, length) for place in batch])
+            if sampling.temperature > 0
+            else None
         )
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -231,6 +315,30 @@ class _Draws(LogitsProcessor):
         ) - 1  # rounding must not select a token beyond the allowed ones
         chosen = tokens.gather(-1, torch.minimum(place, last))
         return torch.full_like(scores, -torch.inf).scatter(-1, chosen, 0.0)
+
+
+class _RepetitionPenalty(LogitsProcessor):
+    """Makes the tokens of prompt and answer less likely.
+
+    Unlike that of transformers it spares the token of the padding, which may be a stop token: an answer must not depend on the other
+    prompts of its batch.
+    """
+
+    def __init__(self, penalty: float, mask: torch.Tensor) -> None:
+        """For prompts with this mask (B, L), 1: a token."""
+        self._penalty = penalty
+        self._mask = mask.bool()
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """input_ids (B, L), scores (B, V) logits → (B, V)."""
+        length = self._mask.shape[1]
+        prompt = input_ids[:, :length]
+        seen = torch.cat(
+            [torch.where(self._mask, prompt, prompt[:, -1:]), input_ids[:, length:]], dim=1
+        )  # its last token is never padding
+        logits = scores.gather(1, seen)
+        logits = torch.where(logits < 0, logits * self._penalty, logits / self._penalty)
+        return scores.scatter(1, seen, logits)
 
 
 def _stream(seed: int, place: int, length: int) -> torch.Tensor:

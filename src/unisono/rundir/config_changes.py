@@ -98,6 +98,7 @@ RULES: dict[str, Rule] = {
     "data.template": _ROWS,
     "data.thinking": _ROWS,
     "data.date": _ROWS,
+    "data.system": _ROWS,
     "data.too_long": _ROWS,
     "data.on_bad_row": _ROWS,
     "data.check_template": _ROWS,

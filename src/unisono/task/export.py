@@ -29,14 +29,8 @@ from unisono.events import Reporter
 from unisono.files import fsync_dir, read_json, write_json
 from unisono.model.forward import head_values
 from unisono.model.load import SCORE, load_base, load_tokenizer
-from unisono.task.inference import (
-    adapter_tokenizer,
-    load_target,
-    stops_of,
-    stored_dtype,
-    template_of,
-    trusts_code,
-)
+from unisono.task.inference import stops_of, template_of
+from unisono.task.loading import adapter_tokenizer, load_target, merge_adapter, stored_dtype, trusts_code
 from unisono.task.target import Target, requested_target, verify_target
 from unisono.text import parse_bytes
 from unisono.train.weights import Entries, entries_of, write_model, write_weights
@@ -62,6 +56,13 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     merge = bool(request.get("merge")) and _has_adapter(target)
     if request.get("merge") and not merge:
         report.warning("nothing_to_merge", "there is no adapter to merge: the model already has all weights")
+    if target.merged and not merge:
+        raise UsageError.of(
+            f"{len(target.merged) + 1} adapters are not one adapter",
+            where="adapter_name_or_path",
+            why="they are merged into the model, one after the other",
+            fix="add --merge, or give one adapter",
+        )
     report.phase("export", f"writing {out}")
     with whole_directory(out) as directory:
         if merge:
@@ -266,58 +267,3 @@ def logits_of_probe(model: Any) -> torch.Tensor:
         else:
             logits = model(**inputs).logits
     return logits.float().cpu()
-
-
-def merge_adapter(model: Any, *, where: str) -> Any:
-    """The transformers model with the adapter merged into its weights. Sums are computed in float32 and rounded once.
-
-    Tied weights stay tied; the dtype is that of the base model.
-
-    Args:
-        model: a peft model; it cannot be used afterwards.
-        where: for messages.
-
-    Raises:
-        ModelError: if the adapter changes one of two tied weights, or is of a kind that cannot be merged.
-    """
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    _refuse_tied(model, where)
-    for layer in model.modules():
-        if not isinstance(layer, BaseTunerLayer):
-            continue
-        if not hasattr(layer, "merge"):
-            raise ModelError.of(
-                f"an adapter of kind {type(layer).__name__} cannot be merged",
-                where=where,
-                fix="export without --merge",
-            )
-        weight = layer.get_base_layer().weight
-        dtype = weight.dtype
-        weight.data = weight.data.float()
-        layer.merge()
-        weight.data = weight.data.to(dtype)
-    return model.unload()
-
-
-def _refuse_tied(model: Any, where: str) -> None:
-    """Refuses an adapter on head or embedding if both share one matrix and the adapter's do not: merging would change both."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils import ModulesToSaveWrapper
-
-    base = model.get_base_model()
-    both = (base.get_input_embeddings(), base.get_output_embeddings())
-    if (
-        both[1] is None
-        or not base.config.get_text_config().tie_word_embeddings
-        or both[0].weight is both[1].weight
-    ):
-        return
-    for module in both:
-        if isinstance(module, BaseTunerLayer | ModulesToSaveWrapper):
-            raise ModelError.of(
-                "the adapter changes the embedding or the head, which share one matrix in this model",
-                where=where,
-                why="merging would change both",
-                fix="export without --merge",
-            )

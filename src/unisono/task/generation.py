@@ -4,7 +4,7 @@ import json
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from unisono.data.encode import encode_texts
@@ -14,7 +14,7 @@ from unisono.data.template import ChatTemplate
 from unisono.errors import DataError, Problem, UsageError
 from unisono.events import Reporter
 from unisono.inputs import expand, fault_of
-from unisono.model.generate import generate
+from unisono.model.generate import Sampling, generate
 from unisono.task.inference import (
     InferenceModel,
     StopStrings,
@@ -211,7 +211,7 @@ def run_generate(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     """Answers one prompt, or a file of them.
 
     Request: target, step (or null), prompt (text) or file, system (or null), raw, max_tokens (or null: 256, or what the model has room
-    for), temperature, top_p, seed, stop (list). Messages: `token` with `text`, for a single prompt, as it is generated. Result:
+    for), the attributes of Sampling, stop (list). Messages: `token` with `text`, for a single prompt, as it is generated. Result:
     description, answers (for each prompt: where, prompt, answer, tokens, ended: `stop` or `length`).
     """
     prompts = _prompts(request)
@@ -234,10 +234,7 @@ def run_generate(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
             max_new_tokens=limit,
             stop_ids=opened.stops(template),
             pad_id=opened.pad_id,
-            temperature=request["temperature"],
-            top_p=request["top_p"],
-            top_k=request.get("top_k", 0),
-            seed=request["seed"],
+            sampling=Sampling.of(request),
             on_token=_sender(stream, report) if stream else None,
             is_done=StopStrings(opened.tokenizer, stops) if stops else None,
             on_answers=lambda done: report.phase("generate", "answering", done=done, total=len(prompts)),
@@ -289,7 +286,7 @@ def _answer(
 def run_chat(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     """Chats until stdin ends.
 
-    Request: target, step (or null), system (or null), max_tokens, temperature, top_p, seed. It reads JSON lines from stdin:
+    Request: target, step (or null), system (or null), max_tokens, the attributes of Sampling. It reads JSON lines from stdin:
     {"kind": "say", "text"}, {"kind": "clear"}; the end of stdin ends the chat, SIGINT ends the present answer. It sends `ready` (facts:
     description, note), then for each `answer`: `token` (text) as they are generated and `answer` (text, tokens, ended: stop | length |
     interrupted), or `refused_turn` (text, fix) if the turn cannot be answered. Result: turns.
@@ -337,6 +334,7 @@ class Conversation:
         self._opened = opened
         self._template = template
         self._request = request
+        self._sampling = Sampling.of(request)
         self._report = report
         self._interrupt = interrupt
         self.turns = 0
@@ -390,10 +388,7 @@ class Conversation:
                 max_new_tokens=limit,
                 stop_ids=self._opened.stops(self._template),
                 pad_id=self._opened.pad_id,
-                temperature=self._request["temperature"],
-                top_p=self._request["top_p"],
-                top_k=self._request.get("top_k", 0),
-                seed=self._request["seed"] + self.turns,
+                sampling=replace(self._sampling, seed=self._sampling.seed + self.turns),
                 on_token=send,
                 is_done=lambda *_: self._interrupt.pressed,
             )

@@ -1,12 +1,9 @@
 """Opens a model for inference, with tokenizer, chat template and stop tokens; turns its tokens into text as they come."""
 
 import contextlib
-import re
 import shlex
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,33 +15,18 @@ from unisono.data.encode import encode_texts
 from unisono.data.lf_encoder import LfChatTemplate, lf_chat_template
 from unisono.data.rows import Message
 from unisono.data.template import ChatTemplate, choose_template, fallback_template, known_stop_ids
-from unisono.errors import ModelError, UsageError
+from unisono.errors import UsageError
 from unisono.events import Reporter
 from unisono.facts import read_machine
-from unisono.model.adapter import fit_base_to_adapter
-from unisono.model.adapter_files import ADAPTER_FILE
-from unisono.model.files import odd_weights, read_contents, read_safetensors_header, weight_files
 from unisono.model.forward import Forward, choose_forward
 from unisono.model.load import (
-    DTYPES,
-    LIBRARY_ERRORS,
     SCORE,
     LoadedModel,
-    load_base,
-    load_for_training,
-    load_tokenizer,
-    odd_parameters,
-    set_pad_token,
 )
-from unisono.model.rope import context_of, take_rope
+from unisono.model.rope import context_of
+from unisono.task.loading import load_target, stored_dtype
 from unisono.task.target import Target, requested_target, verify_target
-from unisono.text import library_words
 
-_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-_MISSING_KEYS = "Found missing adapter keys"  # peft's warning; the tensors would stay as they were drawn
-_SIZE_MISMATCH = re.compile(
-    r"size mismatch for (\S+): .*?torch\.Size\(\[([\d, ]*)\]\).*?torch\.Size\(\[([\d, ]*)\]\)"
-)
 _DEFAULT_CONTEXT = 4096  # tokens, of a model that does not say its own
 
 
@@ -121,7 +103,7 @@ def open_for_inference(name: str, *, step: int | None = None, report: Reporter) 
 
 
 def open_requested(request: dict[str, Any], report: Reporter, *, answers: bool = True) -> InferenceModel:
-    """Finds and loads what a task's request names: target, and if present step, base, template and thinking.
+    """Finds and loads what a task's request names: target, and what else `requested_target` takes.
 
     Args:
         request: of the task.
@@ -156,155 +138,10 @@ def open_requested(request: dict[str, Any], report: Reporter, *, answers: bool =
     return InferenceModel(target, forward, template, _context(loaded.base), dtype)
 
 
-def load_target(target: Target, *, dtype: str, device: torch.device) -> LoadedModel:
-    """Loads the weights of a target in evaluation mode; adapters are not merged into their base model.
-
-    Raises:
-        ModelError: if files are missing or do not match each other, or a weight is NaN or infinite.
-    """
-    loaded = _load(target, dtype=dtype, device=device)
-    odd = odd_parameters(loaded.model)
-    if odd:
-        raise _odd_weights(target, odd, dtype)
-    return loaded
-
-
-def _odd_weights(target: Target, odd: list[str], dtype: str) -> ModelError:
-    """The error for NaN or infinite parameters: the files have such values, or else the dtype of the conversion is too narrow."""
-    files = weight_files(target.base)
-    if target.weights != target.base:
-        files += sorted(target.weights.glob("*.safetensors"))
-    found = {file: contents.odd for file in files if (contents := read_contents(file)).odd}
-    if found:
-        return odd_weights(found)
-    return ModelError.of(
-        f"{odd[0]} has values out of the range of {dtype}",
-        where=str(target.weights),
-        why=f"they are infinite in {dtype}; {len(odd)} tensors have such values",
-        fix="use a device that computes in the dtype of the files",
-    )
-
-
-def _load(target: Target, *, dtype: str, device: torch.device) -> LoadedModel:
-    if target.source == "model":
-        tokenizer = load_tokenizer(target.weights, trust_remote_code=trusts_code(target))
-        base = load_base(
-            target.weights,
-            dtype=DTYPES[dtype],
-            trust_remote_code=trusts_code(target),
-            reward=target.is_reward,
-        ).to(device)
-        if target.is_reward:
-            set_pad_token(base, tokenizer)
-        return _loaded(base, base, tokenizer, {})
-    if target.source == "checkpoint":
-        return _load_checkpoint(target, dtype=dtype, device=device)
-    from peft import PeftModel
-
-    tokenizer = adapter_tokenizer(target)
-    with torch.random.fork_rng(devices=[]):  # a new head of a reward model is drawn; the adapter has its own
-        base = load_base(
-            target.base,
-            dtype=DTYPES[dtype],
-            trust_remote_code=trusts_code(target),
-            adjust=partial(take_rope, directory=target.weights),
-            reward=target.is_reward,
-        ).to(device)
-    if target.is_reward:
-        set_pad_token(base, tokenizer)
-    header = read_safetensors_header(target.weights / ADAPTER_FILE)  # refuses a damaged file
-    fit_base_to_adapter(base, {tensor.name: tuple(tensor.shape) for tensor in header})
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("error", message=f".*{_MISSING_KEYS}")
-            model = PeftModel.from_pretrained(
-                base, str(target.weights), is_trainable=True, torch_device=str(device)
-            )
-    except (*LIBRARY_ERRORS, UserWarning) as error:
-        raise _adapter_mismatch(target, error) from error
-    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    return _loaded(model, base, tokenizer, trainable)
-
-
-def _adapter_mismatch(target: Target, error: Exception) -> ModelError:
-    """The error for an adapter that peft refused, with the tensors from its long message: the missing ones, or the first of a wrong shape."""
-    weights, settings = target.weights / "adapter_model.safetensors", target.weights / "adapter_config.json"
-    if isinstance(error, UserWarning):
-        names = re.findall(r"'([^']+)'", str(error).partition(_MISSING_KEYS)[2])
-        return ModelError.of(
-            f"{len(names)} tensors of the adapter are missing from its file: {', '.join(names[:3])}{' …' * (len(names) > 3)}",
-            where=str(weights),
-            why=f"{settings} and the model {target.base} require them",
-            fix="copy the whole directory of the adapter again",
-        )
-    shapes = _SIZE_MISMATCH.search(str(error))
-    if shapes:
-        name, found, wanted = shapes[1], *(f"({shape})" for shape in shapes.groups()[1:])
-        return ModelError.of(
-            f"{name} has the shape {found}, but adapter_config.json and the base model require {wanted}",
-            where=str(weights),
-            why=f"{settings} belongs to a different adapter, or {target.base} is not the model that it was trained on",
-            fix="copy the whole directory again, or set base_model_name_or_path in adapter_config.json to the model that it was trained on",
-        )
-    return ModelError.of(
-        "the adapter does not match its base model",
-        where=str(target.weights),
-        why=library_words(error, library="peft"),
-        fix="copy adapter_config.json again, or set its base_model_name_or_path to the model that it was trained on",
-    )
-
-
-def _loaded(model: Any, base: Any, tokenizer: Any, trainable: dict[str, torch.nn.Parameter]) -> LoadedModel:
-    return LoadedModel(model.eval(), base, tokenizer, trainable, sum(p.numel() for p in model.parameters()))
-
-
-def _load_checkpoint(target: Target, *, dtype: str, device: torch.device) -> LoadedModel:
-    """Loads the model as training does, and then the trained weights of the checkpoint."""
-    from unisono.checkpoint.state import CheckpointReader
-    from unisono.model.directory import locate_tokenizer
-
-    plan = target.plan
-    assert plan is not None
-    with torch.random.fork_rng(devices=[]):  # an adapter's initial weights are random, and overwritten below
-        loaded = load_for_training(
-            plan.config,
-            directory=target.base,
-            tokenizer_directory=locate_tokenizer(plan.config),
-            dtype=dtype,
-            device=device,
-        )
-    reader = CheckpointReader(target.weights)
-    saved = {name: outline.shape for name, outline in reader.groups["trainable"].items()}
-    if {name: tuple(p.shape) for name, p in loaded.trainable.items()} != saved:
-        raise ModelError.of(
-            "the checkpoint does not match the run's original model",
-            where=str(target.weights),
-            why=f"the model is now read from {target.base}",
-            fix="restore the original model there",
-        )
-    with torch.no_grad():
-        for name, parameter in loaded.trainable.items():
-            parameter.copy_(reader.tensor("trainable", name))  # one by one, and without the optimizer state
-    loaded.model.eval()
-    return loaded
-
-
-def adapter_tokenizer(target: Target) -> Any:
-    """The adapter's own tokenizer if it has one (it may have the template of its training), else the base model's."""
-    names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
-    own = any((target.weights / name).is_file() for name in names)
-    return load_tokenizer(target.weights if own else target.base, trust_remote_code=trusts_code(target))
-
-
-def trusts_code(target: Target) -> bool:
-    """Whether the run's config allows the model's own Python code."""
-    return target.plan is not None and target.plan.config.model.trust_remote_code
-
-
 def template_of(target: Target, tokenizer: Any) -> ChatTemplate | None:
     """The template that was chosen for the target, or that a run was trained with; for a model its own."""
     plan = target.plan
-    chosen = lf_template_of(target.template)
+    chosen = lf_template_of(target.template, system=target.default_system)
     if chosen is not None:
         adapt_tokenizer(tokenizer, chosen)
         return lf_chat_template(tokenizer, chosen, thinking=target.thinking)
@@ -313,7 +150,7 @@ def template_of(target: Target, tokenizer: Any) -> ChatTemplate | None:
     if plan is None or plan.config.objective == "pretrain":
         return choose_template(tokenizer, None, stops=names)
     file = plan.config.data.template
-    layout = lf_template_of(file)
+    layout = lf_template_of(file, system=plan.config.data.system)
     if layout is not None:
         adapt_tokenizer(tokenizer, layout)
         return lf_chat_template(tokenizer, layout, thinking=plan.config.data.thinking)
@@ -359,13 +196,6 @@ def _dtype(target: Target, device: torch.device) -> str:
     if device.type == "cuda":
         return "float16" if stored == "bfloat16" and not torch.cuda.is_bf16_supported() else stored
     return stored if stored == "bfloat16" and read_machine(lambda: ([], "")).cpu_bfloat16 else "float32"
-
-
-def stored_dtype(directory: Path) -> str:
-    """The dtype of the largest tensor in a model's files."""
-    headers = [header for file in weight_files(directory) for header in read_safetensors_header(file)]
-    largest = max(headers, key=lambda header: torch.Size(header.shape).numel())
-    return _DTYPES.get(largest.dtype, "float32")
 
 
 def _is_plain_lora(loaded: LoadedModel) -> bool:

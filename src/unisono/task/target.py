@@ -36,6 +36,8 @@ class Target:
         notes: warnings for the user.
         template: `lf:NAME`, a template of LLaMA-Factory, instead of the one that it was trained with.
         thinking: as data.thinking, for such a template.
+        default_system: as data.system, for such a template.
+        merged: the directories of adapters that are merged into the base model before this one is put on it.
     """
 
     name: str
@@ -47,6 +49,8 @@ class Target:
     notes: tuple[str, ...] = ()
     template: str | None = None
     thinking: bool | None = None
+    default_system: str | None = None
+    merged: tuple[Path, ...] = ()
 
     @property
     def is_reward(self) -> bool:
@@ -59,13 +63,44 @@ class Target:
 
 
 def requested_target(request: dict[str, Any]) -> Target:
-    """Finds what a task's request names: target, and if present step, base, template and thinking.
+    """Finds what a task's request names: target, and if present step, base, merged, template, thinking and default_system.
 
     Raises:
-        UnisonoError: as `find_target`.
+        UnisonoError: as `find_target`; UsageError if one of several adapters is not finished.
     """
-    found = find_target(request["target"], step=request.get("step"), base=request.get("base"))
-    return replace(found, template=request.get("template"), thinking=request.get("thinking"))
+    base = request.get("base")
+    found = find_target(request["target"], step=request.get("step"), base=base)
+    found = replace(
+        found,
+        template=request.get("template"),
+        thinking=request.get("thinking"),
+        default_system=request.get("default_system"),
+    )
+    names = request.get("merged") or []
+    if not names:
+        return found
+    _refuse_checkpoint(found)
+    return replace(
+        found,
+        merged=tuple(_refuse_checkpoint(find_target(name, base=base)).weights for name in names),
+        description=f"{found.description}, with {', '.join(names)} merged",
+    )
+
+
+def _refuse_checkpoint(found: Target) -> Target:
+    """The target, which must be an adapter, since it is one of several.
+
+    Raises:
+        UsageError: if it is a checkpoint of an unfinished run.
+    """
+    if found.source != "adapter":
+        raise UsageError.of(
+            f"{found.name} is not a finished adapter",
+            where=str(found.weights),
+            why="several adapters are merged into the model, one after the other",
+            fix=f"write it with `unisono export {found.name} OUT`, and name OUT",
+        )
+    return found
 
 
 def find_target(name: str, *, step: int | None = None, base: str | None = None) -> Target:
@@ -142,7 +177,8 @@ def verify_target(target: Target, report: Reporter) -> None:
     """
     for note in target.notes:
         report.warning("target", note)
-    places = list(dict.fromkeys([target.base, *([] if target.source == "checkpoint" else [target.weights])]))
+    own = [] if target.source == "checkpoint" else [target.weights]
+    places = list(dict.fromkeys([target.base, *target.merged, *own]))
     found = digest_files(
         [file for place in places for file in listed_files(place)],
         cache=read_environment().cache_dir / "digests.json",
