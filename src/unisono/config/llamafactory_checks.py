@@ -149,6 +149,19 @@ def _of_evaluation(values: Values, verb: str) -> list[Rule]:
             "add `predict_with_generate: true`",
         ),
         (
+            verb in ("predict", "chat")
+            and values["num_beams"] > 1
+            and values["do_sample"]
+            and values["temperature"] > 0,
+            "num_beams",
+            "beam search does not sample",
+            "add `do_sample: false`, or remove it",
+        ),
+        *(
+            (values[key] <= low, key, f"must be above {low:g}", "remove it")
+            for key, low in (("num_beams", 0), ("repetition_penalty", 0.0))
+        ),
+        (
             values["predict_with_generate"] and values["compute_accuracy"],
             "compute_accuracy",
             "not with predict_with_generate",

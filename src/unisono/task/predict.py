@@ -20,7 +20,7 @@ from unisono.data.token_table import TokenTable
 from unisono.errors import DataError
 from unisono.events import Reporter
 from unisono.files import write_json, write_text
-from unisono.model.generate import generate
+from unisono.model.generate import Sampling, generate
 from unisono.task import data_tasks
 from unisono.task.inference import InferenceModel, open_requested
 from unisono.train.evaluation import Question, question_of, similarity
@@ -89,10 +89,7 @@ def _answers(
                 max_new_tokens=limit,
                 stop_ids=stops,
                 pad_id=opened.pad_id,
-                temperature=sampling["temperature"],
-                top_p=sampling["top_p"],
-                top_k=sampling["top_k"],
-                seed=sampling["seed"],
+                sampling=Sampling.of(sampling),
                 on_answers=lambda done: report.phase(
                     "generate", "answering", done=done, total=len(questions)
                 ),
