@@ -174,10 +174,34 @@ def pair_files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder / "train.jsonl", folder / "unseen.jsonl"
 
 
+@pytest.fixture(scope="session")
+def rated_files(pair_files: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The prompts of these pairs with one rated answer each: two of three are the chosen one, and desirable."""
+    folder = tmp_path_factory.mktemp("rated")
+    for file in pair_files:
+        pairs = [json.loads(line) for line in file.read_text().splitlines()]
+        rows = [
+            {
+                "prompt": pair["prompt"],
+                "completion": pair["chosen" if i % 3 else "rejected"],
+                "label": bool(i % 3),
+            }
+            for i, pair in enumerate(pairs)
+        ]
+        (folder / file.name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder / "train.jsonl", folder / "unseen.jsonl"
+
+
 @pytest.fixture
 def train_here(model_dir: Path, rows_file: Path, tmp_path: Path) -> Callable[..., Trained]:
     """A function that trains in this process: config sections as keywords, laid over a small default."""
     return training_in(tmp_path, model_dir=model_dir, rows_file=rows_file)
+
+
+@pytest.fixture(scope="session")
+def train_in(model_dir: Path, rows_file: Path) -> Callable[[Path], Callable[..., Trained]]:
+    """The same for fixtures that are made once: it takes their folder."""
+    return lambda folder: training_in(folder, model_dir=model_dir, rows_file=rows_file)
 
 
 def training_in(folder: Path, *, model_dir: Path, rows_file: Path) -> Callable[..., Trained]:

@@ -113,7 +113,7 @@ def test_a_preview_breaks_rows_between_words() -> None:
         "rows": [row], "lengths": [{"first": 1, "last": 64, "rows": 1}], "ledger": {"sources": []}, "notes": [],
         "data": {"formats": ["text"], "template": "none", "train": split, "eval": None, "cache_hit": True, "cache_reason": "", "ledger": ledger},
     }  # fmt: skip
-    script = f"from unisono.cli.data import _show\n_show({found!r})\n"
+    script = f"from unisono.cli.init import _show\n_show({found!r})\n"
     text = ESCAPE.sub("", in_terminal([sys.executable, "-c", script], width=60))
     assert set(words.split()) <= set(text.split())
     assert all(columns(line) <= 60 for line in text.split("\r\n"))

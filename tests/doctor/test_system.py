@@ -11,8 +11,8 @@ import pytest
 
 from tests.doctor.doctor_process import doctor
 from unisono.doctor.system_checks import judge_clock, judge_core_dumps
+from unisono.facts import is_synchronised
 from unisono.facts.limits import CoreDumps, read_core_dumps
-from unisono.facts.probes import is_synchronised
 
 _NOW = 1_800_000_000.0
 TWO_DEVICES = [

@@ -15,11 +15,10 @@ from typing import Any
 import unisono.doctor.check
 import unisono.launch.train_request
 from unisono.cli.app import main
-from unisono.facts import package_versions
+from unisono.facts import Probes, package_versions
 from unisono.facts.accelerators import DevicesDetails
 from unisono.facts.machine import DeviceProbe, Gpu
 from unisono.facts.network import NetworkInterface, SystemNetwork
-from unisono.facts.probes import Probes
 from unisono.supervise.child_process import Programs
 from unisono.supervise.fork_server import ForkServer
 

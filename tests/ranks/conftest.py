@@ -1,6 +1,7 @@
 """Plans for one and for several ranks of the same run; all of several ranks' runs that tests compare are made in a few starts."""
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,16 @@ KINDS: dict[str, dict[str, Any]] = {
     "mixed": {"model": {"dtype": "bfloat16"}},
     "narrow": {"adapter": {"rank": 2}, "batch": {"global": 2, "micro": 1}, "duration": "8 steps"},
     "nan": {"duration": "6 steps"},
+    "dpo": {"objective": "dpo", "data": {"packing": True, "eval": 0.2}, "duration": "8 steps"},
+    "kto": {"objective": "kto", "data": {"packing": True, "eval": 0.2}, "duration": "8 steps"},
+    "orpo": {"objective": "orpo", "adapter": None, "optim": {"lr": 1e-3}, "duration": "8 steps"},
+    "simpo": {"objective": "simpo", "data": {"eval": 0.2}, "duration": "8 steps"},
+    "reward": {"objective": "reward", "data": {"packing": True, "eval": 0.2}, "duration": "8 steps"},
 }  # fmt: skip
+PREFERENCES = ("dpo", "kto", "orpo", "simpo", "reward")
+
+
+_FIGURE = re.compile("(eval_)?(loss$|kl$|rewards?_|logps_)")
 
 
 @dataclass
@@ -53,6 +63,11 @@ class Done:
     @property
     def directory(self) -> Path:
         return Path(self.plan.output_dir)
+
+    @property
+    def figures(self) -> list[dict[str, float]]:
+        """Loss and metrics of the objective, of each step and evaluation."""
+        return [{key: line[key] for key in line if _FIGURE.match(key)} for line in self.metrics]
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
@@ -83,8 +98,9 @@ class _Kept(Reporter):
 class Workshop:
     """Makes plans and does runs."""
 
-    def __init__(self, model_dir: Path, rows_file: Path, folder: Path) -> None:
-        self._model_dir, self._rows_file, self.folder = model_dir, rows_file, folder
+    def __init__(self, model_dir: Path, files: dict[str, Path], folder: Path) -> None:
+        """`files` are the rows for an objective, and under "sft" those of the others."""
+        self._model_dir, self._files, self.folder = model_dir, files, folder
         self._count = 0
 
     def plan(
@@ -147,7 +163,7 @@ class Workshop:
     def _config(self, sections: dict[str, Any], out: Path, strategy: str) -> RunConfig:
         raw: dict[str, Any] = {
             "model": {"path": str(self._model_dir), "dtype": "float32"}, "adapter": {"rank": 4, "alpha": 8},
-            "data": {"train": str(self._rows_file), "max_length": 64, "packing": False}, "optim": {"lr": 1e-2}, "device": "cpu",
+            "data": {"train": str(self._files.get(sections.get("objective", "sft"), self._files["sft"])), "max_length": 64, "packing": False}, "optim": {"lr": 1e-2}, "device": "cpu",
             "output_dir": str(out), "parallel": {"strategy": strategy},
         }  # fmt: skip
         for key, value in (_COMMON | sections).items():
@@ -157,9 +173,16 @@ class Workshop:
 
 
 @pytest.fixture(scope="session")
-def workshop(model_dir: Path, rows_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+def workshop(
+    model_dir: Path,
+    rows_file: Path,
+    pair_files: tuple[Path, Path],
+    rated_files: tuple[Path, Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Workshop:
     """Where runs are made."""
-    return Workshop(model_dir, rows_file, tmp_path_factory.mktemp("ranks"))
+    files = {kind: rated_files[0] if kind == "kto" else pair_files[0] for kind in PREFERENCES}
+    return Workshop(model_dir, {"sft": rows_file, **files}, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.ranks.conftest import KINDS, Done
+from tests.ranks.conftest import KINDS, PREFERENCES, Done
 
 pytestmark = pytest.mark.ranks
 
@@ -24,6 +24,19 @@ def _losses_are_equal(run: Done, one: Done) -> None:
 def test_two_ranks_give_the_losses_of_one(alone: dict[str, Done], two: Runs, kind: str, way: str) -> None:
     assert two[kind, way, 2].plan.strategy == way
     _losses_are_equal(two[kind, way, 2], alone[kind])
+
+
+@pytest.mark.parametrize("way", _WAYS)
+@pytest.mark.parametrize("kind", PREFERENCES)
+def test_two_ranks_give_the_metrics_of_preferences_of_one(
+    alone: dict[str, Done], two: Runs, kind: str, way: str
+) -> None:
+    """Steps and evaluations; a margin is a small difference of log-probabilities of about 50, so it has their absolute error."""
+    _losses_are_equal(two[kind, way, 2], alone[kind])
+    mine, wanted = two[kind, way, 2].figures, alone[kind].figures
+    assert len(mine) == len(wanted) > 8 - (kind == "orpo")
+    for line, other in zip(mine, wanted, strict=True):
+        assert line == pytest.approx(other, rel=1e-5, abs=1e-5)
 
 
 @pytest.mark.parametrize("way", _WAYS)

@@ -15,8 +15,8 @@ from unisono.errors import Disagreed
 from unisono.model.forward import Rows, choose_forward
 from unisono.model.load import LoadedModel
 from unisono.model.sharding import full_tensor, shard_model
-from unisono.train.gradient_sync import ReplicaSync
 from unisono.train.join import check_world, checksum
+from unisono.train.optim import ReplicaSync
 from unisono.train.process_group import Listener, Ranks, close_group, world_mesh
 
 _CUDA = pytest.param(

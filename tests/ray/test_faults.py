@@ -141,7 +141,9 @@ def test_a_killed_driver_is_reported_and_the_same_command_continues(
     saved = cluster.out_of(path) / "checkpoints"
     cluster.until(lambda: any(saved.glob("step-????????")), limit_s=_LIMIT_S, what="a checkpoint is here")
     driver = next(
-        p for p in psutil.Process(front.pid).children(recursive=True) if "unisono.cluster.ray" in p.cmdline()
+        p
+        for p in psutil.Process(front.pid).children(recursive=True)
+        if "unisono.cluster.ray.driver" in p.cmdline()
     )
     driver.kill()
     assert front.wait(limit_s=_LIMIT_S) == 5, front.text()

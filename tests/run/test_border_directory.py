@@ -15,13 +15,13 @@ import pytest
 
 from unisono.errors import UsageError
 from unisono.files import read_object
-from unisono.guard.border_directory import border, run_dir
 from unisono.guard.local_program import Program
+from unisono.guard.program_start import border, run_dir
 from unisono.integrations.border import HELD
 
 _HOLDS = """
 import sys
-from unisono.guard.border_directory import border
+from unisono.guard.program_start import border
 with border() as folder:
     print(folder, flush=True)
     sys.stdin.read()

@@ -30,7 +30,7 @@ _COMMANDS: dict[str, tuple[str, str, str, str]] = {
         "unisono train train.yaml optim.lr=1e-4",
     ),
     "run": (
-        "run",
+        "train",
         "run",
         "Run and watch an existing, unchanged training script.",
         "unisono run --nodes 2 --node-rank 0 --head a:29500 -- torchrun train.py",
@@ -41,7 +41,7 @@ _COMMANDS: dict[str, tuple[str, str, str, str]] = {
         "Check this machine, or all nodes of a job, before a run.",
         "unisono doctor train.yaml",
     ),
-    "data": ("data", "app", "Show the rows of a config.", "unisono data preview train.yaml"),
+    "data": ("init", "app", "Show the rows of a config.", "unisono data preview train.yaml"),
     "chat": ("chat", "chat", "Chat with a model.", "unisono chat runs/demo"),
     "generate": (
         "generate",
@@ -74,7 +74,7 @@ _COMMANDS: dict[str, tuple[str, str, str, str]] = {
         "unisono logs runs/demo",
     ),
     "drill": (
-        "drill",
+        "doctor",
         "drill",
         "Inject faults into a tiny run, and check the verdicts.",
         "unisono drill sigkill sleep",

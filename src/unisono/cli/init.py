@@ -1,4 +1,4 @@
-"""`unisono init`: a commented config to start from."""
+"""The commands before training: `unisono init`, a commented config to start from, and `unisono data preview`, the rows as the model sees them."""
 
 from importlib import resources
 from importlib.resources.abc import Traversable
@@ -201,3 +201,186 @@ def _lines(section: dict[str, Any], prefix: str, translation: "Translation") -> 
         comment = f"# {translation.names.get(key, 'the default there')}"
         found += [f"{indent + first:<{_COMMENT_AT}} {comment}", *(indent + line for line in rest)]
     return found
+
+
+app = typer.Typer(help="Show the rows of a config.", rich_markup_mode=None)
+
+_BAR = 40  # characters of the longest bar of the histogram
+_BESIDE_BAR = 26  # characters in front of a bar
+
+
+@app.callback()
+def _group() -> None:
+    """Makes `data` a group of commands."""
+
+
+@app.command("preview", epilog="For example: unisono data preview train.yaml data.max_length=512 --rows 3")
+def preview(
+    config: Annotated[Path, typer.Argument(help="The config, as for `unisono train`.", show_default=False)],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY=VALUE]...",
+            help="Overrides of config keys, e.g. data.max_length=512.",
+            show_default=False,
+        ),
+    ] = None,
+    rows: Annotated[int, typer.Option(min=0, help="Number of rows to show.")] = 5,
+    ids: Annotated[
+        bool,
+        typer.Option("--ids", help="With --json: add the token ids, and which of them count in the loss."),
+    ] = False,
+) -> None:
+    """Show the first rows as the model sees them, the loss tokens, the lengths, and the ledger of rows."""
+    from unisono.cli.output import output
+    from unisono.config.load import load_config
+    from unisono.errors import UsageError
+    from unisono.facts import read_environment
+    from unisono.supervise.task_process import run_task
+
+    printer = output()
+    if ids and not printer.json:
+        raise UsageError.of("ids are given as JSON only", where="--ids", fix="add --json, or omit --ids")
+    loaded = load_config(config, tuple(overrides or ()), verb="preview")
+    translation = loaded.translation
+    for text in translation.notes() if translation else []:
+        printer.notify(text)
+    request = {
+        "config": loaded.config.model_dump(mode="json", by_alias=True),
+        "cache_dir": str(read_environment().cache_dir),
+        "rows": rows,
+        "ids": ids,
+    }
+    found = run_task("preview", request)
+    if printer.json:
+        printer.emit({"schema": 1, **found})
+        return
+    for warning in found["data"]["warnings"]:
+        printer.warn(f"warning: {warning}")
+    _show(found)
+
+
+def _show(found: dict[str, Any]) -> None:
+    """Writes the preview to stdout: coloured on a terminal, with ⟦brackets⟧ around loss tokens elsewhere."""
+    import sys
+
+    from rich.console import Console
+    from rich.text import Text
+
+    from unisono.cli.output import output, terminal_width
+    from unisono.facts import read_environment
+
+    width = terminal_width(sys.stdout)
+    coloured = sys.stdout.isatty() and read_environment().colour and not output().json
+    if not coloured:
+        for line in preview_lines(found, width=width):
+            output().result("".join(f"⟦{part}⟧" if loss else part for part, loss in line))
+        return
+    console = Console(width=width or None, file=sys.stdout, highlight=False, markup=False, emoji=False)
+    for line in preview_lines(found, width=width):
+        if not any(loss for _, loss in line):
+            output().result("".join(part for part, _ in line))
+            continue
+        console.print(Text.assemble(*((part, "bold green" if loss else "") for part, loss in line)))
+
+
+Line = list[tuple[str, bool]]
+"""Parts of a line, and whether each counts in the loss."""
+
+
+def preview_lines(found: dict[str, Any], *, width: int = 0) -> list[Line]:
+    """The lines of a preview, without control characters; bars fit a terminal of `width` columns if not 0."""
+    lines: list[Line] = []
+    for row in found["rows"]:
+        for part in _parts(row):
+            lines += [*_row_lines(part), [("", False)]]
+    data = found["data"]
+    lines += [
+        [(text, False)]
+        for text in (
+            *_length_lines(found["lengths"], width, is_unit=_is_unit(found["rows"])),
+            "",
+            *_figure_lines(data),
+            *_ledger_lines(found),
+        )
+    ]
+    return lines
+
+
+def _parts(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows to show of a row: of a preference row both."""
+    if "chosen" in row:
+        return [row[name] | {"row": f"{row['row']} {name}"} for name in ("chosen", "rejected")]
+    if "kl" in row:
+        name = "desirable" if row["desirable"] else "undesirable"
+        return [row | {"row": f"{row['row']} {name}"}, row["kl"] | {"row": f"{row['row']} mismatched"}]
+    return [row]
+
+
+def _row_lines(row: dict[str, Any]) -> list[Line]:
+    from unisono.text import one_line, plain
+
+    share = row["loss_tokens"] / max(1, row["tokens"])
+    counts = ", ".join(f"{run['tokens']} {'in the loss' if run['loss'] else 'not'}" for run in row["runs"])
+    head = f"── {one_line(row['row'])}: {row['tokens']} tokens, {row['loss_tokens']} in the loss ({share:.0%}): {counts}"
+    lines: list[Line] = [[(head, False)], []]
+    for run in row["runs"]:
+        first, *rest = plain(run["text"]).split("\n")
+        lines[-1].append((first, run["loss"]))
+        lines += [[(text, run["loss"])] for text in rest]
+    return [[(part, loss) for part, loss in line if part] for line in lines]
+
+
+def _is_unit(rows: list[dict[str, Any]]) -> bool:
+    return bool(rows) and ("chosen" in rows[0] or "kl" in rows[0])
+
+
+def _length_lines(classes: list[dict[str, int]], width: int, *, is_unit: bool) -> list[str]:
+    longest = min(_BAR, max(1, width - _BESIDE_BAR)) if width else _BAR
+    most = max(entry["rows"] for entry in classes)
+    lines = ["tokens a row" + (", both sides together" if is_unit else "")]
+    for entry in classes:
+        bar = "█" * -(-longest * entry["rows"] // most)
+        lines.append(f"{entry['first']:>7}–{entry['last']:<7} {entry['rows']:>9,} {bar}".rstrip())
+    return lines
+
+
+def _figure_lines(data: dict[str, Any]) -> list[str]:
+    from unisono.text import one_line
+
+    lines = [f"format    {one_line(text)}" for text in data["formats"]]
+    lines.append(f"template  {one_line(data['template'])}")
+    for split in ("train", "eval"):
+        part = data[split]
+        if part:
+            lines.append(
+                f"{split:<9} {part['rows']:,} rows in {part['sequences']:,} sequences, {part['tokens']:,} tokens, "
+                f"{part['loss_tokens'] / part['tokens']:.1%} in the loss; longest row {part['longest_row']:,}"
+            )
+    return [*lines, f"cache     {'hit' if data['cache_hit'] else 'miss'}: {one_line(data['cache_reason'])}"]
+
+
+def _note_lines(found: dict[str, Any]) -> list[str]:
+    from unisono.text import one_line
+
+    return [
+        f"  {note['what']:<8} {one_line(note['file'])}:{note['line']}: {one_line(note['why'], limit=160)}"
+        for note in found["notes"]
+    ]
+
+
+def _ledger_lines(found: dict[str, Any]) -> list[str]:
+    from unisono.text import one_line
+
+    lines = []
+    for source in found["ledger"]["sources"]:
+        dropped = "".join(f", {n:,} dropped ({why})" for why, n in source["dropped"].items())
+        lines.append(
+            f"ledger    {one_line(source['path'])}: {source['rows']:,} rows = {source['used']:,} used{dropped}, {source['bad']:,} bad; "
+            f"of the used {source['cut']:,} cut ({source['tokens_cut']:,} tokens lost), {source['split']:,} split, {source['eval']:,} for evaluation"
+        )
+    lines += _note_lines(found)
+    rest = sum(found["data"]["ledger"][name] for name in ("bad", "dropped", "cut", "split")) - len(
+        found["notes"]
+    )
+    return lines + ([f"  and {rest:,} more: they are in the run's data.json"] if rest > 0 else [])

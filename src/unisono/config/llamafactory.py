@@ -10,8 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from unisono.config.llamafactory_checks import find_contradictions
-from unisono.config.llamafactory_keys import KEYS, Draft, Fate, Key, Values, convert
+from unisono.config.llamafactory_keys import KEYS, Draft, Fate, Key, Values, convert, find_contradictions
 from unisono.config.llamafactory_model import fill_data, fill_method, fill_model
 from unisono.config.llamafactory_training import fill_training
 from unisono.config.problems import find_secrets

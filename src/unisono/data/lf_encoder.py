@@ -15,9 +15,8 @@ from unisono.config.schema import SourceSection
 from unisono.data.encode import LossOn
 from unisono.data.formats import FormatName, all_text, refuse_surrogates
 from unisono.data.ingest import balance
-from unisono.data.lf_pieces import Ids, Pair, Pieces, PieceTokens, Writer
+from unisono.data.lf_pieces import Ids, Pair, Pieces, PieceTokens, Writer, local_day
 from unisono.data.lf_rows import read_exchange
-from unisono.data.lf_tools import local_day
 from unisono.data.rows import Example, Exchange, Message, RowError, Turn
 from unisono.data.template import ChatTemplate
 from unisono.data.template_limits import CHARACTERS

@@ -30,7 +30,7 @@ from unisono.child import loading_modules
 from unisono.config.lf_template import LF_VERSION, lf_name
 from unisono.config.schema import RunConfig
 from unisono.data.encode import ENCODER_VERSION
-from unisono.data.lf_tools import local_day
+from unisono.data.lf_pieces import local_day
 from unisono.data.rows import flat_total
 from unisono.data.sources import Source, find_sources
 from unisono.data.token_table import TokenTable

@@ -156,6 +156,12 @@ class TokenTable:
         """(rows,) int64: tokens of each row, over all sides."""
         return self.columns["length"]
 
+    def side_lengths(self, side: int) -> Ints:
+        """(rows,) int64: tokens of one side of each row."""
+        assert side < self.sides
+        stored = np.concatenate([np.diff(block.ends) for block in self.blocks])
+        return stored[self.columns["stored"] + side]
+
     def row_id(self, i: int) -> str:
         """The origin of a row: `train.jsonl:17`, or `train.parquet#17` for a file without lines."""
         name, by_line = self.files[int(self.columns["file"][i])]

@@ -7,7 +7,6 @@ from unisono.causes.verdict import Evidence, Verdict
 from unisono.diagnose.hypotheses import NARRATION, NO_FAILURE_FROM, Ranking, log_features, rank
 from unisono.diagnose.remedy import remedy
 from unisono.diagnose.report_terms import Feature
-from unisono.diagnose.rule_view import View, first_of_each, ranks_of
 from unisono.diagnose.rules_death import (
     find_cancelled,
     find_deaths,
@@ -29,7 +28,7 @@ from unisono.diagnose.rules_setup import (
     find_unshared,
     find_versions,
 )
-from unisono.diagnose.run_facts import Event, Hypothesis, RunFacts
+from unisono.diagnose.run_facts import Event, Hypothesis, RunFacts, View, first_of_each, ranks_of
 
 # fmt: off
 SPECIFIC: tuple[str, ...] = (

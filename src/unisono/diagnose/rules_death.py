@@ -3,9 +3,8 @@
 import re
 from itertools import pairwise
 
-from unisono.diagnose.rule_view import View, first_of_each, hosts_of, ranks_of
 from unisono.diagnose.rules_hang import LOST, WAITED, stalled
-from unisono.diagnose.run_facts import Event, Exit, Hypothesis
+from unisono.diagnose.run_facts import Event, Exit, Hypothesis, View, first_of_each, hosts_of, ranks_of
 
 _DEADLY = frozenset({-4, -7, -8, -9, -11})
 _SIGNALS = {-4: "SIGILL", -6: "SIGABRT", -7: "SIGBUS", -8: "SIGFPE", -9: "SIGKILL", -11: "SIGSEGV"}

@@ -2,8 +2,7 @@
 
 import re
 
-from unisono.diagnose.rule_view import View
-from unisono.diagnose.run_facts import Event, Hypothesis, Traceback
+from unisono.diagnose.run_facts import Event, Hypothesis, Traceback, View
 
 _NAN = re.compile(r"\bnan\b|returned nan|inf`", re.IGNORECASE)
 _STRONG = re.compile(r"train_runtime|train metrics|Do not forget to share")

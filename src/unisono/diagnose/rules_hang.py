@@ -3,8 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping
 
-from unisono.diagnose.rule_view import View, first_of_each
-from unisono.diagnose.run_facts import Collective, Event, Hypothesis
+from unisono.diagnose.run_facts import Collective, Event, Hypothesis, View, first_of_each
 
 NEAR_END_SHARE = 0.97
 NEAR_END_STEPS = 6

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from unisono.causes.catalogue import find_cause
 from unisono.diagnose.line_prefixes import split_prefix
 from unisono.diagnose.process_ends import exception_of
-from unisono.diagnose.rule_view import WRAPPERS, View, hosts_of, ranks_of
-from unisono.diagnose.run_facts import Event, Hypothesis, Traceback
+from unisono.diagnose.run_facts import WRAPPERS, Event, Hypothesis, Traceback, View, hosts_of, ranks_of
 
 # fmt: off
 ALIKE = frozenset({

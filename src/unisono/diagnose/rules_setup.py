@@ -3,9 +3,8 @@
 import re
 from collections import Counter, defaultdict
 
-from unisono.diagnose.rule_view import View, first_of_each, hosts_of
 from unisono.diagnose.rules_hang import WAITED, first_collectives, missing_ranks
-from unisono.diagnose.run_facts import Event, Hypothesis, Traceback
+from unisono.diagnose.run_facts import Event, Hypothesis, Traceback, View, first_of_each, hosts_of
 
 _LOOPBACK = ("127.", "localhost", "::1")
 

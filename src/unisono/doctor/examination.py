@@ -27,12 +27,11 @@ from unisono.doctor.device_checks import CHECKS as DEVICES_CHECKS
 from unisono.doctor.ladder_attempts import CATALOGUE as LADDER
 from unisono.doctor.ladder_attempts import CHECKS as LADDER_CHECKS
 from unisono.doctor.network_checks import CHECKS as NETWORK_CHECKS
+from unisono.doctor.network_checks import SETTINGS, SETTINGS_CHECKS
 from unisono.doctor.network_rules import CATALOGUE as NETWORK
 from unisono.doctor.node_comparison import CATALOGUE as PEERS
 from unisono.doctor.node_comparison import compare_nodes, disagreement_findings
 from unisono.doctor.node_trials import CATALOGUE as BETWEEN
-from unisono.doctor.settings_checks import CATALOGUE as SETTINGS
-from unisono.doctor.settings_checks import CHECKS as SETTINGS_CHECKS
 from unisono.doctor.system_checks import CATALOGUE as SYSTEM
 from unisono.doctor.system_checks import CHECKS as SYSTEM_CHECKS
 from unisono.errors import Disagreed, UnisonoError

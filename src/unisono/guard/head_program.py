@@ -17,7 +17,6 @@ from unisono.errors import Disagreed
 from unisono.events import Show, notify
 from unisono.facts import Probes, all_variables, read_environment, read_machine, take_token
 from unisono.facts.nvidia import KernelLine, read_kernel_log
-from unisono.guard.border_directory import FolderWatch, ProgramDir, run_dir
 from unisono.guard.local_program import LocalProgram, refuse_missing_program
 from unisono.guard.member_program import run_as_member
 from unisono.guard.program_end import (
@@ -37,7 +36,7 @@ from unisono.guard.program_meeting import (
     remote_run,
 )
 from unisono.guard.program_request import RunRequest, RunShape, refuse_launcher
-from unisono.guard.program_start import Diagnose, ProgramStart
+from unisono.guard.program_start import Diagnose, FolderWatch, ProgramDir, ProgramStart, run_dir
 from unisono.guard.program_supervisor import ProgramSupervisor
 from unisono.plan import NodePlace
 from unisono.rendezvous.head_address import refusals_reported

@@ -9,10 +9,9 @@ from typing import Any
 from unisono.causes import Verdict, find_cause
 from unisono.control.events import Left, NodeMessage
 from unisono.events import Message, Show
-from unisono.guard.border_directory import is_head_directory
 from unisono.guard.local_program import LocalProgram
 from unisono.guard.program_end import exit_code_of_program
-from unisono.guard.program_start import ProgramStart
+from unisono.guard.program_start import ProgramStart, is_head_directory
 from unisono.launch.run_records import writing_for_head
 from unisono.rendezvous.member_side import MemberSide, join_meeting
 from unisono.rendezvous.party import Party

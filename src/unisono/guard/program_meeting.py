@@ -11,11 +11,10 @@ from pathlib import Path
 from unisono.agree.compare import keyed_arguments
 from unisono.agree.reports import Interface, Limits, NodeReport, OutputFacts
 from unisono.events import Show
-from unisono.facts import Environment, Machine, Probes
+from unisono.facts import Environment, Machine, Probes, SystemClock
 from unisono.facts.environment import code_digests, decisive_versions, read_nccl_files, versions_digest
 from unisono.facts.limits import read_limits
 from unisono.facts.network import NetworkProbe
-from unisono.facts.probes import SystemClock
 from unisono.guard.command import Command, comparable, read_command
 from unisono.guard.program_request import RunRequest, RunShape, read_shape
 from unisono.launch.node_report import reported_device

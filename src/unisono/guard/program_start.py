@@ -1,9 +1,14 @@
 """State of one start of `unisono run` on this node: its place in the job, its directory with its records, and the program."""
 
 import contextlib
+import fcntl
 import os
+import secrets
+import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,20 +16,218 @@ from typing import Any
 from unisono.agree.agreement import Agreement
 from unisono.agree.reports import NodeReport
 from unisono.causes import Verdict
+from unisono.errors import UsageError
 from unisono.events import Show, notify
 from unisono.facts import Environment, Machine, Probes
-from unisono.files import write_json
-from unisono.guard.border_directory import ProgramDir, border, program_outcome
+from unisono.facts.path_monitor import Identity, PathMonitor, identity_of
+from unisono.files import make_private_dir, read_object, write_json
 from unisono.guard.local_program import LocalProgram, Program
 from unisono.guard.program_end import SignalQueue
 from unisono.guard.program_meeting import make_report
 from unisono.guard.program_ranks import ProgramRanks
 from unisono.guard.program_request import RunRequest, RunShape, build_environment
-from unisono.integrations.border import ENDS_WITH_FRONT, Guard
+from unisono.integrations.border import ENDS_WITH_FRONT, HELD, Guard
 from unisono.plan import NodePlace
 from unisono.rendezvous.party import ChannelFacts
-from unisono.rundir.lock import RunLock
-from unisono.rundir.records import RunResult, set_verdict, write_result
+from unisono.rundir import RunDir
+from unisono.rundir.lock import LockTaken, RunLock
+from unisono.rundir.records import Outcome, RunResult, outcome_of, set_verdict, write_result
+
+_MEMORY = Path("/dev/shm")  # noqa: S108 - holds a folder with mode 0700 and an unguessable name
+
+
+class ProgramDir(RunDir):
+    """A run's directory with one log per node for the program's whole output."""
+
+    def log(self, host: str, rank: int) -> Path:
+        """The log of the program's output on that node."""
+        del rank
+        return self.root / "logs" / f"{host}-program.log"
+
+
+def border_folder() -> tuple[Path, int]:
+    """A new private folder in memory, and the file descriptor that locks it; without /dev/shm, among temporary files.
+
+    The folder is in use as long as the descriptor is open, or that of the subreaper.
+    """
+    base = _MEMORY if os.access(_MEMORY, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
+    _remove_left(base)
+    while True:
+        folder = base / f"unisono-{os.getuid()}-{secrets.token_hex(8)}"
+        folder.mkdir(mode=0o700)
+        held = os.open(folder / HELD, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(held, fcntl.LOCK_SH)
+        if (folder / HELD).exists():
+            return folder, held
+        os.close(held)  # before the lock, a different front removed it as unused
+
+
+@contextmanager
+def border() -> Iterator[Path]:
+    """A border folder, removed on exit. The subreaper removes it too, so a front that is killed leaves none."""
+    folder, held = border_folder()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(held)
+
+
+def _remove_left(base: Path) -> None:
+    """Removes folders of fronts that were killed together with their subreapers, e.g. when a container ends."""
+    for folder in base.glob(f"unisono-{os.getuid()}-*"):
+        with contextlib.suppress(OSError):  # in use, being made, or of a version without locks
+            held = os.open(folder / HELD, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(held)
+
+
+def run_dir(output_dir: str, *, is_head: bool, host: str, port: int = 0) -> tuple[ProgramDir, RunLock]:
+    """Makes the run's directory; gives it with its lock, which the head holds from now on.
+
+    Args:
+        output_dir: as typed; empty: `runs/run-<UTC time>-<pid>`.
+        is_head: whether this is node 0; other nodes may find files of node 0 there.
+        host: this node's name.
+        port: on which the head meets the other nodes; 0 for one node.
+
+    Raises:
+        UsageError: if it is not empty, a living run holds it, or it cannot be made.
+    """
+    name = output_dir or f"runs/run-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}"
+    path = Path(name).expanduser().absolute()
+    run = ProgramDir(path)
+    lock = RunLock(run.lock)
+    try:
+        if is_head:
+            if not run.lock.exists():  # else the error about its holder is more helpful
+                _refuse_used(run)
+            lock.acquire(host, os.getpid(), port=port)
+            _refuse_used(run)  # two simultaneous starts may both have found it empty
+        make_private_dir(run.log("", 0).parent)
+    except UsageError:
+        lock.release()
+        raise
+    except OSError as error:
+        lock.release()
+        raise UsageError.of(
+            f"{path} cannot be made: {error.strerror}",
+            where="--output-dir",
+            fix="pass a different --output-dir",
+        ) from error
+    return run, lock
+
+
+def _refuse_used(run: ProgramDir) -> None:
+    """Refuses a directory in use. On a shared disk, a different node of the same job may already have made its folder of logs."""
+    path, logs = run.root, run.log("", 0).parent
+    if not path.exists() or (
+        path.is_dir() and all(_is_of_this_start(one, run, logs) for one in path.iterdir())
+    ):
+        return
+    raise UsageError.of(
+        f"{path} exists and is not empty",
+        where="--output-dir",
+        why="files of an earlier run are not overwritten",
+        fix="pass a different --output-dir, or none: then each run gets a new directory below runs/",
+    )
+
+
+def _is_of_this_start(one: Path, run: ProgramDir, logs: Path) -> bool:
+    return one == run.lock or (one == logs and one.is_dir() and not any(one.iterdir()))
+
+
+class FolderWatch:
+    """Notices that the head's directory is removed, renamed or replaced while the program runs, and makes it again.
+
+    Attributes:
+        is_lost: whether a different directory or start has its place: then nothing more is written there.
+    """
+
+    def __init__(self, run: ProgramDir, lock: RunLock, show: Show, write_plan: Callable[[], object]) -> None:
+        """Starts to watch.
+
+        Args:
+            run: the directory.
+            lock: of the directory, held.
+            show: gets warnings.
+            write_plan: writes the files that precede the program's start.
+        """
+        self.is_lost = False
+        self._run, self._lock, self._show, self._write_plan = run, lock, show, write_plan
+        self._root = identity_of(run.root)
+        self._watch = PathMonitor((run.root, run.lock))
+
+    def look(self) -> None:
+        """Handles changes since the last call. Never waits if there are none."""
+        found = self._watch.poll()
+        if found is not None and not self.is_lost:
+            self._judge(found[0].identity, found[0].now_at)
+
+    def settle(self) -> None:
+        """The last check, before the result is written."""
+        self._watch.close()
+        with contextlib.suppress(OSError):  # writing the result will fail too
+            if not self.is_lost:
+                self._judge(identity_of(self._run.root), None)
+
+    def _judge(self, root: Identity | None, now_at: str | None) -> None:
+        path = self._run.root
+        what = f"{path} was {f'renamed to {now_at}' if now_at else 'removed'} while the program runs"
+        try:
+            if root is None:
+                path.mkdir(mode=0o700, parents=True)
+                self._make_whole(f"{what}: it is created again, with the program's log")
+            elif root != self._root and not self._lock.names_us():
+                self._lose(
+                    f"{path} was replaced by a different directory: the log and the result of this run are not written there"
+                )
+            elif not self._lock.is_in_place():
+                self._make_whole(
+                    f"{self._run.lock} was removed while the program runs: the directory is locked again"
+                )
+        except LockTaken as taken:
+            self._lose(f"{what}, and a different start has taken its place: {taken.holder}")
+        except OSError as error:
+            self._lose(f"{what}, and cannot be created again: {error.strerror} ({error.filename})")
+
+    def _make_whole(self, what: str) -> None:
+        self._lock.keep()
+        make_private_dir(self._run.log("", 0).parent)
+        self._root = identity_of(self._run.root)
+        if not self._run.plan.exists():
+            self._write_plan()
+        self._watch.close()
+        self._watch = PathMonitor((self._run.root, self._run.lock))
+        self._warn(what)
+
+    def _lose(self, what: str) -> None:
+        self.is_lost = True
+        self._warn(what)
+
+    def _warn(self, what: str) -> None:
+        fix = "stop a run first (Ctrl-C), then remove or rename its directory"
+        self._show(
+            {"kind": "warning", "time": time.time(), "code": "output_removed", "text": what, "fix": fix}
+        )
+
+
+def is_head_directory(run: ProgramDir, run_id: str) -> bool:
+    """Whether this node's directory is the head's, which then alone writes the files that exist once."""
+    return read_object(run.plan).get("run_id") == run_id
+
+
+def program_outcome(exit_code: int, verdict: Verdict | None, *, stopped: str = "") -> Outcome:
+    """The outcome in result.json. A program's own exit codes have no fixed meaning."""
+    if verdict is not None:
+        return outcome_of(exit_code)
+    if stopped:
+        return "interrupted" if stopped == "SIGINT" else "preempted"
+    return "completed" if exit_code == 0 else "failed"
+
 
 Diagnose = Callable[[Path], Verdict | None]
 """Finds the cause in a log; None if it finds none."""

@@ -267,7 +267,7 @@ class Subreaper:
 
 
 def _hold(folder: str) -> int | None:
-    """Locks the border's folder, like unisono.guard.border_directory: until this process ends, no other front removes it as unused."""
+    """Locks the border's folder, like unisono.guard.program_start: until this process ends, no other front removes it as unused."""
     if not folder:
         return None
     try:

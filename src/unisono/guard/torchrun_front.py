@@ -19,7 +19,6 @@ from unisono.agree.reports import NodeReport
 from unisono.errors import Disagreed, UnisonoError
 from unisono.events import Message, notify
 from unisono.facts import Probes, read_environment, read_machine, take_token
-from unisono.guard.border_directory import ProgramDir, border
 from unisono.guard.command import Job, read_command
 from unisono.guard.local_program import LocalProgram
 from unisono.guard.member_program import MemberProgram
@@ -27,6 +26,7 @@ from unisono.guard.program_end import SignalQueue
 from unisono.guard.program_meeting import make_report
 from unisono.guard.program_ranks import ProgramRanks
 from unisono.guard.program_request import RunRequest, RunShape
+from unisono.guard.program_start import ProgramDir, border
 from unisono.guard.program_supervisor import ProgramSupervisor
 from unisono.integrations.border import Guard
 from unisono.plan import NodePlace

@@ -2,27 +2,31 @@
 
 from dataclasses import dataclass
 
-import torch
-
 from unisono.config.preference import PreferenceSection
 from unisono.model.forward import Forward
 from unisono.objectives.losses import dpo_losses
-from unisono.objectives.objective import PAIR_METRICS, Counts, Micro, Part, answers_of, means, pair_sums
+from unisono.objectives.objective import (
+    BOTH,
+    PAIR_METRICS,
+    Counts,
+    Micro,
+    Objective,
+    Part,
+    answers_of,
+    pair_sums,
+)
+
+_ROUNDING = 2.0**-20  # of a sum of float32, relative: eight units in the last place
 
 
 @dataclass(frozen=True)
-class Dpo:
+class Dpo(Objective):
     """DPO with the losses sigmoid, hinge and ipo. A reward is β times the log-ratio of model and reference."""
 
     settings: PreferenceSection
-    metrics: tuple[str, ...] = PAIR_METRICS
-    sides: tuple[int, ...] = (0, 1)
-    first_sides: tuple[int, ...] = ()
-    uses_reference: bool = True
-
-    def first(self, forward: Forward, micro: Micro) -> torch.Tensor:
-        """Not needed."""
-        raise NotImplementedError
+    metrics = PAIR_METRICS
+    sides = BOTH
+    uses_reference = True
 
     def loss(self, forward: Forward, micro: Micro, *, counts: Counts, known: float = 0.0) -> Part:
         """The micro batch's part of the loss."""
@@ -38,9 +42,7 @@ class Dpo:
         )
         if section.sft_weight:
             losses = losses - section.sft_weight * answers.chosen / answers.chosen_tokens
-        return Part(losses.sum() / counts.units, pair_sums(*rewards, answers.chosen, answers.rejected))
-
-    def figures(self, sums: list[float], *, known: float = 0.0) -> dict[str, float]:
-        """The means over pairs."""
-        del known
-        return means(self.metrics, sums)
+        # Before the first step the rewards are equal. The rounding of log-probabilities, which depends on the micro batch, must not decide.
+        rounding = section.beta * _ROUNDING * (answers.chosen + answers.rejected).detach().abs()
+        sums = pair_sums(*rewards, answers.chosen, answers.rejected, rounding=rounding)
+        return Part(losses.sum() / counts.units, sums)

@@ -7,18 +7,17 @@ import torch
 from unisono.config.preference import PreferenceSection
 from unisono.model.forward import Forward
 from unisono.objectives.losses import kto_losses
-from unisono.objectives.objective import Counts, Micro, Part, means, sums_of
+from unisono.objectives.objective import Counts, Micro, Objective, Part, sums_of
 
 
 @dataclass(frozen=True)
-class Kto:
+class Kto(Objective):
     """KTO. The divergence from the reference is estimated over the global batch, from prompts with the answers of other rows."""
 
     settings: PreferenceSection
-    metrics: tuple[str, ...] = ("rewards_chosen", "rewards_rejected", "logps_chosen", "logps_rejected")
-    sides: tuple[int, ...] = (0,)
-    first_sides: tuple[int, ...] = (1,)
-    uses_reference: bool = True
+    metrics = ("rewards_chosen", "rewards_rejected", "logps_chosen", "logps_rejected")
+    first_sides = (1,)
+    uses_reference = True
 
     def first(self, forward: Forward, micro: Micro) -> torch.Tensor:
         """Σ of the log-ratios of the mismatched answers."""
@@ -49,7 +48,7 @@ class Kto:
 
     def figures(self, sums: list[float], *, known: float = 0.0) -> dict[str, float]:
         """Means over the desirable and over the other answers, the difference of their rewards, and the estimate of the divergence."""
-        found = means(self.metrics, sums)
+        found = super().figures(sums)
         if "rewards_chosen" in found and "rewards_rejected" in found:
             found["reward_margin"] = found["rewards_chosen"] - found["rewards_rejected"]
         return {**found, "kl": max(known, 0.0)}

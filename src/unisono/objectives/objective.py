@@ -8,18 +8,24 @@ What the seam can carry without a change of the loop:
 
 - Other weights of tokens (DFT, in `sft`): `Forward.log_probs` gives each loss token's log-probability with its gradient.
 - Terms that need a figure of the whole global batch first, without gradient (the divergence of KTO): `first_sides` and `first`.
-- Values that another model gave for each unit, computed once and stored (`Micro.reference`): log-probabilities of a reference. Distillation
-  from stored log-probabilities is an objective whose stored values are those of the teacher.
-- Rows that are generated (GRPO): their log-probabilities at the time of generation are such stored values, and their advantages are part
-  of the micro batch as labels are; only the source of the rows is new, and it belongs to data, not to the loop.
+- Numbers that another model gave for each unit, computed once and stored: `Micro.reference`, the log-probabilities of a reference.
+- Distillation from stored log-probabilities: an objective whose stored numbers are those of the teacher. Of a sequence's log-probability
+  they are two numbers for each unit, as here. Of single tokens they are one row for each loss token: `train.run.load_units`, which selects
+  the numbers of a micro batch, then selects by tokens; the loop only passes them.
+- Rows that are generated (GRPO): their log-probabilities at the time of generation are such stored numbers, and their advantages are a
+  column of the table, as `labels` are. Only the source of the rows is new, and it belongs to data, not to the loop.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar
 
 import torch
 
 from unisono.model.forward import Forward, Rows
+
+BOTH = (0, 1)
+"""The sides of a pair: chosen, rejected."""
 
 PAIR_METRICS = (
     "rewards_chosen",
@@ -77,33 +83,30 @@ class Part:
     sums: torch.Tensor
 
 
-class Objective(Protocol):
-    """What a run minimizes."""
+class Objective(ABC):
+    """What a run minimizes. Instances hold settings only, and are immutable.
 
-    @property
-    def metrics(self) -> tuple[str, ...]:
-        """Names of the metrics that `loss` gives sums of."""
-        ...
+    Attributes:
+        metrics: names of the metrics that `loss` gives sums of.
+        sides: the sides of a unit that `loss` needs.
+        first_sides: the sides of a unit that `first` needs; empty if the loss needs no figure of the global batch.
+        uses_reference: whether it compares with a reference model.
+    """
 
-    @property
-    def sides(self) -> tuple[int, ...]:
-        """The sides of a unit that `loss` needs."""
-        ...
-
-    @property
-    def first_sides(self) -> tuple[int, ...]:
-        """The sides of a unit that `first` needs; empty if the loss needs no figure of the global batch."""
-        ...
-
-    @property
-    def uses_reference(self) -> bool:
-        """Whether it compares with a reference model."""
-        ...
+    metrics: ClassVar[tuple[str, ...]] = ()
+    sides: ClassVar[tuple[int, ...]] = (0,)
+    first_sides: ClassVar[tuple[int, ...]] = ()
+    uses_reference: ClassVar[bool] = False
 
     def first(self, forward: Forward, micro: Micro) -> torch.Tensor:
-        """A float32 scalar; its sum over the units of the global batch, divided by their number, is `known` in `loss`."""
-        ...
+        """A float32 scalar; its sum over the units of the global batch, divided by their number, is `known` in `loss`.
 
+        Called only with `first_sides`, without gradient and dropout.
+        """
+        del forward
+        return torch.zeros((), device=micro.rows.input_ids.device)
+
+    @abstractmethod
     def loss(self, forward: Forward, micro: Micro, *, counts: Counts, known: float = 0.0) -> Part:
         """The micro batch's part of the loss.
 
@@ -113,17 +116,12 @@ class Objective(Protocol):
             counts: of the global batch.
             known: the mean over the units of the global batch of what `first` gives.
         """
-        ...
 
     def figures(self, sums: list[float], *, known: float = 0.0) -> dict[str, float]:
-        """The metrics of a batch, from the sums over all ranks; one without meaning is absent."""
-        ...
-
-
-def means(names: tuple[str, ...], sums: list[float]) -> dict[str, float]:
-    """The means over units; one that no unit has a value for is absent."""
-    pairs = zip(names, sums[::2], sums[1::2], strict=True)
-    return {name: total / number for name, total, number in pairs if number}
+        """The metrics of a batch, from the sums over all ranks: means over units; one that no unit has a value for is absent."""
+        del known
+        each = zip(self.metrics, sums[::2], sums[1::2], strict=True)
+        return {name: total / number for name, total, number in each if number}
 
 
 def sums_of(*values: torch.Tensor) -> torch.Tensor:
@@ -138,17 +136,21 @@ def sums_of(*values: torch.Tensor) -> torch.Tensor:
 
 
 def pair_sums(
-    chosen: torch.Tensor, rejected: torch.Tensor, logps_chosen: torch.Tensor, logps_rejected: torch.Tensor
+    chosen: torch.Tensor,
+    rejected: torch.Tensor,
+    logps_chosen: torch.Tensor,
+    logps_rejected: torch.Tensor,
+    *,
+    rounding: torch.Tensor | float = 0.0,
 ) -> torch.Tensor:
-    """The sums of PAIR_METRICS from rewards and log-probabilities, (U,) each."""
-    return sums_of(
-        chosen, rejected, chosen - rejected, accurate(chosen - rejected), logps_chosen, logps_rejected
-    )
+    """The sums of PAIR_METRICS from rewards and log-probabilities, (U,) each; rewards are equal if they differ by `rounding` at most."""
+    margin = chosen - rejected
+    return sums_of(chosen, rejected, margin, accurate(margin, rounding), logps_chosen, logps_rejected)
 
 
-def accurate(margin: torch.Tensor) -> torch.Tensor:
+def accurate(margin: torch.Tensor, rounding: torch.Tensor | float = 0.0) -> torch.Tensor:
     """(U,): 1 where the chosen reward is higher, 0 where it is lower, and ½ where both are equal, e.g. before the first step."""
-    return (margin.sign() + 1) / 2
+    return torch.where(margin.abs() > rounding, (margin.sign() + 1) / 2, 0.5)
 
 
 @dataclass(frozen=True)

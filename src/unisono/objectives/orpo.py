@@ -11,22 +11,16 @@ import torch
 from unisono.config.preference import PreferenceSection
 from unisono.model.forward import Forward, Rows
 from unisono.objectives.losses import orpo_losses
-from unisono.objectives.objective import PAIR_METRICS, Counts, Micro, Part, means, pair_sums
+from unisono.objectives.objective import BOTH, PAIR_METRICS, Counts, Micro, Objective, Part, pair_sums
 
 
 @dataclass(frozen=True)
-class Orpo:
+class Orpo(Objective):
     """ORPO. A reward is β times the mean log-probability of an answer's tokens."""
 
     settings: PreferenceSection
-    metrics: tuple[str, ...] = PAIR_METRICS
-    sides: tuple[int, ...] = (0, 1)
-    first_sides: tuple[int, ...] = ()
-    uses_reference: bool = False
-
-    def first(self, forward: Forward, micro: Micro) -> torch.Tensor:
-        """Not needed."""
-        raise NotImplementedError
+    metrics = PAIR_METRICS
+    sides = BOTH
 
     def loss(self, forward: Forward, micro: Micro, *, counts: Counts, known: float = 0.0) -> Part:
         """The micro batch's part of the loss."""
@@ -44,11 +38,6 @@ class Orpo:
         loss = cross_entropy / (counts.first_tokens - counts.units) + losses.sum() / counts.units
         rewards = section.beta * chosen.detach(), section.beta * rejected.detach()
         return Part(loss, pair_sums(*rewards, chosen, rejected))
-
-    def figures(self, sums: list[float], *, known: float = 0.0) -> dict[str, float]:
-        """The means over pairs."""
-        del known
-        return means(self.metrics, sums)
 
 
 def _with_prompts(rows: Rows) -> Rows:

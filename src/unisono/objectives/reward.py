@@ -2,25 +2,17 @@
 
 from dataclasses import dataclass
 
-import torch
-
 from unisono.model.forward import Forward
 from unisono.objectives.losses import reward_losses
-from unisono.objectives.objective import PAIR_METRICS, Counts, Micro, Part, accurate, means, sums_of
+from unisono.objectives.objective import BOTH, PAIR_METRICS, Counts, Micro, Objective, Part, accurate, sums_of
 
 
 @dataclass(frozen=True)
-class Reward:
+class Reward(Objective):
     """A reward is the value at the last token of a row."""
 
-    metrics: tuple[str, ...] = PAIR_METRICS[:4]
-    sides: tuple[int, ...] = (0, 1)
-    first_sides: tuple[int, ...] = ()
-    uses_reference: bool = False
-
-    def first(self, forward: Forward, micro: Micro) -> torch.Tensor:
-        """Not needed."""
-        raise NotImplementedError
+    metrics = PAIR_METRICS[:4]
+    sides = BOTH
 
     def loss(self, forward: Forward, micro: Micro, *, counts: Counts, known: float = 0.0) -> Part:
         """The micro batch's part of the loss."""
@@ -29,8 +21,3 @@ class Reward:
         margin = chosen - rejected
         sums = sums_of(chosen, rejected, margin, accurate(margin))
         return Part(reward_losses(chosen, rejected).sum() / counts.units, sums)
-
-    def figures(self, sums: list[float], *, known: float = 0.0) -> dict[str, float]:
-        """The means over pairs."""
-        del known
-        return means(self.metrics, sums)

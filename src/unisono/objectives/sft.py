@@ -2,15 +2,13 @@
 
 from dataclasses import dataclass
 
-import torch
-
 from unisono.model.forward import Forward
 from unisono.objectives.losses import dft_losses
-from unisono.objectives.objective import Counts, Micro, Part
+from unisono.objectives.objective import Counts, Micro, Objective, Part
 
 
 @dataclass(frozen=True)
-class TokenObjective:
+class TokenObjective(Objective):
     """The mean cross entropy of the loss tokens.
 
     Attributes:
@@ -20,14 +18,6 @@ class TokenObjective:
 
     smoothing: float = 0.0
     dft: bool = False
-    metrics: tuple[str, ...] = ()
-    sides: tuple[int, ...] = (0,)
-    first_sides: tuple[int, ...] = ()
-    uses_reference: bool = False
-
-    def first(self, forward: Forward, micro: Micro) -> torch.Tensor:
-        """Not needed."""
-        raise NotImplementedError
 
     def loss(self, forward: Forward, micro: Micro, *, counts: Counts, known: float = 0.0) -> Part:
         """The micro batch's part of the loss; in evaluation mode the plain cross entropy."""
@@ -39,8 +29,3 @@ class TokenObjective:
             smoothing = self.smoothing if training else 0.0
             loss = forward.loss(micro.rows, count=counts.loss_tokens, smoothing=smoothing)
         return Part(loss, loss.new_zeros(0))
-
-    def figures(self, sums: list[float], *, known: float = 0.0) -> dict[str, float]:
-        """None."""
-        del sums, known
-        return {}

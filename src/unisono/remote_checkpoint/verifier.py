@@ -18,7 +18,7 @@ from unisono.checkpoint.store import CheckpointStore
 from unisono.checkpoint.verify import Reading, read_manifest, read_through
 from unisono.errors import UnisonoError
 from unisono.events import Message
-from unisono.facts.probes import Clock, SystemClock
+from unisono.facts import Clock, SystemClock
 from unisono.facts.storage import responds
 from unisono.text import one_line
 

@@ -18,7 +18,7 @@ TASKS = {
     "generate": ("generation", "run_generate"),
     "chat": ("generation", "run_chat"),
     "eval": ("evaluate", "run"),
-    "predict": ("predict", "run"),
+    "predict": ("evaluate", "run_predict"),
     "export": ("export", "run"),
     "storage": ("fsspec_storage", "run"),
     "rehearsed": ("read_back", "run"),

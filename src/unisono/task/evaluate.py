@@ -1,15 +1,10 @@
-"""The task `eval`: loss and perplexity over the loss tokens of a file's rows, and scores of generated answers.
-
-Request: target, step (or null), data (file), limit (or null), each (whether `rows` is wanted), cache_dir. The rows are prepared as in
-training, with the settings of the run if the target is one. Result: description, figures, ledger, formats, rows (one for each answer).
-
-Of a run with a preference objective, and of a reward model, the figures are the objective's loss and metrics, and `rows` has one entry for
-each pair or rated answer.
-"""
+"""The tasks `eval` (loss, perplexity and scores of a file's rows) and `predict` (answers to the rows of a LLaMA-Factory file with `do_predict`, and how close they are)."""
 
 import contextlib
 import glob
+import json
 import math
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,16 +16,17 @@ from unisono.config.schema import DataSection, ModelSection, RunConfig
 from unisono.data.token_table import TokenTable
 from unisono.errors import DataError
 from unisono.events import Reporter
+from unisono.files import write_json, write_text
 from unisono.inputs import expand, fault_of
 from unisono.model.directory import locate_model, locate_tokenizer
 from unisono.model.forward import Forward, choose_forward
-from unisono.model.generate import generate
+from unisono.model.generate import Sampling, generate
 from unisono.model.load import DTYPES, LoadedModel, load_base, load_for_training
 from unisono.objectives import objective_of
 from unisono.task import data_tasks
 from unisono.task.inference import InferenceModel, decode, open_requested
 from unisono.text import plain
-from unisono.train.evaluation import Question, bleu, exact_match, question_of, rouge_l
+from unisono.train.evaluation import Question, bleu, exact_match, question_of, rouge_l, similarity
 from unisono.train.run import counts_of, load_micro, seed_torch
 
 _TOKENS = 8_192  # per forward
@@ -304,3 +300,105 @@ def answer_all(opened: InferenceModel, questions: Sequence[Question], report: Re
 def text_of(opened: InferenceModel, ids: Sequence[int]) -> str:
     """The text of an answer in the form that scores compare."""
     return plain(decode(opened.tokenizer, ids)).strip()
+
+
+PREDICTIONS, RESULTS = "generated_predictions.jsonl", "predict_results.json"
+
+
+def run_predict(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
+    """Answers all rows, and writes both files.
+
+    Raises:
+        DataError: if no row has a question and an answer.
+        UnfitError: if the files cannot be written.
+    """
+    config = RunConfig.model_validate(request["config"])
+    body = {
+        "config": config.model_dump(mode="json", by_alias=True),
+        "cache_dir": request["cache_dir"],
+        "output_dir": None,
+    }
+    prepared = data_tasks.prepare(body, report)["data"]
+    table = TokenTable.open(Path(prepared["cache_dir"]), "train")
+    questions = [question for row in range(table.rows) if (question := question_of(table, row)) is not None]
+    if not questions:
+        raise DataError.of(
+            "no row has a question and an answer",
+            where="eval_dataset",
+            why="the rows count in the loss as a whole",
+            fix="use rows with a prompt and a response",
+        )
+    opened = open_requested(request, report)
+    started = time.monotonic()
+    sampling = request["generation"]
+    answers = _answers(opened, questions, sampling, report)
+    seconds = time.monotonic() - started
+    rows = _rows(opened.tokenizer, questions, answers, skip_special=sampling["skip_special_tokens"])
+    out = Path(request["out"])
+    out.mkdir(parents=True, exist_ok=True)
+    write_text(out / PREDICTIONS, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    report.phase("score", "comparing answers with references")
+    figures = _figures(rows, seconds=seconds)
+    write_json(out / RESULTS, figures)
+    return {
+        "description": opened.target.description,
+        "out": str(out),
+        "files": [PREDICTIONS, RESULTS],
+        "rows": len(rows),
+        "figures": figures,
+        "ledger": prepared["ledger"],
+    }
+
+
+def _answers(
+    opened: InferenceModel, questions: Sequence[Question], sampling: dict[str, Any], report: Reporter
+) -> list[list[int]]:
+    """The tokens of each answer; questions that leave less room in the context get shorter answers, in batches of their own."""
+    room = [min(sampling["max_tokens"], opened.context - len(question.prompt)) for question in questions]
+    stops = opened.stops(opened.template)
+    answers: list[list[int]] = [[] for _ in questions]
+    with opened.ready() as model:
+        for limit in sorted({length for length in room if length > 0}, reverse=True):
+            places = [i for i, length in enumerate(room) if length == limit]
+            found = generate(
+                model,
+                [questions[i].prompt for i in places],
+                max_new_tokens=limit,
+                stop_ids=stops,
+                pad_id=opened.pad_id,
+                sampling=Sampling.of(sampling),
+                on_answers=lambda done: report.phase(
+                    "generate", "answering", done=done, total=len(questions)
+                ),
+            )
+            for place, answer in zip(places, found, strict=True):
+                answers[place] = answer
+    return answers
+
+
+def _rows(
+    tokenizer: Any, questions: Sequence[Question], answers: Sequence[list[int]], *, skip_special: bool
+) -> list[dict[str, str]]:
+    def text(ids: Sequence[int], *, skip: bool) -> str:
+        decoded: str = tokenizer.decode(
+            list(ids), skip_special_tokens=skip, clean_up_tokenization_spaces=False
+        )
+        return decoded
+
+    return [
+        {
+            "prompt": text(question.prompt, skip=False),
+            "predict": text(answer, skip=skip_special),
+            "label": text(question.answer, skip=skip_special),
+        }
+        for question, answer in zip(questions, answers, strict=True)
+    ]
+
+
+def _figures(rows: list[dict[str, str]], *, seconds: float) -> dict[str, float]:
+    """The scores, and the speed, under the names of LLaMA-Factory's file."""
+    scores = similarity([(row["predict"], row["label"]) for row in rows])
+    return {f"predict_{name}": round(value, 4) for name, value in scores.items()} | {
+        "predict_runtime": round(seconds, 4),
+        "predict_samples_per_second": round(len(rows) / seconds, 3),
+    }

@@ -4,11 +4,12 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from unisono.config.lf_template import lf_template_of, stop_ids
@@ -18,7 +19,7 @@ from unisono.objectives.objective import Counts
 from unisono.text import plain
 from unisono.train import faults
 from unisono.train.front_io import flags_of, outcome_of
-from unisono.train.run import Run, counts_of, load_micro
+from unisono.train.run import EvaluationBatches, Run, counts_of, load_micro
 
 _AGREE_EVERY_TOKENS = 8
 _REPORT_EVERY_S = 2.0  # a short evaluation reports its result only
@@ -32,33 +33,45 @@ def evaluate_rows(run: Run) -> dict[str, float] | None:
     table, groups, objective = run.eval_table, run.evaluation, run.objective
     if table is None or groups is None:
         return None
-    run.beats.enter("evaluate", total=table.sequences)
     counts = counts_of(table, range(table.sequences))
-    totals = np.zeros(1 + 2 * len(objective.metrics))
+    known = 0.0
     with torch.no_grad(), evaluating(run):
-        known = (
-            first_mean(run, table, list(groups.rounds()), units=counts.units)
-            if objective.first_sides
-            else 0.0
-        )
-        done, reported = 0, time.monotonic()
-        for group in groups.rounds():
-            # All ranks take part in each sum, also those without a group in the last round.
-            faults.pause(run.plan, run.group.rank, run.state.step, "evaluate")
-            part = [*evaluation_part(run, group, counts=counts, known=known), *flags_of(run.stop.outcome)]
-            summed = torch.tensor(part, dtype=torch.float64, device=run.device)
-            run.group.sum(summed)
-            found = run.group.figures(summed)
-            totals += found[:-2]
-            run.agreed_stop = outcome_of(found[-2:])
-            if run.stopping:  # an evaluation is not worth the grace period; the caller drops it
+        if objective.first_sides:
+            first = _summed(run, groups, lambda group: [first_sum(run, table, [group])])
+            if first is None:
                 return None
-            done = min(done + groups.micro_batch * groups.world_size, table.sequences)
-            run.beats.enter("evaluate", done=done, total=table.sequences)
-            if time.monotonic() - reported > _REPORT_EVERY_S:
-                reported = time.monotonic()
-                run.report.phase("evaluate", "evaluating", done=done, total=table.sequences)
+            known = float(first[0]) / counts.units
+        totals = _summed(run, groups, lambda group: evaluation_part(run, group, counts=counts, known=known))
+    if totals is None:
+        return None
     return {"loss": float(totals[0]), **objective.figures(totals[1:].tolist(), known=known)}
+
+
+def _summed(
+    run: Run, groups: EvaluationBatches, part_of: Callable[[list[int]], list[float]]
+) -> npt.NDArray[np.float64] | None:
+    """The sum of the parts of all groups of all ranks, float64; None after a stop request. All ranks must call it."""
+    sequences = groups.table.sequences
+    run.beats.enter("evaluate", total=sequences)
+    total = np.zeros(())
+    done, reported = 0, time.monotonic()
+    for group in groups.rounds():
+        # All ranks take part in each sum, also those without a group in the last round.
+        faults.pause(run.plan, run.group.rank, run.state.step, "evaluate")
+        part = [*part_of(group), *flags_of(run.stop.outcome)]
+        summed = torch.tensor(part, dtype=torch.float64, device=run.device)
+        run.group.sum(summed)
+        found = run.group.figures(summed)
+        total = total + np.array(found[:-2])
+        run.agreed_stop = outcome_of(found[-2:])
+        if run.stopping:  # an evaluation is not worth the grace period; the caller drops it
+            return None
+        done = min(done + groups.micro_batch * groups.world_size, sequences)
+        run.beats.enter("evaluate", done=done, total=sequences)
+        if time.monotonic() - reported > _REPORT_EVERY_S:
+            reported = time.monotonic()
+            run.report.phase("evaluate", "evaluating", done=done, total=sequences)
+    return total
 
 
 def evaluation_part(run: Run, group: list[int], *, counts: Counts, known: float = 0.0) -> list[float]:
@@ -78,33 +91,21 @@ def evaluation_part(run: Run, group: list[int], *, counts: Counts, known: float 
     return [float(part.loss), *part.sums.tolist()] if group else nothing
 
 
-def first_mean(run: Run, table: TokenTable, groups: list[list[int]], *, units: int) -> float:
-    """The mean over units of what the objective needs before its loss; without gradient and dropout. All ranks must call it.
+def first_sum(run: Run, table: TokenTable, groups: Iterable[list[int]]) -> float:
+    """The sum over some groups of what the objective needs before its loss; without gradient and dropout.
 
-    Args:
-        run: the run.
-        table: of the units.
-        groups: this rank's sequences, micro batch by micro batch; an empty group only takes part in a collective forward.
-        units: of all ranks.
+    With sharded weights all ranks must call it with equally many groups; an empty one only takes part in the collective forward.
     """
-    objective = run.objective
     total = torch.zeros((), dtype=torch.float64, device=run.device)
+    sides, reference = run.objective.first_sides, run.reference.get(table.split)
     with torch.no_grad(), evaluating(run):
         for group in groups:
             if not group and not run.gradient_sync.needs_equal_rounds:
                 continue
-            micro, _ = load_micro(
-                table,
-                group or [0],
-                run.device,
-                sides=objective.first_sides,
-                reference=run.reference.get(table.split),
-            )
-            part = objective.first(run.forward, micro)
+            micro, _ = load_micro(table, group or [0], run.device, sides=sides, reference=reference)
+            part = run.objective.first(run.forward, micro)
             total += part.double() if group else 0.0
-    summed = total[None]
-    run.group.sum(summed)
-    return run.group.figures(summed)[0] / units
+    return float(total)
 
 
 class evaluating:  # noqa: N801 - read as `with evaluating(run)`

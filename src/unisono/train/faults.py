@@ -6,6 +6,7 @@ Input of a rank, detected before step 1:
 one_row_more      [rank, …]        these ranks have an additional row
 unseeded_split    [rank, …]        these ranks split their rows with an unseeded generator
 flip_weight_bit   [rank, …]        these ranks have a weight with one bit flipped
+flip_reference_bit  [rank, …]      these ranks have a reference with such a weight (preference.reference: PATH)
 other_tokenizer   [rank, …]        these ranks have a different tokenizer
 
 Ends of a rank:
@@ -70,6 +71,7 @@ from unisono.watch import Beats
 __all__ = [
     "at_the_end",
     "change_loaded",
+    "change_reference",
     "change_table",
     "corrupt_gradient",
     "corrupt_loss",
@@ -88,12 +90,22 @@ __all__ = [
 def change_loaded(plan: RunPlan, rank: int, loaded: LoadedModel) -> None:
     """flip_weight_bit and other_tokenizer."""
     if rank in plan.faults.get("flip_weight_bit", ()):
-        parameters = list(loaded.model.parameters())
-        frozen = [p for p in parameters if not p.requires_grad]
-        with torch.no_grad():
-            (frozen or parameters)[0].data.view(torch.uint8).view(-1)[0] ^= 1
+        _flip_bit(loaded)
     if rank in plan.faults.get("other_tokenizer", ()):
         loaded.tokenizer.add_tokens(["<|of another tokenizer|>"])
+
+
+def change_reference(plan: RunPlan, rank: int, loaded: LoadedModel) -> None:
+    """flip_reference_bit."""
+    if rank in plan.faults.get("flip_reference_bit", ()):
+        _flip_bit(loaded)
+
+
+def _flip_bit(loaded: LoadedModel) -> None:
+    parameters = list(loaded.model.parameters())
+    frozen = [p for p in parameters if not p.requires_grad]
+    with torch.no_grad():
+        (frozen or parameters)[0].data.view(torch.uint8).view(-1)[0] ^= 1
 
 
 def change_table(plan: RunPlan, rank: int, table: TokenTable) -> TokenTable:

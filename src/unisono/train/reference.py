@@ -9,7 +9,6 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,8 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
+from unisono.agree.agreement import odd_first, odd_out, partition
+from unisono.agree.reports import Member
 from unisono.causes import Evidence, Verdict
 from unisono.data.token_table import Split, TokenTable
 from unisono.errors import Disagreed, Problem
@@ -200,7 +201,7 @@ def _load(run: Run, named: str) -> tuple[Forward, ShardedRoot | None]:
     """The reference model of a directory or hub id, with its weights as those of the run's own model are."""
     plan, model = run.plan, run.plan.config.model
     run.report.phase("reference", f"loading the reference {named}")
-    directory = locate_model(named)
+    directory = locate_model(named, key="preference.reference")
     dtype = DTYPES[plan.dtype] if plan.config.adapter is not None else torch.float32
     base = load_base(directory, dtype=dtype, trust_remote_code=model.trust_remote_code)
     base.config.use_cache = False
@@ -209,7 +210,7 @@ def _load(run: Run, named: str) -> tuple[Forward, ShardedRoot | None]:
     base.to(host)
     count = sum(p.numel() for p in base.parameters())
     loaded = LoadedModel(base, base, run.tokenizer, {}, count)
-    faults.change_loaded(plan, run.group.rank, loaded)
+    faults.change_reference(plan, run.group.rank, loaded)
     _compare(run, named, digest_of(values_by_name(dict(base.named_parameters())).items()))
     sharded = (
         shard_model(loaded, world_mesh(run.device, plan.world_size)) if run.sharded is not None else None
@@ -218,42 +219,44 @@ def _load(run: Run, named: str) -> tuple[Forward, ShardedRoot | None]:
     forward = choose_forward(
         loaded, dtype=plan.dtype, quick_adapter=False, gradient_checkpointing=False, root=root
     )
-    return replace(forward), sharded
+    return forward, sharded
 
 
 def _compare(run: Run, named: str, digest: str) -> None:
     """Compares the reference models that the ranks have loaded. All ranks must call it.
 
     Raises:
-        Disagreed: with the ranks that differ from the most common model, or from rank 0.
+        Disagreed: with the ranks that differ from the others; on a tie nobody is named as the culprit.
     """
+    if run.group.world_size == 1:
+        return
     digests = torch.zeros(run.group.world_size, dtype=torch.int64, device=run.device)
     digests[run.group.rank] = int(digest[:15], 16)
     run.group.sum(digests)
-    found = digests.tolist()
-    common = max(found, key=lambda value: (found.count(value), value == found[0]))
-    odd = tuple(rank for rank, value in enumerate(found) if value != common)
-    if not odd:
+    places = run.plan.ranks
+    values = digests.tolist()
+    groups = partition(
+        (Member(place.node_rank, place.rank, place.host), value)
+        for place, value in zip(places, values, strict=True)
+    )
+    if len(groups) == 1:
         return
-    hosts = tuple(dict.fromkeys(run.plan.ranks[rank].host for rank in odd))
-    which = ", ".join(run.plan.ranks[rank].label for rank in odd)
-    what = f"the reference model {named} has different weights on {which}"
-    fix = (
-        f"on {', '.join(hosts)}: copy the weights from a correct node; compare with `sha256sum *.safetensors`"
+    odd = odd_out(groups)
+    shown = "; ".join(
+        f"{', '.join(places[who.rank].label for who in group.members)}: digest {group.value:015x}"
+        for group in odd_first(groups, odd)
+    )
+    hosts = tuple(dict.fromkeys(who.host for who in odd))
+    what = f"the reference model {named} has different weights: {shown}"
+    fix = f"on {', '.join(hosts) or 'the node that differs'}: copy the weights from a correct node; compare with `sha256sum *.safetensors`"
+    evidence = tuple(
+        Evidence(where=place.label, text=f"digest {value:015x}")
+        for place, value in zip(places, values, strict=True)
     )
     verdict = Verdict(
-        cause="weights_mismatch",
-        when="before",
-        summary=what,
-        ranks=odd,
-        hosts=hosts,
-        phase="reference",
-        evidence=tuple(
-            Evidence(where=run.plan.ranks[rank].label, text=f"digest {value:015x}")
-            for rank, value in enumerate(found)
-        ),
-        fix=(fix,),
-    )
+        cause="weights_mismatch", when="before", summary=what, ranks=tuple(who.rank for who in odd), hosts=hosts, phase="reference",
+        evidence=evidence, fix=(fix,),
+    )  # fmt: skip
     raise Disagreed(
         Problem(what, "preference.reference", "ranks would compare with different models", fix),
         verdict=verdict,

@@ -23,8 +23,7 @@ from unisono.rundir import RunDir
 from unisono.rundir.records import MetricsWriter
 from unisono.track import Trackers
 from unisono.train.front_io import FrontMessages, Outcome, StopRequest
-from unisono.train.gradient_sync import GradientSync
-from unisono.train.optim import Optimizers
+from unisono.train.optim import GradientSync, Optimizers
 from unisono.train.process_group import Group
 from unisono.train.saver import Part, Saver
 from unisono.train.storage_watch import StorageWatch
@@ -90,9 +89,13 @@ class TrainingData:
             counts=counts_of(self.table, sequences),
         )
 
-    def longest(self) -> list[int]:
-        """The sequences of the largest micro batch possible."""
-        order = np.argsort(self._tokens, kind="stable")[::-1]
+    def longest(self, sides: Sequence[int]) -> list[int]:
+        """The sequences of the largest micro batch possible, of only these sides of each unit."""
+        tokens = self._tokens
+        if len(sides) < self.table.sides:
+            lengths = np.add.reduce([self.table.side_lengths(side) for side in sides])
+            tokens = np.add.reduceat(lengths[self.table.sequence_rows], self.table.sequence_ends[:-1])
+        order = np.argsort(tokens, kind="stable")[::-1]
         return [int(i) for i in order[: self.micro_batch]]
 
     def shortest(self) -> list[int]:
@@ -133,17 +136,15 @@ def counts_of(table: TokenTable, sequences: Sequence[int]) -> Counts:
     """The counts of some sequences of a table."""
     chosen = np.asarray(sequences, dtype=np.int64)
     tokens = int(table.sequence_tokens()[chosen].sum())
+    if table.sides > 1:
+        tokens = sum(
+            len(table.row(int(unit))[0]) for sequence in sequences for unit in table.rows_of(sequence)
+        )
     return Counts(
         units=int((table.sequence_ends[chosen + 1] - table.sequence_ends[chosen]).sum()),
         loss_tokens=int(table.sequence_loss_tokens()[chosen].sum()),
-        first_tokens=tokens
-        if table.sides == 1
-        else sum(_first_tokens(table, sequence) for sequence in sequences),
+        first_tokens=tokens,
     )
-
-
-def _first_tokens(table: TokenTable, sequence: int) -> int:
-    return sum(len(table.row(int(unit))[0]) for unit in table.rows_of(sequence))
 
 
 def load_micro(

@@ -22,9 +22,15 @@ from unisono.rundir.records import MetricsWriter, truncate_after
 from unisono.track import ServiceWriter, TensorboardWriter, Tracker, Trackers
 from unisono.train import faults
 from unisono.train.front_io import StopRequest, front_messages
-from unisono.train.gradient_sync import GradientSync, NoSync, ReplicaSync, ShardSync, scalars_of_a_step
 from unisono.train.join import check_device, join_ranks
-from unisono.train.optim import build_optimizers
+from unisono.train.optim import (
+    GradientSync,
+    NoSync,
+    ReplicaSync,
+    ShardSync,
+    build_optimizers,
+    scalars_of_a_step,
+)
 from unisono.train.process_group import Alone, Group, world_mesh
 from unisono.train.reference import set_reference
 from unisono.train.run import GeneratorWatch, Run, TrainingData, TrainState, seed_torch

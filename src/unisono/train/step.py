@@ -8,6 +8,7 @@ number, so gradients add up to those of the global batch for any number of micro
 
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -18,10 +19,9 @@ from torch.distributed.tensor import DTensor
 from unisono.model.forward import Rows
 from unisono.model.sharding import full_tensor
 from unisono.train import faults
-from unisono.train.evaluation import first_mean
+from unisono.train.evaluation import first_sum
 from unisono.train.front_io import flags_of, outcome_of
-from unisono.train.gradient_sync import FIXED_SCALARS, scalars_of_a_step
-from unisono.train.optim import lr_factor
+from unisono.train.optim import FIXED_SCALARS, lr_factor, scalars_of_a_step
 from unisono.train.run import Run, StepBatches, embedding_noise, load_micro, seed_torch
 from unisono.train.saving import wait_for_copies
 
@@ -71,7 +71,7 @@ def optimizer_step(run: Run, batches: StepBatches) -> StepOutcome:
     faults.corrupt_gradient(run.plan, batches.step, next(iter(run.forward.loaded.trainable.values())))
     summed = run.gradient_sync.finish(_scalars(run, total, sums))
     norm = _clip(run, section.max_grad_norm)
-    # The only wait for the device in a step: these figures decide whether the update is made, and whether it is the last.
+    # The only wait for the device after the backward: these figures decide whether the update is made, and whether it is the last.
     run.gradient_sync.wait_for_own_part()
     (loss, *rest), norm_value = run.group.figures(summed), float(norm)
     comm_time = run.gradient_sync.wait_and_time()
@@ -108,8 +108,16 @@ def _known_first(run: Run, batches: StepBatches) -> float:
     """What the objective needs of the whole global batch before its loss, a mean over units; without gradient and dropout."""
     if not run.objective.first_sides:
         return 0.0
-    groups = [micro[0] if micro is not None else [] for micro in _micros(run, batches)]
-    return first_mean(run, run.data.table, groups, units=batches.counts.units)
+
+    def groups() -> Iterator[list[int]]:
+        for micro in _micros(run, batches):
+            run.beats.enter("compute")
+            yield micro[0] if micro is not None else []
+
+    own = first_sum(run, run.data.table, groups())
+    summed = torch.tensor([own], dtype=torch.float64, device=run.device)
+    run.group.sum(summed)  # all ranks participate
+    return run.group.figures(summed)[0] / batches.counts.units
 
 
 def _add_up(run: Run, batches: StepBatches, *, known: float) -> tuple[torch.Tensor, torch.Tensor, float]:

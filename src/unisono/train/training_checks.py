@@ -15,7 +15,7 @@ from unisono.model.load import odd_parameters
 from unisono.objectives.objective import Counts, Micro
 from unisono.plan import estimate_memory
 from unisono.text import show_bytes
-from unisono.train.evaluation import evaluating, evaluation_part
+from unisono.train.evaluation import evaluating, evaluation_part, first_sum
 from unisono.train.run import Run, StepBatches, counts_of, load_micro
 from unisono.train.step import StepOutcome
 
@@ -179,14 +179,16 @@ def try_longest_batch(run: Run) -> MemoryTrial:
     """
     run.report.phase("rehearse", "trying the longest batch")
     run.beats.enter("rehearse")
-    group = run.data.longest()
     table, sides = run.data.table, run.objective.sides
+    group = run.data.longest(sides)
     micro, batch = load_micro(table, group, run.device, sides=sides, reference=run.reference.get("train"))
     shape = f"{len(group)} sequences, {batch.tokens} tokens, longest row {max(batch.lengths)}"
     try:
         if not run.gradient_sync.needs_equal_rounds:
             run.gradient_sync.begin()  # gradients must be in their buffers, as in training
         held = _as_much_as_the_optimizer_will_hold(run)
+        if run.objective.first_sides:
+            first_sum(run, table, [run.data.longest(run.objective.first_sides)])
         seconds = _time_of(run, micro)
         if seconds < _QUICK_S and not run.gradient_sync.needs_equal_rounds:
             # The first pass includes warmup, the second lacks the gradient sum and the update of a step: take the mean.

@@ -1,6 +1,7 @@
-"""The Ray driver of a job, or of `unisono doctor` on its nodes: `python -m unisono.cluster.ray driver REQUEST.json`, a child of the user's command."""
+"""The Ray driver of a job, or of `unisono doctor` on its nodes: `python -m unisono.cluster.ray.driver driver|look REQUEST.json`, a child of the user's command."""
 
 import contextlib
+import json
 import os
 import sys
 import threading
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unisono.checkpoint.manifest import user_key
+from unisono.child import parse_child_arguments, run_child
 from unisono.cluster.ray.cluster_health import RayHead
 from unisono.cluster.ray.job_attempt import AttemptEnd, JobAttempt, RayJobRequest
 from unisono.cluster.ray.node_fronts import (
@@ -37,7 +39,6 @@ from unisono.rundir import RunDir
 
 if TYPE_CHECKING:
     from unisono.causes import Verdict
-
 
 _TOKEN_SIGN = b"InvalidAuthToken"
 
@@ -287,3 +288,10 @@ def _folders_removed(nodes: list[JobNode]) -> Iterator[None]:
 def _node_lost(node: JobNode) -> UnfitError:
     verdict = lost_node_verdict(node)
     return UnfitError.of(verdict.summary, where=node.address, why=node.lost, fix=verdict.fix[0])
+
+
+if __name__ == "__main__":
+    arguments = parse_child_arguments(sys.argv[1:], named=True)
+    body = json.loads(arguments.file.read_text(encoding="utf-8"))
+    work = {"driver": drive, "look": inspect_nodes}[arguments.name]
+    sys.exit(run_child(lambda reporter: work(reporter, body), arguments))

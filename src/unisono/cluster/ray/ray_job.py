@@ -28,7 +28,7 @@ from unisono.supervise.child_process import Programs
 from unisono.supervise.interrupts import Interrupts, Stopped, exit_code_of
 from unisono.supervise.task_process import TaskProcess, refusal
 
-DRIVER = Programs(task=(sys.executable, "-m", "unisono.cluster.ray"))
+DRIVER = Programs(task=(sys.executable, "-m", "unisono.cluster.ray.driver"))
 _POLL_S = 0.1
 _HEAD_EXIT_S = 3.0
 """The cluster's head may end slightly later than the processes connected to it."""

@@ -1,0 +1,181 @@
+"""Units stay whole, see no other unit, and need no logits of all tokens at once. Run: pytest tests/objectives/test_units.py"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from unisono.data.build import pack
+from unisono.data.token_table import TokenBlock, TokenTable, collate
+from unisono.plan import Stream
+from unisono.train.run import TrainingData, counts_of
+
+Train = Callable[..., Any]
+_VOCABULARY = 20_000
+_CHUNK = 128  # rows of logits
+
+
+def _table(pairs: list[tuple[int, int]], *, packing: bool) -> TokenTable:
+    """Pairs of so many tokens; each token says to which pair and side it belongs."""
+    lengths = [length for pair in pairs for length in pair]
+    ids = np.concatenate([np.full(length, i, np.int32) for i, length in enumerate(lengths)])
+    ends = np.cumsum([0, *lengths])
+    targets = np.ones(len(ids), np.uint8)
+    targets[ends[:-1]] = 0
+    both = np.array([sum(pair) for pair in pairs])
+    limit = 2 * max(lengths)
+    sequences = pack(both.tolist(), limit=limit) if packing else [[i] for i in range(len(pairs))]
+    columns = {
+        "stored": np.arange(len(pairs)) * 2, "length": both, "loss": both - 2, "file": np.zeros(len(pairs), np.int64),
+        "number": np.arange(len(pairs)) + 1,
+    }  # fmt: skip
+    return TokenTable(
+        split="train", blocks=[TokenBlock(ends, ids, targets)], columns=columns, sides=2, files=[("pairs.jsonl", True)], eos=0,
+        sequence_rows=np.array([row for rows in sequences for row in rows]), sequence_ends=np.cumsum([0, *map(len, sequences)]),
+        sequence_columns={
+            "tokens": np.array([both[rows].sum() for rows in sequences]),
+            "loss_tokens": np.array([(both[rows] - 2).sum() for rows in sequences]),
+        },
+    )  # fmt: skip
+
+
+@given(
+    pairs=st.lists(st.tuples(st.integers(2, 9), st.integers(2, 9)), min_size=1, max_size=24),
+    packing=st.booleans(),
+    world=st.integers(1, 4),
+    micro=st.integers(1, 4),
+    rounds=st.integers(1, 3),
+    seed=st.integers(0, 5),
+)
+def test_ranks_and_micro_batches_get_whole_pairs_each_once(
+    pairs: list[tuple[int, int]], world: int, micro: int, rounds: int, seed: int, *, packing: bool
+) -> None:
+    table = _table(pairs, packing=packing)
+    total = 2 * table.sequences + 1
+    ranks = [
+        TrainingData(table, Stream(table.sequences, seed), micro * rounds, micro, total, rank, world)
+        for rank in range(world)
+    ]
+    seen = []
+    for step in range(1, -(-total // (micro * rounds)) + 1):
+        units = []
+        for batches in (data.step(step) for data in ranks):
+            assert len(batches.groups) <= batches.rounds
+            for group in batches.groups:
+                batch = collate(table, group, sides=(0, 1))
+                assert len(group) <= micro
+                rows = batch.input_ids[np.cumsum([0, *batch.lengths])[:-1]].tolist()
+                assert rows == [2 * unit + side for unit in batch.units for side in (0, 1)]
+                assert batch.lengths == [length for unit in batch.units for length in pairs[unit]]
+                units += batch.units
+        counts = counts_of(table, ranks[0].step(step).sequences)
+        assert counts.units == len(units)
+        assert counts.first_tokens == sum(pairs[unit][0] for unit in units)
+        seen += ranks[0].step(step).sequences
+        assert sorted(units) == sorted(
+            int(u) for s in ranks[0].step(step).sequences for u in table.rows_of(s)
+        )
+    first, second = seen[: table.sequences], seen[table.sequences : 2 * table.sequences]
+    assert sorted(first) == sorted(second) == list(range(table.sequences)), "each once in an epoch"
+
+
+def test_the_longest_micro_batch_is_that_of_the_sides_in_the_loss() -> None:
+    """Of a rated answer the mismatched one, which is in no loss, may be longer than any other."""
+    data = TrainingData(_table([(3, 30), (20, 4), (10, 5)], packing=False), Stream(3, 0), 2, 1, 3)
+    assert [data.longest(sides) for sides in ((0,), (1,), (0, 1))] == [[1], [0], [0]]
+
+
+@pytest.mark.parametrize("layout", ["flat", "padded"])
+def test_a_changed_answer_changes_the_log_probability_of_no_other(
+    train_here: Train, pair_files: tuple[Path, Path], model_dir: Path, tmp_path: Path, layout: str
+) -> None:
+    """All rows are packed together. The values of the reference are those of single answers."""
+    rows = [json.loads(line) for line in pair_files[0].read_text().splitlines()]
+    found = []
+    for word in ("dog", "cat"):
+        rows[7]["rejected"] = f"the {word} sings"
+        file = tmp_path / f"{word}.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        model = model_dir
+        if layout == "padded":  # its capped attention needs padded rows
+            model = tmp_path / "gemma"
+            _write_gemma(model, model_dir)
+        run = train_here(
+            objective="dpo", model={"path": str(model), "dtype": "float32"}, duration="1 steps",
+            data={"train": str(file), "max_length": 512},
+        )  # fmt: skip
+        assert run.plan.data.train.sequences <= 4
+        (ready,) = run.of_kind("ready")
+        assert ready["facts"]["layout"] == layout
+        found.append(load_file(run.directory / "reference.safetensors")["train"])
+    before, after = found
+    assert before.shape == (40, 2)
+    changed = (before != after).nonzero().tolist()
+    assert [7, 1] in changed
+    assert abs(float(before[7, 1] - after[7, 1])) > 1e-2
+    before[7, 1] = after[7, 1]
+    assert torch.allclose(before, after, rtol=0, atol=1e-6)
+
+
+def _write_gemma(directory: Path, model_dir: Path) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model_dir)
+    torch.manual_seed(0)
+    config = transformers.Gemma2Config(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, sliding_window=5, eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    transformers.Gemma2ForCausalLM(config).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+class _Largest(TorchDispatchMode):
+    """The number of elements of the largest tensor that an operation gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        sizes = [leaf.numel() for leaf in tree_leaves(found) if isinstance(leaf, torch.Tensor)]
+        self.elements = max([self.elements, *sizes])
+        return found
+
+
+@pytest.mark.parametrize("adapter", [{"rank": 4, "alpha": 8}, None], ids=["lora", "full"])
+@pytest.mark.parametrize("objective", ["dpo", "kto", "orpo", "simpo"])
+def test_logits_of_all_tokens_never_exist_at_once(
+    train_here: Train,
+    pair_files: tuple[Path, Path],
+    rated_files: tuple[Path, Path],
+    model_dir: Path,
+    tmp_path: Path,
+    objective: str,
+    adapter: dict[str, Any] | None,
+) -> None:
+    """In the reference, the rehearsal, the steps and the evaluation."""
+    config = transformers.LlamaConfig.from_pretrained(model_dir, vocab_size=_VOCABULARY)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "wide")
+    transformers.AutoTokenizer.from_pretrained(model_dir).save_pretrained(tmp_path / "wide")
+    train, unseen = rated_files if objective == "kto" else pair_files
+    with _Largest() as largest:
+        run = train_here(
+            objective=objective, adapter=adapter, model={"path": str(tmp_path / "wide"), "dtype": "float32"}, duration="2 steps",
+            data={"train": str(train), "eval": str(unseen), "max_length": 64, "packing": False}, batch={"global": 40, "micro": 40},
+        )  # fmt: skip
+    assert run.plan.micro_batch == 40
+    loss_tokens = run.metrics[0]["loss_tokens"] // (
+        2 if objective == "kto" else 1
+    )  # half are of mismatched answers
+    assert loss_tokens > 2 * _CHUNK
+    assert largest.elements == _CHUNK * _VOCABULARY < loss_tokens * _VOCABULARY / 2
