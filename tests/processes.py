@@ -7,34 +7,45 @@ from typing import Any
 
 import pytest
 
-_STARTERS = frozenset({"subprocess", "multiprocessing", "pexpect", "pty", "psutil"})
+_STARTERS = frozenset({"subprocess", "multiprocessing", "pexpect", "pty", "psutil", "tests.front_server"})
 """Modules through which tests start processes, or look at those that they have started."""
 _OURS = ("tests.", "unisono.")
 _EVENTS = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.exec"})
 _here: dict[str, str] = {}  # the test that runs now
+_starting: set[types.CodeType] = set()  # code that reaches a module that starts processes
+_without: set[types.CodeType] = set()  # code that does not
 
 
 def starts_processes(item: pytest.Function) -> bool:
     """Whether the code of a test or of one of its fixtures reaches a module that starts processes, through functions and classes of the tests."""
     fixtures = item._fixtureinfo.name2fixturedefs.values()
     functions: list[Any] = [item.function, *(definitions[-1].func for definitions in fixtures)]
-    seen: set[types.CodeType] = set()
-    return any(_reaches(function, seen) for function in functions)
+    for function in functions:
+        seen = set(_without)
+        if _reaches(function, seen):
+            return True
+        _without.update(seen)  # the search has come to its end without finding one
+    return False
 
 
 def _reaches(function: Any, seen: set[types.CodeType]) -> bool:
     function = getattr(function, "__wrapped__", function)
     code = getattr(function, "__code__", None)
+    if code in _starting:
+        return True
     if code is None or code in seen:
         return False
     seen.add(code)
     variables = function.__globals__
-    return any(_is_starter(variables.get(name), seen) for name in _names(code))
+    found = any(_is_starter(variables.get(name), seen) for name in _names(code))
+    if found:
+        _starting.add(code)
+    return found
 
 
 def _is_starter(value: Any, seen: set[types.CodeType]) -> bool:
     if isinstance(value, types.ModuleType):
-        return value.__name__.partition(".")[0] in _STARTERS
+        return not _STARTERS.isdisjoint({value.__name__, value.__name__.partition(".")[0]})
     if not str(getattr(value, "__module__", "")).startswith(_OURS):
         return False
     members = [

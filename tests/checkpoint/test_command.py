@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import xxhash
 
+from tests import front_server
 from unisono.checkpoint.manifest import FileEntry, user_key
 from unisono.checkpoint.model_manifest import write_model_manifest
 from unisono.checkpoint.store import CheckpointStore
@@ -42,7 +43,7 @@ def run(tmp_path: Path, save: Save) -> RunDir:
 def _unisono(run: RunDir, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "XDG_CONFIG_HOME": str(run.root.parent / "settings")}
     command = [sys.executable, "-m", "unisono", "checkpoint", arguments[0], str(run.root), *arguments[1:]]
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    return front_server.run(command, env=environment)
 
 
 def _json(run: RunDir, *arguments: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import pytest
 
+from tests import front_server
 from unisono.control.link import NodeLink
 from unisono.control.server import HeadServer
 
@@ -57,7 +58,7 @@ class Room:
     def process(self, *arguments: object) -> subprocess.Popen[str]:
         """One end in a process of its own; see standins/one_end.py. It speaks lines on stdout."""
         command = [sys.executable, str(_PROGRAM), *map(str, arguments)]
-        self._processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        self._processes.append(front_server.start(command, stdout=subprocess.PIPE, text=True))
         return self._processes[-1]
 
     def hears(

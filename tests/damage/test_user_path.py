@@ -3,13 +3,13 @@
 import json
 import random
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests import front_server
 from tests.conftest import Trained as RanHere
 from tests.damage.conftest import STEPS, Trained
 from tests.damage.damages import OF_A_DIRECTORY, OF_A_FILE, How, Injected, damage, files_of
@@ -101,10 +101,8 @@ def test_a_start_on_nothing_but_damage_is_refused_with_all_that_is_wrong(
 @pytest.mark.parametrize("how", ["flipped bit", "missing file"])
 def test_verify_names_the_file_and_the_tensor(trained: Trained, again: Job, how: How) -> None:
     injected = _damage(trained, again, how, seed=5)
-    done = subprocess.run(
-        [sys.executable, "-m", "unisono", "checkpoint", "verify", str(again.out)],
-        capture_output=True, text=True, check=False, env=again._environment(0, {}),
-    )  # fmt: skip
+    command = [sys.executable, "-m", "unisono", "checkpoint", "verify", str(again.out)]
+    done = front_server.run(command, env=again._environment(0, {}))
     assert done.returncode == 7, done.stderr
     names = sorted(path.name for path in (again.out / "checkpoints").glob("step-*"))
     (final,) = (path.name for path in again.out.iterdir() if path.name in ("adapter", "model"))

@@ -6,13 +6,13 @@ Run: .venv/bin/python -m pytest tests/data/test_lf_prepare.py
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import front_server
 from unisono.config.schema import RunConfig
 from unisono.data.prepare import prepare_data
 from unisono.data.token_table import TokenTable, collate
@@ -191,10 +191,10 @@ def test_a_result_stops_and_asks_as_its_template_says(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(json.dumps(config), encoding="utf-8")
 
     def run(*words: str) -> str:
-        return subprocess.run(
-            [sys.executable, "-m", "unisono", *words], cwd=tmp_path, check=True, stdout=subprocess.PIPE, text=True,
-            env={**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")},
-        ).stdout  # fmt: skip
+        environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+        done = front_server.run([sys.executable, "-m", "unisono", *words], cwd=tmp_path, env=environment)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
 
     run("train", "config.yaml")
     run("generate", "out", "q", "--max-tokens", "4", "--out", "answers.jsonl")

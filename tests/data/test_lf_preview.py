@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from tests import front_server
+
 HERE = Path(__file__).parent / "llamafactory"
 GOLDEN = json.loads(gzip.decompress((HERE / "golden.json.gz").read_bytes()))
 SOURCES = {
@@ -25,7 +27,7 @@ SOURCES = {
     "kto_en_demo": "format: preference",
     "c4_demo": "format: text",
 }
-Preview = Callable[..., "subprocess.CompletedProcess[str]"]
+Preview = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture
@@ -35,17 +37,16 @@ def preview(tmp_path: Path) -> Preview:
     shutil.copytree(HERE / "tokenizer", model)
     (model / "config.json").write_text('{"model_type": "llama", "vocab_size": 2000}', encoding="utf-8")
 
-    def run(rows: list[Any], source: str, *more: str) -> "subprocess.CompletedProcess[str]":
+    def run(rows: list[Any], source: str, *more: str) -> subprocess.CompletedProcess[str]:
         (tmp_path / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
         config = tmp_path / "config.yaml"
         config.write_text(
             f"model: {{path: {model}}}\ndata: {{train: [{{path: rows.json, {source}}}]}}\noutput_dir: out\n",
             encoding="utf-8",
         )
-        return subprocess.run(
-            [sys.executable, "-m", "unisono", "data", "preview", str(config), *more],
-            env={**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}, capture_output=True, text=True, check=False, cwd=tmp_path,
-        )  # fmt: skip
+        command = [sys.executable, "-m", "unisono", "data", "preview", str(config), *more]
+        environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+        return front_server.run(command, env=environment, cwd=tmp_path)
 
     return run
 

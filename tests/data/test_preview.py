@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests import front_server
 from unisono.task.data_tasks import histogram, runs
 
 TokenizerDir = Callable[..., Path]
-Run = Callable[..., "subprocess.CompletedProcess[str]"]
+Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture
@@ -28,7 +29,7 @@ def run(tokenizer_dir: TokenizerDir, tmp_path: Path) -> Run:
     shutil.copytree(tokenizer_dir(), model)
     (model / "config.json").write_text('{"model_type": "llama", "vocab_size": 10000}', encoding="utf-8")
 
-    def preview(rows: list[Any], *more: str) -> "subprocess.CompletedProcess[str]":
+    def preview(rows: list[Any], *more: str) -> subprocess.CompletedProcess[str]:
         file = tmp_path / "rows.jsonl"
         file.write_text(
             "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows),
@@ -38,10 +39,9 @@ def run(tokenizer_dir: TokenizerDir, tmp_path: Path) -> Run:
         config.write_text(
             f"model: {model}\ndata: {{train: {file}}}\noutput_dir: {tmp_path / 'out'}\n", encoding="utf-8"
         )
-        return subprocess.run(
-            [sys.executable, "-m", "unisono", "data", "preview", str(config), *more],
-            env={**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}, capture_output=True, text=True, check=False, cwd=tmp_path,
-        )  # fmt: skip
+        command = [sys.executable, "-m", "unisono", "data", "preview", str(config), *more]
+        environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+        return front_server.run(command, env=environment, cwd=tmp_path)
 
     return preview
 
@@ -111,10 +111,19 @@ def see(tokenizer_dir: TokenizerDir, tmp_path: Path) -> Callable[..., dict[str, 
     def preview(data: dict[str, Any], **more: Any) -> dict[str, Any]:
         config = tmp_path / "config.yaml"
         config.write_text(json.dumps({"model": str(model), "output_dir": "out", "data": data, **more}))
-        done = subprocess.run(
-            [sys.executable, "-m", "unisono", "data", "preview", str(config), "--json", "--rows", "1000"],
-            env={**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}, capture_output=True, text=True, check=False, cwd=tmp_path,
-        )  # fmt: skip
+        command = [
+            sys.executable,
+            "-m",
+            "unisono",
+            "data",
+            "preview",
+            str(config),
+            "--json",
+            "--rows",
+            "1000",
+        ]
+        environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+        done = front_server.run(command, env=environment, cwd=tmp_path)
         if done.returncode:
             return {"rc": done.returncode, "stderr": done.stderr}
         return json.loads(done.stdout)

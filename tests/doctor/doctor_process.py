@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests import front_server
 from tests.needs import need
 from tests.nodes.harness import STRANGERS
 
@@ -75,6 +76,10 @@ def doctor(
         file.write_text(json.dumps(answers))
         program = [sys.executable, str(FRONT), str(file)]
     command = [*program, "doctor", *words, *(["--json"] if as_json else [])]
+    variables = environment(folder) | (env or {})
+    if not before and not unshare:
+        done = front_server.run(command, cwd=folder, env=variables, timeout=LIMIT_S)
+        return Seen(done.returncode, done.stdout, done.stderr)
     shell = f"{{ {before or 'true'}; }} || exit 99; exec {shlex.join(command)}"
     start = ["bash", "-c", shell]
     if unshare:
@@ -82,7 +87,7 @@ def doctor(
         own = ["--mount", "--propagation", "private", "--pid", "--fork", "--mount-proc", "--kill-child"]
         start = ["unshare", *own, *start]
     done = subprocess.run(
-        start, cwd=folder, env=environment(folder) | (env or {}), capture_output=True, text=True, check=False, timeout=LIMIT_S
+        start, cwd=folder, env=variables, capture_output=True, text=True, check=False, timeout=LIMIT_S
     )  # fmt: skip
     if done.returncode == 99:
         pytest.skip(f"needs what this shell may not do: {before}: {done.stderr.strip()[-300:]}")

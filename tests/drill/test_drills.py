@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests import front_server
 from unisono.drill.drills import DEAD_S, DRILLS, Drill, choose
 from unisono.drill.execution import run_drills
 from unisono.drill.leftovers import processes_in
@@ -59,7 +60,7 @@ class Command:
         self.temporary = temporary
         self.printed = ""
         environment = {**os.environ, "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(
+        self.process = front_server.start(
             [sys.executable, "-m", "unisono", "drill", *words], env=environment, text=True, stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )  # fmt: skip

@@ -1,6 +1,7 @@
 """Versions, code and devices, without torch. Run: pytest tests/facts/test_versions.py"""
 
 import shutil
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,14 @@ def test_what_decides_is_picked_out_and_the_rest_is_left() -> None:
 def test_the_installed_ones_are_among_them() -> None:
     found = decisive_versions(package_versions())
     assert {"python", "torch", "transformers", "peft", "unisono"} <= set(found)
+
+
+def test_names_and_versions_are_those_that_the_standard_library_reads() -> None:
+    found = package_versions()
+    for distribution in metadata.distributions():
+        name = distribution.metadata["Name"].lower().replace("_", "-")
+        first = metadata.distribution(distribution.metadata["Name"])  # that which Python imports
+        assert found[name] == first.version
 
 
 def test_one_changed_byte_changes_one_files_digest(tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from tests import front_server
+
 STANDINS = Path(__file__).parent / "standins"
 LIMIT_S = 240.0  # of a loaded machine
 
@@ -50,13 +52,12 @@ class Front:
         ]
 
     def run(self, *words: str, faults: dict[str, Any] | None = None) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            self.arguments(*words, faults=faults), cwd=self.folder, env=self.environment, capture_output=True, text=True,
-            timeout=LIMIT_S, check=False,
-        )  # fmt: skip
+        return front_server.run(
+            self.arguments(*words, faults=faults), cwd=self.folder, env=self.environment, timeout=LIMIT_S
+        )
 
     def start(self, *words: str, faults: dict[str, Any] | None = None) -> "subprocess.Popen[str]":
-        return subprocess.Popen(
+        return front_server.start(
             self.arguments(*words, faults=faults), cwd=self.folder, env=self.environment, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
@@ -97,10 +98,8 @@ class Place:
         (folder / "c.yaml").write_text(json.dumps(body))
 
     def train(self, *words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "unisono", "train", "c.yaml", *words], cwd=self.folder, env=self.environment, capture_output=True,
-            text=True, timeout=240, check=False,
-        )  # fmt: skip
+        command = [sys.executable, "-m", "unisono", "train", "c.yaml", *words]
+        return front_server.run(command, cwd=self.folder, env=self.environment, timeout=LIMIT_S)
 
     def read(self, name: str) -> Any:
         return json.loads((self.out / name).read_text())

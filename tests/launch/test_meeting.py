@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tests import front_server
 from tests.ports import free_port
 from unisono.causes import Verdict
 from unisono.control.connection import SILENCE_S
@@ -35,7 +36,7 @@ class Node:
         self.rank = script["rank"]
         self.path = folder / f"node-{self.rank}-{secrets.token_hex(4)}.out"
         with self.path.open("wb") as out:
-            self.process = subprocess.Popen(
+            self.process = front_server.start(
                 [sys.executable, "-m", "tests.launch.standins.meeting_node", json.dumps(script)], cwd=ROOT, stdout=out,
                 stderr=subprocess.STDOUT,
             )  # fmt: skip

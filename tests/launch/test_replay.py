@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests import front_server
 from unisono.launch.replay import Difference, Replayed, changed_versions, compare
 from unisono.rundir import RunDir
 
@@ -36,10 +37,9 @@ def train(front: Any, model: Path, rows: Path, *words: str, **sections: Any) -> 
 
 def replay(front: Any, *words: str, steps: int = 3, env: dict[str, str] | None = None) -> Any:
     command = [sys.executable, "-m", "unisono", "checkpoint", "verify", str(front.out), *words]
-    return subprocess.run(
-        [*command, "--replay", str(steps)], env=front.environment | (env or {}), capture_output=True, text=True,
-        timeout=300, check=False,
-    )  # fmt: skip
+    return front_server.run(
+        [*command, "--replay", str(steps)], env=front.environment | (env or {}), timeout=300
+    )
 
 
 def contents(folder: Path) -> dict[str, str]:

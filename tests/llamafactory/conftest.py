@@ -4,7 +4,6 @@ import gzip
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +21,8 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+
+from tests import front_server
 
 EXAMPLES = Path(__file__).parent / "examples"
 GOLDEN = Path(__file__).parents[1] / "data" / "llamafactory"
@@ -79,14 +80,11 @@ class Workspace:
 
     def run(self, *words: str, given: str | None = None, **variables: str) -> Done:
         """Runs unisono in it."""
-        done = subprocess.run(
+        done = front_server.run(
             [sys.executable, "-m", "unisono", *words],
             cwd=self.root,
             env=os.environ | {"XDG_CACHE_HOME": str(self.root / ".cache"), **variables},
             input=given,
-            capture_output=True,
-            text=True,
-            check=False,
         )
         return Done(done.returncode, done.stdout, done.stderr)
 

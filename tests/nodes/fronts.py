@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from tests.front_server import Place, start
 from unisono.causes import Verdict
 
 LIMIT_S = 400.0  # of a loaded machine
@@ -77,7 +78,21 @@ class Front:
         cwd: Path,
         environment: dict[str, str],
         json: bool,
+        place: Place | None = None,
+        executed: Sequence[str] = (),
     ) -> None:
+        """Starts it.
+
+        Args:
+            words: its command line.
+            node: the node's rank.
+            host: the node's name.
+            cwd: the working directory.
+            environment: all of it.
+            json: whether it speaks JSON.
+            place: where a forked front is to be.
+            executed: the command line that starts it there by exec, where it cannot be forked; `words` if empty.
+        """
         self.node = node
         self.host = host
         self.json = json
@@ -86,8 +101,8 @@ class Front:
         self.ended: float | None = None
         self.named: Named | None = None
         self._news = threading.Condition()
-        self._process = subprocess.Popen(
-            list(words), cwd=cwd, env=environment, text=True, errors="replace", start_new_session=True,
+        self._process = start(
+            list(words), place=place, executed=executed, cwd=cwd, env=environment, text=True, errors="replace", start_new_session=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
         streams = (("out", self._process.stdout), ("err", self._process.stderr))

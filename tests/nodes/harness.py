@@ -92,7 +92,7 @@ class Job:
             command: what is started: train, doctor.
             config: whether it is given the config.
         """
-        place = node if place is None else place
+        place, own = node if place is None else place, own or Own()
         json = node % 2 == 0 if json is None else json
         place_in_job = [
             "--nodes", str(self.nodes), "--node-rank", str(node), "--head", self.head, "--join-timeout", "60"
@@ -101,8 +101,8 @@ class Job:
         words = (*(place_in_job if topology else ()), *words, *rest)
         started = [*self._program(node, answers), command, *(["c.yaml"] if config else []), *words]
         front = Front(
-            self.ground.command(place, started, own or Own()), node=node, host=self.ground.host(place), cwd=self.home(node),
-            environment=self._environment(place, env or {}), json=json,
+            started, node=node, host=self.ground.host(place), cwd=self.home(node), environment=self._environment(place, env or {}), json=json,
+            place=self.ground.place(place, own), executed=self.ground.command(place, started, own),
         )  # fmt: skip
         self.fronts.append(front)
         return front

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from tests.front_server import Place
 from tests.needs import lacking
 from tests.ports import free_port
 
@@ -56,6 +57,10 @@ class Ground(Protocol):
 
     def command(self, node: int, words: Sequence[str], own: Own) -> list[str]:
         """The command line that runs `words` on the node, in the same process."""
+        ...
+
+    def place(self, node: int, own: Own) -> Place | None:
+        """Where that command line runs them; None where that is the tests' own place, or a process without root cannot go there."""
         ...
 
     def close(self) -> None:
@@ -118,18 +123,26 @@ class Namespaces:
         lines = [f"{self.address(node)} {self.host(node)}" for node in range(self.nodes)]
         return "\n".join(["127.0.0.1 localhost", *lines, ""])
 
-    def command(self, node: int, words: Sequence[str], own: Own) -> list[str]:
+    def place(self, node: int, own: Own) -> Place:
         hosts = own.hosts if own.hosts is not None else self.hosts()
         hosts_file = self.folder / f"hosts-{node}-{abs(hash(hosts)):x}"
         if not hosts_file.exists():  # living nodes may have it as their own
             hosts_file.write_text(hosts)
-        script = ["set -e", f"hostname {self.host(node)}"]
         binds = [(hosts_file, Path("/etc/hosts")), (self.folder / "resolv.conf", Path("/etc/resolv.conf"))]
-        script += [f"mount --bind '{source}' '{target}'" for source, target in [*binds, *own.binds]]
-        script += [f"mount -t tmpfs -o size={size} tmpfs '{target}'" for target, size in own.small]
+        return Place(
+            network=self.name(node), host=self.host(node),
+            binds=[(str(source), str(target)) for source, target in [*binds, *own.binds]],
+            small=[(str(target), size) for target, size in own.small],
+        )  # fmt: skip
+
+    def command(self, node: int, words: Sequence[str], own: Own) -> list[str]:
+        place = self.place(node, own)
+        script = ["set -e", f"hostname {place.host}"]
+        script += [f"mount --bind '{source}' '{target}'" for source, target in place.binds]
+        script += [f"mount -t tmpfs -o size={size} tmpfs '{target}'" for target, size in place.small]
         script.append('exec "$@"')
         shell = ["bash", "-c", "\n".join(script), "node", *words]
-        return ["ip", "netns", "exec", self.name(node), "unshare", "--uts", *shell]
+        return ["ip", "netns", "exec", place.network, "unshare", "--uts", *shell]
 
     def inside(self, node: int, *words: str) -> str:
         """Runs a command in the node's network, and gives what it prints."""
@@ -200,6 +213,10 @@ class Loopback:
         if not self._unshare:
             return list(words)
         return [*self._unshare, "bash", "-c", f'hostname {HOSTS[node]}; exec "$@"', "node", *words]
+
+    def place(self, node: int, own: Own) -> Place | None:
+        del own
+        return Place(network="", host=HOSTS[node]) if self._unshare == ["unshare", "--uts"] else None
 
     def close(self) -> None:
         return

@@ -2,7 +2,6 @@
 
 import json
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 
 import tests.nodes.injected.sitecustomize as injected
+from tests import front_server
 from tests.nodes.fronts import Front
 from tests.nodes.harness import Job
 
@@ -20,7 +20,8 @@ INJECTED = {"PYTHONPATH": str(Path(injected.__file__).parent)}
 
 def diagnosed(run: Path, *words: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "unisono", "diagnose", "--json", str(run), *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = front_server.run(command, timeout=60)
+    done.check_returncode()
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 

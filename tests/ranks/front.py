@@ -13,12 +13,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests import front_server
 from unisono.plan import RunPlan
+from unisono.supervise.child_process import child_environment
 
 Messages = list[dict[str, Any]]
 LIMIT_S = 400.0
 WORKER = (sys.executable, "-m", "unisono.worker")
-SEVERAL = (sys.executable, str(Path(__file__).with_name("several_runs.py")))
+SEVERAL = (sys.executable, "-m", "tests.ranks.several_runs")
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass
@@ -115,13 +118,13 @@ class Front:
     def _start(self, command: list[str], rank: int, folder: Path, more: dict[str, str]) -> RankProcess:
         read_end, write_end = os.pipe()
         log = folder / f"rank-{rank}.log"
-        environment = os.environ | {
+        environment = child_environment(threads=1) | {
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.world), "LOCAL_WORLD_SIZE": str(self.world),
-            "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
         } | more  # fmt: skip
         with log.open("wb") as output:
-            process = subprocess.Popen(
-                [*command, "--report-fd", str(write_end), "--front-pid", str(os.getpid())], env=environment,
+            process = front_server.start_rank(
+                [*command, "--report-fd", str(write_end), "--front-pid", str(os.getpid())], env=environment, cwd=ROOT,
                 pass_fds=(write_end,), stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
         os.close(write_end)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import transformers
 
+from tests import front_server
 from unisono.cli.generate import table
 
 LIMIT_S = 120.0
@@ -25,9 +26,7 @@ def environment() -> dict[str, str]:
 
 def run(*words: object, text: str = "") -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "unisono", *map(str, words)]
-    return subprocess.run(
-        command, input=text, capture_output=True, text=True, check=False, timeout=LIMIT_S, env=environment()
-    )
+    return front_server.run(command, input=text, timeout=LIMIT_S, env=environment())
 
 
 def refused(*words: object, text: str = "") -> str:

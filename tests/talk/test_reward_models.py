@@ -17,6 +17,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from tests import front_server
 from tests.talk.conftest import Listening
 from unisono.task import evaluate, export
 
@@ -144,12 +145,10 @@ def test_an_export_gives_the_same_scores(
     assert torch.allclose(found, wanted, rtol=1e-4, atol=1e-5)
 
 
-def _unisono(*words: object) -> "subprocess.CompletedProcess[str]":
+def _unisono(*words: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "unisono", *map(str, words)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
-    return subprocess.run(
-        command, input="hello\n", capture_output=True, text=True, check=False, timeout=240, env=environment
-    )
+    return front_server.run(command, input="hello\n", timeout=240, env=environment)
 
 
 @pytest.mark.slow  # five processes, four of which import torch

@@ -34,6 +34,7 @@ _NEAR = re.compile(
     r"^(N[A-Z]{2,4}|GLOO|TORCH[A-Z]*|PYTORCH|CUDA|CUBLAS|NVIDIA|OMP|MKL|HF|MASTER|WORLD|LOCAL|NODE|UNISONO|TOKENIZERS?|PYTHONHASH[A-Z]*)_?[A-Z0-9_]*$"
 )
 _CREDENTIALS = re.compile(r"\S:\S+@")  # user:password@proxy, with a scheme or without
+_NAME_OR_VERSION = re.compile(r"^(Name|Version): *(.*?) *$", re.MULTILINE)
 _TOKEN = "UNISONO_TOKEN"  # noqa: S105 - the variable's name
 _OURS = frozenset({_TOKEN, "UNISONO_FORK_SERVER"})  # that of the tests, see supervise.fork_server
 
@@ -224,9 +225,11 @@ def package_versions() -> dict[str, str]:
     """Every installed distribution and its version, by normalised name; and Python's."""
     found = {"python": platform.python_version()}
     for distribution in metadata.distributions():
-        name = distribution.metadata["Name"]
-        if name:
-            found.setdefault(name.lower().replace("_", "-"), distribution.version)
+        text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
+        # `distribution.metadata` parses the whole file as a message, with its description: ten times the seconds.
+        fields = dict(_NAME_OR_VERSION.findall(text.partition("\n\n")[0]))
+        if "Name" in fields and "Version" in fields:
+            found.setdefault(fields["Name"].lower().replace("_", "-"), fields["Version"])
     return dict(sorted(found.items()))
 
 

@@ -20,7 +20,7 @@ import struct
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -113,15 +113,23 @@ class Server:
     that closes before is that of a front that is gone, or has given the process up: it is killed.
     """
 
-    def __init__(self, control: socket.socket, initial_environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        control: socket.socket,
+        initial_environment: Mapping[str, str],
+        *,
+        find_difference: Callable[[Mapping[str, str], Mapping[str, str]], str] | None = None,
+    ) -> None:
         """Serves one front.
 
         Args:
             control: where requests come from; its end is the server's.
             initial_environment: the environment that the imports have read.
+            find_difference: what of an environment the imports would have read differently; `different` if None.
         """
         self._control = control
         self._initial_environment = initial_environment
+        self._find_difference = find_difference or different
         self._forked: dict[int, _Forked] = {}  # by the number of the pidfd
         self._poll = select.poll()
         self._poll.register(control, select.POLLIN)
@@ -139,7 +147,7 @@ class Server:
                     if not data:
                         return None
                     request = Request.received(fds)
-                    reason = refusal or different(request.environment, self._initial_environment)
+                    reason = refusal or self._find_difference(request.environment, self._initial_environment)
                     if reason:
                         send(request.channel, refused=reason, always=bool(refusal))
                         request.close()
@@ -309,9 +317,8 @@ def _place(fds: Mapping[int, int], channel: socket.socket) -> socket.socket:
 
 def _reseed() -> None:
     """Python's own generator does so by itself; torch's has a fixed seed at its import."""
-    import numpy as np
-
-    np.random.seed()  # the generator that libraries share
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()  # the generator that libraries share
 
 
 def _open_fds() -> list[int]:
