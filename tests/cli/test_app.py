@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from unisono import __version__
+from unisono.cli.app import main
 from unisono.cli.output import Output, split_globals
 
 UNISONO = [sys.executable, "-m", "unisono"]
@@ -98,3 +99,57 @@ def test_a_reader_that_leaves_is_not_an_error() -> None:
 def test_json_has_no_word_for_what_is_not_a_number(capsys: pytest.CaptureFixture[str]) -> None:
     Output(json=True).emit({"loss": float("nan"), "inner": [float("inf"), 1.5]})
     assert capsys.readouterr().out == '{"loss": null, "inner": [null, 1.5]}\n'
+
+
+SLIPS = [
+    ("train --nprocs 2", "--nprocs is not an option of `unisono train`", "did you mean --nproc?"),
+    (
+        "train x.yaml --optim.lr=1",
+        "--optim.lr is not an option of",
+        "a config key has no dashes: optim.lr=VALUE",
+    ),
+    ("train", "`unisono train` needs config, which is missing", "`unisono train train.yaml optim.lr=1e-4`"),
+    ("trian x.yaml", "trian is not a command of `unisono`", "did you mean `unisono train`?"),
+    ("frobnicate", "frobnicate is not a command of `unisono`", "`unisono --help` describes the commands"),
+    (
+        "checkpoint lss",
+        "lss is not a command of `unisono checkpoint`",
+        "did you mean `unisono checkpoint ls`?",
+    ),
+    ("train x.yaml --nproc x", "--nproc x is not valid", "give --nproc a whole number from 1 to 1024"),
+    ("train x.yaml --nproc=0", "--nproc 0 is not valid", "give --nproc a whole number from 1 to 1024"),
+    ("train x.yaml --join-timeout q", "--join-timeout q is not valid", "a number, at least 1"),
+    ("train x.yaml --devices", "--devices", "`unisono train --help`"),
+    ("explain a b", "(b)", "`unisono explain --help`"),
+]
+
+
+@pytest.mark.parametrize(("line", "what", "fix"), SLIPS)
+def test_what_the_parser_refuses_has_four_parts_and_the_nearest_name(
+    line: str, what: str, fix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(line.split())
+    assert ended.value.code == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    lines = shown.err.splitlines()
+    assert [text.split()[0] for text in lines] == ["error:", "where:", "why:", "fix:"], shown.err
+    assert what in lines[0]
+    assert fix in lines[3]
+
+
+@pytest.mark.parametrize(("line", "what", "fix"), SLIPS)
+def test_what_the_parser_refuses_is_json_on_request(
+    line: str, what: str, fix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--json", *line.split()])
+    assert ended.value.code == 2
+    refused = json.loads(capsys.readouterr().out)
+    assert refused["kind"] == ("result" if line.startswith("train") else "refused")
+    (problem,) = refused["problems"]
+    assert what in problem["what"]
+    assert fix in problem["fix"]
+    assert problem["where"].startswith("command line: unisono")
+    assert problem["why"]

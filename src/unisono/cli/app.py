@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import re
 import sys
 import traceback
 from pathlib import Path
@@ -10,7 +11,18 @@ from typing import Annotated, Any
 import typer
 
 from unisono import __version__
-from unisono.cli.output import Output, lost_output, open_streams, output, set_output, split_globals
+from unisono.cli.output import (
+    GLOBAL_FLAGS,
+    Output,
+    lost_output,
+    open_streams,
+    output,
+    set_output,
+    split_globals,
+)
+
+_PARSER_ERROR: Any = typer.BadParameter.__mro__[1]
+"""What the parser of command lines raises: the UsageError of click, or of the click inside typer."""
 
 _EPILOG = "Everywhere: --json (JSON on stdout), --quiet, --debug (tracebacks), --version."
 
@@ -151,18 +163,16 @@ def main(arguments: list[str] | None = None) -> None:
         sys.stdout.write(f"unisono {__version__}\n")
         sys.exit(_with_lost_output(0, words))
     set_output(Output(json="--json" in flags, quiet="--quiet" in flags, debug="--debug" in flags))
-    command = words[0] if words else ""
     try:
         _refuse_without_directory(words)
-        build_app()(args=words, prog_name="unisono")
+        ended = build_app()(args=words, prog_name="unisono", standalone_mode=False)
+        code = ended if isinstance(ended, int) else 0  # the code of a typer.Exit
     except KeyboardInterrupt:
         code = 130
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else 0 if ended.code is None else 1
     except Exception as error:  # noqa: BLE001 - the edge of the process
-        code = _show(error, command=command)
-    else:
-        code = 0
+        code = _show(error, words)
     sys.exit(_with_lost_output(code, words))
 
 
@@ -198,11 +208,16 @@ def _with_lost_output(code: int, words: list[str]) -> int:
     return code if code or runs else 6
 
 
-def _show(error: Exception, *, command: str) -> int:
+def _show(error: Exception, words: list[str]) -> int:
     """Shows an error for the user in plain lines, and a bug with its traceback; returns the exit code."""
     from unisono.errors import UnisonoError, storage_failure, unusable_path
 
-    printer = output()
+    printer, command = output(), words[0] if words else ""
+    if isinstance(error, _PARSER_ERROR):
+        if type(error).__name__ == "NoArgsIsHelpError":
+            error.show()
+            return error.exit_code
+        error = _in_our_words(error, words)
     if not isinstance(error, UnisonoError):
         error = (
             unusable_path(error, has_started=command in ("train", "run")) or storage_failure(error) or error
@@ -221,6 +236,111 @@ def _show(error: Exception, *, command: str) -> int:
     if printer.json:
         _emit_refusal(body, command=command)
     return error.exit_code if isinstance(error, UnisonoError) else 1
+
+
+def _in_our_words(error: Any, words: list[str]) -> Exception:
+    """An error of the parser of command lines as a UsageError, with the nearest option or command.
+
+    Args:
+        error: click's UsageError, whose subclasses have `option_name` or `param`.
+        words: the command line.
+    """
+    from unisono.errors import UsageError
+
+    known = error.ctx is None and words and words[0] in _COMMANDS
+    path = error.ctx.command_path if error.ctx else f"unisono {words[0]}" if known else "unisono"
+    kind = type(error).__name__
+    if kind == "NoSuchOption":
+        problem = _unknown_option(error, path)
+    elif kind == "MissingParameter":
+        problem = _missing_parameter(error.param, path)
+    elif kind == "BadParameter" and error.param is not None:
+        problem = _invalid_value(error, path, words)
+    elif match := re.match(r"No such command '(.*?)'", error.message):
+        problem = _unknown_command(match[1], path, list(error.ctx.command.commands))
+    else:  # an option without a value, or with one that it does not take; too many arguments
+        message = error.format_message().rstrip(".")
+        problem = {"what": f"`{path}`: {message}", "where": path, "why": "options and arguments follow the usage of the command"}
+        problem["fix"] = f"`{path} --help` shows its options and arguments"
+    return UsageError.of(**problem | {"where": f"command line: {problem['where']}"})
+
+
+def _unknown_option(error: Any, path: str) -> dict[str, str]:
+    from unisono.text import nearest
+
+    option = error.option_name
+    known = [name for each in error.ctx.command.params for name in each.opts if name.startswith("-")]
+    near = nearest(option, [*known, *GLOBAL_FLAGS])
+    fix = f"did you mean {near}? " if near else ""
+    fix += f"`{path} --help` lists the options"
+    if "." in option:
+        fix = f"a config key has no dashes: {option.lstrip('-')}=VALUE"
+    return {
+        "what": f"{option} is not an option of `{path}`",
+        "where": f"{path} {option}",
+        "why": "an unknown option is refused, not ignored",
+        "fix": fix,
+    }
+
+
+def _unknown_command(word: str, path: str, known: list[str]) -> dict[str, str]:
+    from unisono.text import nearest
+
+    near = nearest(word, known)
+    return {
+        "what": f"{word} is not a command of `{path}`",
+        "where": f"{path} {word}",
+        "why": f"the commands are {', '.join(known)}",
+        "fix": f"did you mean `{path} {near}`?" if near else f"`{path} --help` describes the commands",
+    }
+
+
+def _missing_parameter(param: Any, path: str) -> dict[str, str]:
+    name, description = param.metavar or param.name, getattr(param, "help", None)
+    example = next(
+        (text for _, _, text in _COMMANDS.values() if text.startswith(f"{path} ")), f"{path} --help"
+    )
+    return {
+        "what": f"`{path}` needs {name}, which is missing",
+        "where": path,
+        "why": f"{name}: {description}" if description else f"{name} has no default",
+        "fix": f"e.g. `{example}`",
+    }
+
+
+def _invalid_value(error: Any, path: str, words: list[str]) -> dict[str, str]:
+    name = error.param.opts[0]
+    given = f"{name} {_value_of(error.param.opts, words)}".rstrip()
+    takes = _range_of(error.param, error.message)
+    return {
+        "what": f"{given} is not valid",
+        "where": f"{path} {given}",
+        "why": f"{name} takes {takes}",
+        "fix": f"give {name} {takes}; `{path} --help` describes it",
+    }
+
+
+def _value_of(names: list[str], words: list[str]) -> str:
+    """What a command line gives for an option; empty if it is not found."""
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        if word in names:
+            return following
+        if word.partition("=")[0] in names:
+            return word.partition("=")[2]
+    return ""
+
+
+def _range_of(param: Any, message: str) -> str:
+    """What values an option takes: `a whole number from 1 to 1024`; else the parser's words."""
+    low, high = getattr(param, "min", None), getattr(param, "max", None)
+    annotation = getattr(getattr(param, "type_descriptor", None), "annotation", None)
+    whole = annotation is int or "integer" in message
+    if not whole and annotation is not float and "number" not in message:
+        return f"other values: {message}"
+    kind = "a whole number" if whole else "a number"
+    if low is None:
+        return kind
+    return f"{kind} from {low:g} to {high:g}" if high is not None else f"{kind}, at least {low:g}"
 
 
 def _emit_refusal(body: dict[str, Any], *, command: str) -> None:
