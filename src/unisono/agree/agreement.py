@@ -224,11 +224,8 @@ def violation(
         rule: of the check; its `violated` decides whether the run may start.
         summary: one line with both values.
         stage: in which the check is made.
-        people: the culprits.
         where: the members that it concerns, if they are not the culprits.
-        evidence: observations.
         fix: commands or advice.
-        confidence: that the culprits are correct.
     """
     people = tuple(people)
     about = tuple(where) if where is not None else people
@@ -297,9 +294,6 @@ class Wording:
     """How keys and values are displayed.
 
     Attributes:
-        shown: a value for people.
-        typed: a value in a command.
-        label: a key in the summary.
         order: sorts the keys that differ, the most important first; the default is alphabetical.
         remedies: instead of the rule's, for some keys.
         good: the text of the check if nothing differs.

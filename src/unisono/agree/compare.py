@@ -404,7 +404,6 @@ def compare_rank_facts(
     """The comparison of facts that ranks of a foreign program report.
 
     Args:
-        name: of the comparison.
         facts_by_rank: by rank: its node rank, host and facts.
     """
     first = sorted({key for _, _, facts in facts_by_rank.values() for key in facts})

@@ -94,7 +94,6 @@ def judge_nproc(members: Members, *, may_differ: bool = True) -> Agreement:
     """The number of ranks of each node: equal, or different and declared on every node.
 
     Args:
-        members: the nodes.
         may_differ: whether different numbers are allowed if all are declared; foreign programs compute the world as nodes × ranks.
     """
     rule = NODE_RULES["nproc"]
@@ -226,7 +225,6 @@ def missing_nodes(
     Args:
         nodes: the expected number of nodes.
         present: the host of each node that is connected.
-        rejected: connections that were rejected.
         waited_s: seconds waited.
         hosts: the host of each node, where it is known, e.g. from --hosts.
     """
@@ -298,8 +296,6 @@ def lost_node(node_rank: int, host: str, why: str, *, silent: bool, moment: str 
     """The verdict on a node that was lost before anything was started.
 
     Args:
-        node_rank: of the node.
-        host: its name.
         why: one line.
         silent: whether it stopped responding; otherwise its connection was closed, and its own terminal has the cause.
         moment: before which it was lost.
@@ -322,8 +318,6 @@ def refused_node(
     """The verdict on a node whose own checks failed.
 
     Args:
-        node_rank: of the node.
-        host: its name.
         problems: of its checks, each with what, where, why, fix.
         verdict: the node's own, if it has one; its cause is used.
     """

@@ -22,11 +22,9 @@ class Rule:
     """One property of nodes or ranks that is checked, and what it must satisfy.
 
     Attributes:
-        id: of the check in agreement.json.
         subject: what is checked, for people.
         need: equal, unique, valid or free.
         violated: what a violation does: `fail` prevents the start, `warn` is only reported.
-        cause: id of the catalogue.
         remedy: how to fix it; `{who}` is the node or rank that differs, `{key}` what differs, `{value}` the majority's
             value, `{choices}` the values to choose from where there is no majority.
         absent: how to fix it where the majority does not have it.

@@ -204,7 +204,6 @@ def compare_ranks(reports: Sequence[RankReport], *, world_size: int) -> Agreemen
 
     Args:
         reports: one of each rank, in any order.
-        world_size: of the plan.
     """
     members = _in_order(reports)
     if not members:

@@ -171,11 +171,8 @@ class KnownBad:
         since: the first bad version.
         before: the first good one; empty: none is known.
         what: the bug, and when it occurs.
-        least_good: the minimum good version.
-        command: the command that fixes it.
         source: where it is reported.
         concerns: `train` for bugs that affect our own runs, `programs` for those that affect foreign programs under `unisono run`.
-        when: further conditions on a node's report.
     """
 
     package: str

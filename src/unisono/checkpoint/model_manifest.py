@@ -47,7 +47,6 @@ class ModelCheck:
     """The result of comparing a directory with its manifest.
 
     Attributes:
-        path: the directory.
         listed: whether it has a manifest; a damaged one counts.
         findings: the differences; `edited` ones are for information, all others are damage.
     """
@@ -62,11 +61,7 @@ class ModelCheck:
         return not any(finding.is_fatal for finding in self.findings)
 
     def refusal(self, *, restore: str) -> IntegrityError:
-        """The error that refuses a damaged directory.
-
-        Args:
-            restore: how to restore the files.
-        """
+        """The error that refuses a damaged directory."""
         return IntegrityError(
             *(
                 Problem(
@@ -85,7 +80,6 @@ def write_model_manifest(directory: Path, known: Mapping[str, FileEntry]) -> Non
     """Writes the manifest of all files that are in a directory now. The caller syncs it.
 
     Args:
-        directory: complete but for the manifest.
         known: by name, the files whose digests are known from writing them; all others are read.
 
     Raises:
@@ -146,7 +140,6 @@ def check_model(
 
     Args:
         directory: a final directory, or any model; without a manifest nothing is compared.
-        read: digests a file.
         only: whether to check the file of this name.
     """
     try:

@@ -91,7 +91,6 @@ def decide(candidates: Iterable[Candidate], rules: Rules) -> Decision:
 
     Args:
         candidates: all published ones, in any order, each step once.
-        rules: the policy.
     """
     assert rules.keep >= 1
     own = sorted((one for one in candidates if not one.foreign), key=lambda one: one.step, reverse=True)
@@ -127,7 +126,6 @@ class DiskSpace:
     """Disk usage of a directory of checkpoints, and free space.
 
     Attributes:
-        free_bytes: on its file system.
         own_bytes: of the run's own checkpoints: published, being written, being deleted. Foreign ones are not counted, since they stay.
         steps: of the published ones, oldest first.
     """
@@ -146,7 +144,6 @@ def measure_disk_space(root: Path, *, key: bytes) -> DiskSpace:
     """Measures a directory of checkpoints.
 
     Args:
-        root: the directory.
         key: the user's key; a checkpoint that is not signed with it is foreign.
 
     Raises:
@@ -188,7 +185,6 @@ def max_on_disk(there: Sequence[int], due: Sequence[int], rules: Rules, *, best:
     Args:
         there: the steps of existing ones, oldest first.
         due: the steps of future ones, oldest first.
-        rules: the policy.
         best: whether the best one is kept, too, whichever it will be.
     """
     steps = [*there, *due]
@@ -222,12 +218,7 @@ class Verified:
 
 
 def record_verified(root: Path, readings: Iterable[Reading]) -> None:
-    """Records that checkpoints were read through now; best effort.
-
-    Args:
-        root: the directory of checkpoints.
-        readings: the results.
-    """
+    """Records that checkpoints were read through now; best effort."""
     now = datetime.now(UTC).isoformat(timespec="milliseconds")
     new = {
         reading.path.name: {
@@ -324,13 +315,7 @@ class KnownStates:
         self._seen.pop(path.name, None)
 
     def of(self, path: Path, *, step: int, key: bytes) -> Candidate:
-        """Facts of a checkpoint; `intact` is None if it must be read first.
-
-        Args:
-            path: the checkpoint.
-            step: the checkpoint's.
-            key: the user's key.
-        """
+        """Facts of a checkpoint; `intact` is None if it must be read first."""
         manifest = read_manifest(path)
         if manifest is None:
             return Candidate(step, intact=False, read_back=False)

@@ -38,9 +38,6 @@ class Entry:
     """A tensor, or this rank's part of one.
 
     Attributes:
-        group: its group in the checkpoint.
-        name: the tensor's name.
-        dtype: safetensors' name for it.
         shape: the shape of this part.
         whole: the shape of the full tensor.
         offsets: where the part begins in the full tensor.
@@ -115,11 +112,9 @@ class StepSnapshot:
 
     Attributes:
         sequence: number of snapshots before; equal on all ranks for the same state.
-        step: optimizer steps done.
         layout: the position of each tensor.
         tensors: all tensors; not a copy.
         values: the non-tensor values, for state.json.
-        lines: the step's lines in metrics.jsonl.
     """
 
     sequence: int
@@ -144,7 +139,6 @@ class Slots:
     """The slots of a rank, for writing.
 
     Attributes:
-        layout: the tensors of every snapshot.
         tensors: for each slot, the memory for the tensors.
     """
 
@@ -183,7 +177,6 @@ class Slots:
 
         Args:
             writing: from `begin`.
-            step: optimizer steps done.
             text: from `slot_text`; it must fit.
         """
         assert writing.noted_bytes == self.layout.tensor_bytes, "a slot is complete or has no head"
@@ -200,10 +193,7 @@ class SlotWrite:
     """A slot that is being written.
 
     Attributes:
-        number: the slot's number.
         sequence: the number of the snapshot.
-        tensors: the memory for its tensors.
-        digest: of everything written so far.
         noted_bytes: number of digested bytes of the tensors.
     """
 

@@ -72,7 +72,6 @@ class CheckpointReader:
     """An open checkpoint. Files are memory-mapped, so a tensor is read on access.
 
     Attributes:
-        values: everything except tensors.
         groups: the outlines of the tensors, by group and name.
 
     Raises:
@@ -171,7 +170,6 @@ def save_state(
     Tensors that share memory (tied weights) are written once, and share memory again after reading.
 
     Args:
-        directory: usually from CheckpointStore.writing.
         tensors: by group and name; any device, shape (also 0-dim) and dtype. A group may be empty.
         state: see `state_text`.
 

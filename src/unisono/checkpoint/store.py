@@ -128,10 +128,6 @@ class CheckpointStore:
         """Yields an empty directory; it is then digested, synced, signed and published, or removed on an error.
 
         Args:
-            step: optimizer steps done.
-            run_id: of the run.
-            config_digest: of its config.
-            world_size: ranks.
             threads: of each rank.
             holder: the host whose output_dir has all files.
             temporary: the directory's name until then, if other processes write into it, too; see `temporary_name`.
@@ -178,7 +174,6 @@ class CheckpointStore:
 
         Args:
             directory: beside the checkpoints; its files are already synced and compared with the manifest.
-            manifest: is written to it.
         """
         self._publish(directory, self.path(manifest.step), manifest)
         return self.path(manifest.step)
@@ -187,7 +182,6 @@ class CheckpointStore:
         """Reads a published checkpoint through; returns all findings, [] for none.
 
         Args:
-            path: the checkpoint.
             run_id: the run that it must belong to; None: any.
         """
         manifest, findings = inspect(path, key=self._key, run_id=run_id)
@@ -365,7 +359,6 @@ def temporary_name(step: int, nonce: str) -> str:
     """The name of a checkpoint's directory while it is written.
 
     Args:
-        step: optimizer steps done.
         nonce: unique hexadecimal digits.
     """
     return f"step-{step:08d}.tmp-{nonce}"

@@ -34,9 +34,7 @@ class Damage:
     """One finding in a checkpoint.
 
     Attributes:
-        file: its name in the checkpoint's directory.
         what: the problem, in plain words.
-        kind: the class of the finding.
         tensors: the damaged ones of the file, if known.
     """
 
@@ -72,7 +70,6 @@ class Reading:
     """The result of reading a checkpoint through.
 
     Attributes:
-        path: the checkpoint.
         manifest: None if it cannot be read.
         findings: all damage, and notes.
         stamp: its state just before; None if a file is missing.
@@ -118,8 +115,6 @@ def read_through(path: Path, *, key: bytes, run_id: str | None = None, pace: Pac
     """Reads a published checkpoint through.
 
     Args:
-        path: the checkpoint.
-        key: the user's key.
         run_id: the run that it must belong to; None: any.
         pace: slows the reading down; None: full speed, and from the page cache where possible.
     """
@@ -143,11 +138,8 @@ def inspect(
     """The manifest, or None if it cannot be read, and all findings.
 
     Args:
-        path: a published checkpoint.
-        key: the user's key.
         run_id: the run that it must belong to; None: any.
         contents: read the files through; False: check presence and sizes only.
-        pace: slows the reading down.
     """
     try:
         manifest = Manifest.from_bytes(read_bytes(path / MANIFEST))

@@ -66,7 +66,6 @@ class TensorPart:
     """A tensor, or one rank's part of it, as it goes into a file.
 
     Attributes:
-        name: the tensor's name.
         dtype: safetensors' name for it, e.g. F32 or BF16.
         shape: the shape of this part.
         read: returns its bytes, contiguous; called when they are written, so they may be made only then.
@@ -104,7 +103,6 @@ def write_tensor_file(
     Args:
         path: a file that does not exist yet.
         parts: read in `file_order`, one at a time, so that only one need be in memory.
-        metadata: for the header.
         on_bytes: receives the number of bytes written so far, from time to time.
 
     Raises:
@@ -255,8 +253,6 @@ def write_files(
     """Writes and syncs all files; returns their entries for the manifest.
 
     Args:
-        directory: the temporary directory of the checkpoint.
-        files: of tensors.
         texts: other files, by name.
         on_bytes: receives, from time to time, the number of bytes written of the current file.
 
@@ -299,11 +295,7 @@ def _write_text(path: Path, text: bytes) -> FileEntry:
 
 
 class StorageFailed(UnfitError):  # noqa: N818 - named for what happened, as RankDied is
-    """A checkpoint could not be written; existing ones are untouched.
-
-    Attributes:
-        path: its intended path.
-    """
+    """A checkpoint could not be written; existing ones are untouched."""
 
     def __init__(self, *problems: Problem, path: Path, verdict: Verdict | None = None) -> None:
         super().__init__(*problems, verdict=verdict)
@@ -311,12 +303,7 @@ class StorageFailed(UnfitError):  # noqa: N818 - named for what happened, as Ran
 
 
 class StorageFull(StorageFailed):
-    """There is not enough space for a checkpoint.
-
-    Attributes:
-        needed_bytes: the size of the checkpoint.
-        free_bytes: the free space.
-    """
+    """There is not enough space for a checkpoint."""
 
     def __init__(self, path: Path, *, needed_bytes: int, free_bytes: int) -> None:
         self.needed_bytes = needed_bytes

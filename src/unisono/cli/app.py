@@ -243,7 +243,6 @@ def _in_our_words(error: Any, words: list[str]) -> Exception:
 
     Args:
         error: click's UsageError, whose subclasses have `option_name` or `param`.
-        words: the command line.
     """
     from unisono.errors import UsageError
 
@@ -260,7 +259,11 @@ def _in_our_words(error: Any, words: list[str]) -> Exception:
         problem = _unknown_command(match[1], path, list(error.ctx.command.commands))
     else:  # an option without a value, or with one that it does not take; too many arguments
         message = error.format_message().rstrip(".")
-        problem = {"what": f"`{path}`: {message}", "where": path, "why": "options and arguments follow the usage of the command"}
+        problem = {
+            "what": f"`{path}`: {message}",
+            "where": path,
+            "why": "options and arguments follow the usage of the command",
+        }
         problem["fix"] = f"`{path} --help` shows its options and arguments"
     return UsageError.of(**problem | {"where": f"command line: {problem['where']}"})
 
@@ -419,8 +422,6 @@ def refuse_unwritable(path: Path, option: str, *, replaces: bool = False) -> Non
     """Checks a file that a command writes at its end, before the work for it.
 
     Args:
-        path: the file.
-        option: that names it.
         replaces: whether an existing file may be replaced.
 
     Raises:

@@ -16,7 +16,6 @@ def first_screen(plan: RunPlan, facts: Mapping[str, Any]) -> list[str]:
     """The lines, one topic each.
 
     Args:
-        plan: what was decided.
         facts: what only the worker knows (its `ready` message); may be empty, as in a dry run.
     """
     rows = [

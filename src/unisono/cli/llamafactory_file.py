@@ -112,7 +112,6 @@ def read_inference_file(target: str, overrides: list[str]) -> InferenceFile | No
     """The file of LLaMA-Factory that is given as RUN|MODEL; None if it is no file.
 
     Args:
-        target: from the command line.
         overrides: `key=value` from the command line, in LLaMA-Factory's names.
 
     Raises:

@@ -83,7 +83,6 @@ class Output:
     Attributes:
         json: stdout carries JSON only.
         quiet: only results, warnings and errors.
-        debug: also show tracebacks of user errors.
     """
 
     json: bool = False

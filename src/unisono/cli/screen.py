@@ -250,8 +250,6 @@ def ending(result: Message, cwd: Path, *, alone: bool = False, reward: bool = Fa
     """The last lines: the outcome, the path of the result, and the next command; paths relative to `cwd`.
 
     Args:
-        result: of the run.
-        cwd: the working directory.
         alone: whether the job has one node.
         reward: whether it has trained a reward model.
     """

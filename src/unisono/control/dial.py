@@ -313,12 +313,8 @@ def disagreement(
     """An error with its verdict.
 
     Args:
-        cause: id of the cause.
         summary: the problem in one line, with the observed values.
-        where: the address.
-        why: the observation.
         fix: what to do; empty: the cause's fix.
-        hosts: hosts to blame.
     """
     entry = find_cause(cause)
     assert entry is not None, cause

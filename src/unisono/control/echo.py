@@ -145,7 +145,6 @@ class EchoListener:
     """Listens from construction to `close`, in its own thread.
 
     Attributes:
-        address: listening address.
         ports: assigned by the system.
     """
 

@@ -38,8 +38,6 @@ class Left:
     """The connection to a node, or to the head, has ended.
 
     Attributes:
-        node_rank: of the other side.
-        host: of the other side.
         why: one line for messages.
         clean: it said goodbye, or has the last message.
         silent_s: seconds since the last received byte if long, else 0.
@@ -81,12 +79,8 @@ class FileReceived:
     """The end of a file transfer: the file is complete on the head's disk, or it failed.
 
     Attributes:
-        node_rank: of the sender.
-        label: the sender's description.
         path: of the file; None if it failed.
-        bytes: its size.
         xxh3_128: digest in hex, computed by the head.
-        seconds: from the offer to the end.
         error: why it failed, for messages; empty if it did not.
     """
 

@@ -71,10 +71,7 @@ class Offer:
     """A node's offer of a file.
 
     Attributes:
-        node_rank: who.
-        host: its name.
         transfer: number of the transfer on its connection.
-        content: size and digest.
         label: description; `kind` is a str, the rest is checked by the rule of that kind.
     """
 
@@ -118,8 +115,6 @@ class TransferOutcome:
 
     Attributes:
         transfer: number from `send`.
-        label: as given.
-        bytes: size.
         seconds: duration without waiting in the queue.
         error: why it failed; empty if it did not.
     """

@@ -44,15 +44,10 @@ class NodeLink:
 
         Args:
             host: the head's name or address.
-            port: the head's port.
-            token: the job's secret.
-            node_rank: of this node.
-            node_host: this node's host name.
             timeout_s: time limit for retries.
             on_wait: called after each failed attempt with who does not respond and why, and the seconds since the first attempt.
             nodes: number of nodes that this one expects; None: not checked.
             run_nonce: of the start that this process belongs to, if any: the head of a different start refuses it.
-            epoch: the same.
 
         Raises:
             Disagreed: with a verdict: head_unreachable, dns_failure; and at once token_rejected, node_duplicate,

@@ -322,7 +322,6 @@ class Hello:
         call: the same for all attempts of one process to join.
         nodes: number of nodes that it expects; 0: not checked.
         run: nonce of the start that it belongs to.
-        epoch: of that start.
     """
 
     nonce: str
@@ -407,10 +406,7 @@ def refusal_of(
     """The refusal of an authenticated caller; None: it is admitted.
 
     Args:
-        hello: who calls.
         run: nonce of this start.
-        epoch: of this start.
-        nodes: number that the head expects.
         holder: the node that already has its rank, as text; empty: none.
         settled: whether the last message was sent.
         left_out: why the job continues without its node; empty: it does not.

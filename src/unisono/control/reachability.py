@@ -34,9 +34,6 @@ class Peer:
     """A node to dial, and its address.
 
     Attributes:
-        node_rank: its number.
-        host: its name.
-        address: a literal one.
         ports: those of its `EchoListener`.
         brief: only small messages, since every node dials it.
     """
@@ -71,12 +68,7 @@ class DialResult:
     """Result of dialing one port of a peer.
 
     Attributes:
-        source: this node's number.
-        target: the peer's.
-        address: that was dialled.
-        port: of it.
         outcome: stranger: a different program or job responded; stalled: a message was not echoed, smaller ones were.
-        largest_bytes: the largest message that was echoed.
         tried_bytes: all sizes up to the first failure.
         rtt_s: shortest round-trip time of one byte.
         note: the system's error, or the response.
@@ -114,7 +106,6 @@ def choose_peers(nodes: Sequence[Peer], node_rank: int, *, most: int = MAX_PEERS
 
     Args:
         nodes: all of them, this one among them.
-        node_rank: of this one.
         most: maximum number of neighbors.
     """
     ordered = sorted(nodes, key=lambda peer: peer.node_rank)
@@ -142,7 +133,6 @@ def dial_all(
     The head calls `choose_peers` for each node, so that a job of a thousand nodes does not make a million connections.
 
     Args:
-        peers: nodes to dial.
         key: of `reach_key`.
         source: this node's number, for the results.
         limits: time limits.

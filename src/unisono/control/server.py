@@ -28,14 +28,9 @@ class HeadServer:
     Args:
         host: the address to listen on, never all addresses.
         port: 0 lets the system choose.
-        token: the job's secret.
         nodes: number of nodes, including this one.
         welcome: sent to every node that joins; run_nonce, epoch and wall (seconds since 1970) are added.
-        run_nonce: of this start.
         epoch: number of this attempt of the run.
-
-    Attributes:
-        address: listening address.
 
     Raises:
         Disagreed: if the port is in use, with the process; if the address is not this machine's.

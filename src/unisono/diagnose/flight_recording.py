@@ -31,9 +31,6 @@ class Entry:
 
     Attributes:
         group: its process group, as "0:default_pg".
-        seq: its number in the group.
-        kind: as "all_reduce".
-        backend: as "nccl".
         inputs: elements that go in; outputs: that come out.
         sizes: of the tensors that go in, as "[[4, 512]]".
         dtypes: of those, as "BFloat16".

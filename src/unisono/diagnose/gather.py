@@ -22,7 +22,6 @@ def gather(scanned: Sequence[Scanned], *, excerpts: Container[str] = ()) -> RunF
     """The facts of the last run in these logs.
 
     Args:
-        scanned: the logs.
         excerpts: names of those that are lines of a report: their order is not that of time.
     """
     ordered, earlier = last_run([one for one in scanned if one.name not in excerpts])
@@ -282,7 +281,6 @@ class Earlier:
     """An earlier run in the same log.
 
     Attributes:
-        source: the log.
         first: its first line; last: its last line.
     """
 

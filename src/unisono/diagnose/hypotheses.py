@@ -48,7 +48,6 @@ class RankedCause:
     """A possible cause with its evidence.
 
     Attributes:
-        cause: its id.
         score: the calibrated probability, 0 to 1.
         because: what speaks for it, the strongest first; against: what speaks against it.
         check: commands that would confirm or exclude it.
@@ -88,7 +87,6 @@ class Question:
 
     Attributes:
         feature: what a "yes" adds.
-        en, zh: its words.
     """
 
     feature: str

@@ -126,10 +126,8 @@ class Diagnosis:
     """The result of a diagnosis.
 
     Attributes:
-        verdict: the answer.
         chain: the first cause and its consequences, as lines of evidence.
         alternatives: other possible causes, the most likely first.
-        missing: information that would help.
         facts: of the run, for a timeline.
         language: of the reports: en, zh, other; empty without one.
         features: what the texts and their log lines say, on which the ranking rests.
@@ -163,8 +161,6 @@ def make_diagnosis(
 
     Args:
         findings: of the rules, the most likely first.
-        facts: of the run.
-        reported: what people say in reports.
         language: of the reports; empty: there are logs, too.
         excerpts: names of the reports: their log lines were chosen by somebody.
     """

@@ -208,7 +208,6 @@ def find_time(text: str, *, year: int | None = None) -> float | None:
     """Seconds since 1970 of the time at the start of a line, read as UTC; None: there is none.
 
     Args:
-        text: the line.
         year: for formats without one; None: such times are ignored.
     """
     head = text[:LOOK_CHARS]

@@ -87,7 +87,6 @@ def split_pieces(text: str, unwrap: Callable[[str], str | None] = lambda _: None
     """The parts of a line that were written at different moments or by different ranks.
 
     Args:
-        text: the line.
         unwrap: the text without what a collector puts before every line of this log; None: it does not bear it.
     """
     if text.endswith("}") and '{"' in text[:_LONGEST_PREFIX] and _is_object(text):
@@ -138,12 +137,7 @@ class _Often:
 
 
 class Prefilter:
-    """Finds relevant places in the chunks of one log, in order.
-
-    Args:
-        strong: strings of lines about failures.
-        weak: strings of other lines.
-    """
+    """Finds relevant places in the chunks of one log, in order."""
 
     def __init__(self, strong: Iterable[str], weak: Iterable[str]) -> None:
         self._strong = frozenset(hint.encode() for hint in strong)

@@ -43,7 +43,6 @@ def diagnose_run(root: Path, read_logs: Callable[[], Diagnosis] | None = None) -
     """The verdict on one of our runs, with the command that resumes it.
 
     Args:
-        root: its directory.
         read_logs: returns the diagnosis of its logs; called only if the run has no verdict.
     """
     run = RunDir(root)

@@ -34,7 +34,6 @@ class RankEvents:
         events: in order.
         phase: the last phase that it reported.
         last_time: of its last event or log output. Seconds since 1970 by the head's clock; None: never.
-        messages: the events as they were sent.
     """
 
     rank: int

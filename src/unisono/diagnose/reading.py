@@ -161,7 +161,6 @@ class LimitedStream:
     """A stream with progress and a limit.
 
     Attributes:
-        stream: what is read.
         packed_bytes: its size on the disk; 0: unknown.
         on_read: called with the number of bytes read from the disk, and of decompressed bytes.
         is_pipe: whether it is a named pipe, which is read up to MOST_PIPED_BYTES.
@@ -221,8 +220,6 @@ class LogContents:
     """Contents of some logs.
 
     Attributes:
-        scanned: the logs.
-        recordings: flight recordings among them.
         reports: texts that people wrote among them; their log lines are in `scanned`.
         refused: a line for each file that could not be read, or not completely.
         bytes: number of bytes read.
@@ -239,7 +236,6 @@ def read_all(sources: Sequence[Source], *, on_read: Callable[[int], None] = lamb
     """Reads all logs.
 
     Args:
-        sources: the logs.
         on_read: called from time to time with the number of bytes read from the disk, of all logs.
     """
     read, before = LogContents(), 0

@@ -50,7 +50,6 @@ class _Phrase:
 
     Attributes:
         feature: its name; section: the table of the dictionary.
-        text: as written there.
         hints: a text must contain one of these strings: checked first, since that is fast.
     """
 
@@ -191,7 +190,6 @@ def find_features(name: str, passages: Sequence[Passage]) -> list[Feature]:
     """The features of a text, each with its first place.
 
     Args:
-        name: of the file.
         passages: of the text; of log lines only settings and hardware are read.
     """
     read = passages[:_MOST_PASSAGES]

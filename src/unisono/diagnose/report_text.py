@@ -43,9 +43,7 @@ class Report:
     """A text, split.
 
     Attributes:
-        name: of the file.
         passages: in the order of the text.
-        language: of the sentences.
         lines: number of lines of the file.
     """
 

@@ -14,10 +14,7 @@ class Origin:
     """The rank, process and host that a line names. None: it does not name one.
 
     Attributes:
-        rank: the global rank.
         host: the host's name or address, as written.
-        local_rank: the rank on its host.
-        pid: the process.
         node_rank: the number of the host.
     """
 
@@ -40,7 +37,6 @@ class Event:
         line: its number, from 1; only line feeds count, as in an editor.
         order: a number that increases along the source, with a different one for each piece of a line.
         signature: the id of the line's signature, or of the part of diagnose that made the event.
-        kind: of line.
         cause: the id of the cause that it indicates; None: no particular one.
         text: the line without its prefixes, control characters and secrets.
         who: the rank and host that it names.
@@ -85,7 +81,6 @@ class Traceback:
     Attributes:
         event: its last line: the exception.
         began: the line of its header, as an order within the source.
-        type: the exception's class without its module.
         message: what follows the class, also over several lines.
         frame: the innermost frame as `file:line in function`; empty: unknown.
         user_frame: the innermost frame that is not of an installed package.
@@ -118,12 +113,8 @@ class Exit:
     """The exit of a process as a launcher reports it.
 
     Attributes:
-        event: the decisive line.
         code: the exit code; negative: minus the signal's number.
         rank: the global rank, if reported.
-        local_rank: the rank on its host.
-        host: the host.
-        pid: the process.
         first: whether the launcher reports it as the first failure.
         time: in seconds; None: unknown.
     """
@@ -143,13 +134,10 @@ class Collective:
     """A collective that timed out, as reported by a rank's watchdog.
 
     Attributes:
-        event: the line.
-        rank: that waited.
         group: the process group, as written.
         seq: the sequence number; None: old wordings have none.
         op: ALLREDUCE, _ALLGATHER_BASE, …
         numel_in: elements that go in; numel_out: those that come out.
-        timeout_ms: how long it waited.
         enqueued: the last work that was enqueued; completed: the last that was done.
     """
 
@@ -170,16 +158,12 @@ class RankFacts:
     """Facts of one rank.
 
     Attributes:
-        rank: its number.
         host: where it ran.
-        local_rank: its number there.
-        pids: its processes.
         own_source: the name of the log that only this rank writes; "" if ranks share logs.
         first: the first event of it; last: the last one.
         progress: the last line that shows work.
         step: the last step; steps: of how many.
         finished: the line that says that it finished.
-        ending: how it ended.
         exit: as reported by the launcher.
     """
 
@@ -203,7 +187,6 @@ class SourceFacts:
     """Facts of one log.
 
     Attributes:
-        name: as it is shown.
         lines: their number; bytes: its size.
         rank: the only rank that writes it; host: the host that it comes from.
         head: its first lines as events; tail: its last ones, the last one last.
@@ -234,7 +217,6 @@ class RunFacts:
         ranks: what is known of each rank.
         world_size: the number of ranks, if reported or certain by counting.
         nodes: the number of hosts.
-        hosts: their names.
         framework: of the training program: llamafactory, trl, transformers, lightning, deepspeed, ray, accelerate, recipes, torchrun, "".
         tracebacks: of all ranks, the last of each chain.
         exits: as reported by launchers.
@@ -271,11 +253,9 @@ class Hypothesis:
     """One possible cause.
 
     Attributes:
-        cause: an id of the catalogue.
         why: one sentence: what happened, with names and numbers.
         evidence: the lines that show it, the decisive one first.
         ranks: the culprits, never the victims; empty if unknown.
-        hosts: the same for hosts.
         confidence: 0 to 1; 1: the log states the cause.
         followed: its consequences in order of time.
         missing: information that would help: which log, which variable to set next time.

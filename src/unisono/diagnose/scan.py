@@ -30,7 +30,6 @@ class Mark:
     """A kind of line that states a fact.
 
     Attributes:
-        id: the event's signature.
         hints: strings of which the line must hold one.
         pattern: searched in the line without its prefixes; its groups are the fields.
         kind: "fact", or a more specific kind, e.g. "progress".
@@ -190,7 +189,6 @@ class Scanned:
     """The contents of one log.
 
     Attributes:
-        name: the log's.
         lines: how many; bytes: how long.
         who: whose log it is, by its name.
         events: in order.

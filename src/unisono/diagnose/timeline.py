@@ -46,10 +46,8 @@ def draw(
     """The lines of the drawing, none longer than `width` characters that are seen.
 
     Args:
-        facts: of the run.
         first: the place of the first cause, as `file:line`; empty: unknown.
         ranks: the culprits; their rows are always shown, and marked with `>`.
-        width: columns of the terminal.
         colour: whether escape sequences may be used.
     """
     width = max(width, LEAST_WIDTH)

@@ -45,23 +45,16 @@ class DoctorRequest:
     Attributes:
         config_path: the YAML file; None: only the machine is checked.
         overrides: `key.sub=value`, applied to the config.
-        nproc: ranks on this node.
         devices: `--devices` as typed.
         nodes: number of nodes, or MIN:MAX.
-        node_rank: of this node.
         head: address of node 0.
         hosts: `--hosts` as typed: this machine, and those on which it starts doctor over SSH.
-        token_file: a file with the job's secret.
         join_timeout_s: how long the nodes wait for each other.
         ladder: whether a real collective runs, and if it fails, runs again with one setting after the other.
         debug_comm: whether the libraries' logs of that collective are kept.
         end_orphans: whether orphaned ranks of earlier runs are killed.
         launcher: `--launcher` as typed.
-        ray_address: of the Ray cluster.
-        partition: of the Slurm cluster.
         time: limit of the Slurm step.
-        programs: command lines of tasks.
-        probes: readers of this machine.
         show: receives progress: data preparation, waiting for nodes.
     """
 
@@ -176,7 +169,6 @@ class Finding:
     """Result of a check; a check may have several findings, one per problem.
 
     Attributes:
-        id: of the check.
         status: fail: a run would fail or misbehave; warn: it would run with a drawback; unknown: could not be checked.
         evidence: the observed value in one line; further lines are rows of a table.
         fix: what to type, the best first; empty if nothing needs to be done.
@@ -332,7 +324,6 @@ def agreement_findings(
 
     Args:
         agreement: result of the rules on this node's report alone.
-        report: its report.
         checks: doctor's check for each rule id; other rules are left out.
     """
     verdicts = {verdict.summary: verdict for verdict in agreement.verdicts}

@@ -55,7 +55,6 @@ class SrunStep:
             options: of srun, besides those for labels and for tasks that continue when one fails.
             command: of each task.
             text: the stdin of all tasks.
-            on_output: gets the lines of stdout.
             on_error: gets the lines of stderr. Both are called from threads.
         """
         self._words = [
@@ -160,7 +159,6 @@ def examination_of(answer: dict[str, Any], *, code: int, host: str) -> Examinati
     Args:
         answer: from `read_answer`.
         code: node 0's exit code.
-        host: name for the heading.
 
     Raises:
         UnisonoError: the refusal of node 0, in the class of its exit code.
@@ -236,7 +234,6 @@ class SlurmNodesRequest:
         nodes: maximum number.
         nproc: ranks per node; None: one for each device.
         gpus: accelerators per node.
-        partitions: the requested ones.
         time: as typed; None: the partition's limit.
     """
 

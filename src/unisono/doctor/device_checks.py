@@ -109,11 +109,8 @@ class DeviceContext:
     """Input of all checks of devices.
 
     Attributes:
-        details: of this machine.
         visible: physical indices, in the order of CUDA.
         chosen: physical indices of this node's ranks, by local rank; empty: they run on the CPU.
-        processors: of this machine.
-        settings: variables of NCCL and similar libraries.
         torch: its version; empty: not installed.
         torch_cuda: the CUDA that it was built for.
         allotted: whether a scheduler assigned the visible ones to this job.

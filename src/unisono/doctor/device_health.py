@@ -173,8 +173,6 @@ def judge_driver(
     """Status, evidence and fixes for driver, CUDA and torch.
 
     Args:
-        details: of the machine.
-        chosen: devices of the ranks.
         torch: its version; empty: it is not installed.
         torch_cuda: the CUDA that torch was built for: `12.6`; None: it has none.
     """
@@ -266,10 +264,8 @@ def judge_threads(
     """Whether the ranks' threads use all cores, and no rank spans NUMA nodes; `system.cores` checks for too many threads.
 
     Args:
-        found: of this machine.
         ranks: of this node, on the CPU.
         threads: per rank.
-        origin: source of that number.
     """
     text = f"{_count(ranks, 'rank')} × {_count(threads, 'thread')} ({origin}) on {found.usable} usable"
     if 2 * ranks * threads <= found.usable:
@@ -289,7 +285,6 @@ def judge_bfloat16(found: Processors, *, dtype: str) -> tuple[Status, str, list[
     """Whether bfloat16 is fast on this processor.
 
     Args:
-        found: of this machine.
         dtype: of the config: `bfloat16`, `float32`, `auto` …
     """
     how = _BFLOAT16.get(found.bfloat16)

@@ -81,11 +81,8 @@ def expected_transport(
     """The transport that NCCL is expected to use.
 
     Args:
-        details: of the machine.
-        one: a physical index.
         other: a second one.
         vendor: of the processor: `intel`, `amd`, `arm` or empty.
-        settings: variables of NCCL that are set.
     """
     settings = settings or {}
     word = link_word(details, one, other)
@@ -133,7 +130,6 @@ def device_rows(details: DevicesDetails, visible: Sequence[int]) -> list[str]:
     """A line for each device: name for ranks, index, UUID, bus address, memory, type.
 
     Args:
-        details: of the machine.
         visible: physical indices, in the order of CUDA.
     """
     head = ("seen as", "index", "UUID", "bus", "NUMA", "memory used", "of", "type")
@@ -215,7 +211,6 @@ class Selection:
     Attributes:
         faulty: devices that do not respond, or had serious errors.
         held: devices whose memory other processes hold.
-        sliced: devices with MIG slices.
         types: number of device types beyond one.
         worst: the worst transport of a pair, as position in `TRANSPORTS`.
         numa_nodes: number of NUMA nodes.
@@ -250,7 +245,6 @@ class SelectionReport:
     Attributes:
         troubles: its problems, the most serious first, one line each.
         better: physical indices of a better selection; empty: none.
-        why: reasons why it is better.
         matters: whether a run would notice the difference.
     """
 
@@ -275,10 +269,7 @@ def judge_selection(
     """Problems of these devices, and a better selection.
 
     Args:
-        details: of the machine.
         chosen: physical indices, by local rank.
-        vendor: of the processor.
-        settings: variables of NCCL that are set.
         faulty: devices that must not be used.
         within: devices that may be proposed, if others belong to different jobs; None: all.
     """

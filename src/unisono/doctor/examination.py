@@ -72,7 +72,6 @@ class Examination:
     """Result of a doctor run.
 
     Attributes:
-        host: this machine.
         findings: of all checks, area by area.
         verdict: why the nodes do not agree, in a job of several.
         agreed: whether they do; if not and without a verdict, the findings say why.

@@ -35,9 +35,7 @@ class Rung:
 
     Attributes:
         layer: steps of one layer replace each other; steps of other layers stay in effect.
-        name: for people.
         settings: added to those of the other layers.
-        cost: its drawback.
     """
 
     layer: str
@@ -52,7 +50,6 @@ def rungs(backend: str, *, interfaces: Sequence[str], set_by_hand: Sequence[str]
     Args:
         backend: `nccl` or `gloo`.
         interfaces: to pin to, the most likely first; OWN for each node's own.
-        set_by_hand: communication variables that are set now.
     """
     found = []
     stripped = [name for name in set_by_hand if name.startswith(_FAMILIES) and name not in _NEEDED]
@@ -134,11 +131,9 @@ class AttemptOutcome:
     """Outcome of one collective.
 
     Attributes:
-        ok: it completed with correct sums.
         text: result or error.
         bytes_per_second: of the large all-reduce; None: it did not complete.
         small_s: time of an all-reduce of one number; None: it did not complete.
-        rows: transports that NCCL reports.
     """
 
     ok: bool
@@ -275,7 +270,6 @@ def ladder_finding(climb: Climb, *, interface: str = "") -> Finding:
 
     Args:
         climb: all attempts.
-        interface: replaces OWN on this node.
     """
     rows = [_attempt_row(one) for one in climb.tried]
     first = climb.as_it_is

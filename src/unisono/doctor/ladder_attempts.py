@@ -108,9 +108,7 @@ class AttemptRank:
     """One rank of an attempt.
 
     Attributes:
-        rank: its number.
         device: an accelerator or the CPU.
-        name: for people.
     """
 
     rank: int
@@ -123,13 +121,10 @@ class AttemptRanks:
     """This node's ranks of one attempt. A context manager: on exit no process and no temporary file is left.
 
     Attributes:
-        children: the ranks.
         world_size: of all nodes together.
         backend: `nccl` or `gloo`.
-        settings: applied to this process's environment.
         store_host: address of rank 0's store.
         deadline_s: of the collective, once all are ready.
-        programs: command lines of tasks.
         interface: replaces OWN; empty: none.
         base: defaults below the user's own variables and `settings`.
         names: of all ranks, for people.
@@ -296,12 +291,9 @@ def attempt_local(
 
     Args:
         places: of each rank.
-        settings: of the child processes.
         backend: `nccl` or `gloo`.
         deadline_s: counts from when all are ready.
-        programs: command lines of tasks.
         on_progress: receives progress.
-        record: a folder for logs.
     """
     began = time.monotonic()
     children = [AttemptRank(rank, place, f"rank {rank}") for rank, place in enumerate(places)]

@@ -45,18 +45,12 @@ class NcclLog:
     """Content of the log.
 
     Attributes:
-        version: of NCCL.
         ranks: number of ranks; 0: unknown.
         devices: device of each rank, as physical index or bus address.
         ways: transports of each pair of ranks, with the number of channels.
-        channels: of collectives.
         rings: whether all rings were connected.
-        trees: the same for trees.
         network: `IB`, `Socket` or a plug-in's name; empty: not needed or unknown.
         interfaces: of the bootstrap and the network, as NCCL writes them.
-        settings: variables that it reports as set.
-        tuned: algorithms and protocols.
-        warnings: lines of NCCL.
     """
 
     version: str = ""

@@ -121,13 +121,7 @@ def nccl_choice(interfaces: Sequence[Interface], settings: Mapping[str, str]) ->
 def gloo_choice(
     interfaces: Sequence[Interface], settings: Mapping[str, str], own_addresses: Sequence[str]
 ) -> InterfaceChoice:
-    """The interface that gloo uses.
-
-    Args:
-        interfaces: of this machine.
-        settings: variables that are set.
-        own_addresses: addresses of this machine's host name.
-    """
+    """The interface that gloo uses."""
     usable = {one.name: one for one in usable_interfaces(interfaces)}
     value = settings.get("GLOO_SOCKET_IFNAME", "").strip()
     if value:
@@ -217,9 +211,6 @@ def judge_choice(
     """Findings on the libraries' choice of interface.
 
     Args:
-        interfaces: of this machine.
-        settings: variables that are set.
-        own_addresses: addresses of the host name.
         several: the job has several nodes on several machines.
         cuda: ranks use NCCL; otherwise its variables have no effect.
         address: of this node, on which the others reach it; empty: unknown.
@@ -314,12 +305,8 @@ def judge_names(
     """The finding on host names.
 
     Args:
-        host: this machine's name.
-        own: its addresses from the resolver.
         took_s: time of the look-up.
         head: the head's name; empty: none.
-        head_addresses: addresses of the head's name.
-        several: the job has several nodes.
         is_head: this is node 0.
     """
     hosts_fix = (

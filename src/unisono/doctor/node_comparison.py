@@ -47,12 +47,6 @@ def compare_nodes(
 ) -> list[Finding]:
     """Findings of all nodes together; every node gets the same.
 
-    Args:
-        request: the options.
-        local_run: the config and this node's resources.
-        own: findings on this node.
-        party: this node among the others.
-
     Raises:
         Disagreed: with the verdict that all nodes receive.
     """

@@ -31,10 +31,8 @@ class SlowParts:
     """Slow nodes and links.
 
     Attributes:
-        nodes: slow with every partner.
         links: slow pairs of nodes that are fast with others.
         undetermined: slow pairs for which this is unknown.
-        usual: the normal speed.
     """
 
     nodes: tuple[int, ...] = ()
@@ -118,7 +116,6 @@ class LinkSpeed:
     Attributes:
         rtt_s: shortest round-trip time of a few bytes; None: no reply.
         up: bytes per second from the dialling node.
-        down: to it.
         trouble: why it could not be measured; empty: measured.
     """
 

@@ -59,7 +59,6 @@ def head_trial(*, ladder: bool, debug_comm: bool, findings: list[Finding]) -> Ca
     Args:
         ladder: whether a failed collective is retried with different settings; otherwise its failure ends the meeting.
         debug_comm: whether the libraries' logs are kept.
-        findings: output.
     """
 
     def trial(meeting: Meeting) -> None:

@@ -33,11 +33,8 @@ class Drill:
     """One fault, and the expected result.
 
     Attributes:
-        fault: its name on the command line.
         text: what happens, for display.
         want: acceptable causes; empty: no cause may be named, and the run succeeds.
-        ranks: culprit ranks.
-        nodes: culprit nodes.
         nproc: ranks per node.
         sandbox: its sandbox: this machine, or something created for it.
         faults: `plan.faults` of the run.
@@ -45,7 +42,6 @@ class Drill:
         limit_s: time limit from the effect to the cause being named.
         end_s: time limit to the end of the run; then the drill kills it.
         words: for a fault without verdict: the code of the warning that names it, and parts of its text of which one must match.
-        clock_jump_s: jump of the fronts' wall clock.
         killed: nodes whose fronts the drill kills: their messages and exit codes are not checked.
         exit_code: of the run, if different from that of the cause.
     """

@@ -151,10 +151,8 @@ class DrillRun:
     """The execution of one drill.
 
     Attributes:
-        drill: the drill.
         folder: temporary, removed afterwards.
         caches: shared by drills: prepared data, a key.
-        sandbox: its sandbox.
         on_progress: receives progress.
         fronts: of the run, by node.
     """

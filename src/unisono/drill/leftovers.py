@@ -19,8 +19,6 @@ class Traces:
     Its processes are those with a working directory inside the drill's folder, as all ranks and tasks of a front.
 
     Attributes:
-        folder: working directory of the fronts.
-        temporary: their TMPDIR.
         ports: ports on which its processes have listened, by the socket's inode.
     """
 

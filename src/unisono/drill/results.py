@@ -25,10 +25,6 @@ class NamedCause:
 
     Attributes:
         at: seconds of the monotonic clock.
-        node: of the front.
-        cause: its id.
-        ranks: culprits.
-        hosts: culprits.
         of_node: the node with which its summary begins, if any.
         is_end: whether it is a verdict that ended the run; else a warning.
     """
@@ -48,7 +44,6 @@ class FrontExit:
 
     Attributes:
         at: seconds of the monotonic clock.
-        code: its exit code.
         by_drill: the drill killed it, since it did not end in time.
     """
 
@@ -83,10 +78,8 @@ class DrillResult:
     """Result of a drill: a row of the table and of `unisono drill --json`.
 
     Attributes:
-        fault: the drill's name.
         want: the expected cause; None: none.
         named: the cause that was named; None: none.
-        ranks: culprits that were named.
         hosts: culprits that were named, if nodes are the culprits.
         right: the right cause and culprits, no others, in time, with the right exit code.
         named_after_s: seconds from the effect of the fault; with several nodes the last one's.
@@ -127,9 +120,6 @@ def named_cause_in(
     """The cause that a JSON line of a front names; None for other lines.
 
     Args:
-        message: the line.
-        at: when it came.
-        node: of the front.
         words: the code of a warning that counts without a verdict, and parts of its text of which one must match.
     """
     if message.get("kind") == "verdict":

@@ -49,7 +49,6 @@ class Health:
         pages_pending: memory pages wait for a restart to be taken out of use.
         rows_pending: the same of rows (Ampere and later).
         rows_failed: row remapping failed: the device needs replacement.
-        slowed: clock throttle reasons.
         fabric: of NVSwitch machines: empty (no such), `not started`, `in progress`, `completed`, or what went wrong.
     """
 
@@ -70,12 +69,9 @@ class DeviceDetails:
         index: the physical one, in the order of the bus, as nvidia-smi counts.
         uuid: `GPU-…`; empty where it does not answer.
         bus_id: as /sys spells it: `0000:07:00.0`.
-        name: of its type.
         memory_bytes: all of it.
         memory_used_bytes: by anybody.
         numa_node: the memory that is near it; None on machines with one.
-        capability: of CUDA.
-        nvlinks: those that are up.
         nvlinks_down: how many are there and are not up.
         holders: who holds its memory; None: the driver does not tell.
         health: see there.
@@ -119,9 +115,6 @@ class Xid:
     """An error that the driver wrote into the kernel's log.
 
     Attributes:
-        bus_id: of the device.
-        number: of NVIDIA's list.
-        text: the rest of the line.
         age_s: seconds ago; None: not known.
     """
 
@@ -138,7 +131,6 @@ class DevicesDetails:
     Attributes:
         devices: by index.
         pairs: by indices, the lower first.
-        driver: the version of the driver.
         driver_cuda: the newest CUDA that it knows, as (12, 4).
         on_bus: addresses of NVIDIA's accelerators on the PCI bus, whether the driver answers for them or not.
         xids: the oldest first; None: the kernel's log cannot be read here.

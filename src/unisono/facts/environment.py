@@ -175,7 +175,6 @@ def read_nccl_files(*, named: str | None, home: Path | None = None, system: Path
     Args:
         named: NCCL_CONF_FILE, which replaces ~/.nccl.conf.
         home: the user's home; None: looked up.
-        system: the machine's file.
     """
     own = Path(named) if named else _home(home) / ".nccl.conf"
     return _read_nccl_file(system) | _read_nccl_file(own)

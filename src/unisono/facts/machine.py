@@ -166,7 +166,6 @@ class Processors:
         name: of the model.
         vendor: `intel`, `amd`, `arm` or empty: NCCL decides by it whether devices may talk through the processor.
         sockets: how many.
-        threads: hardware threads of the machine.
         cores: of the machine, two threads of one core counted once.
         usable: by this process: CPU affinity and cgroup CPU quota.
         numa_nodes: hardware threads of each memory node, by number.
@@ -194,8 +193,6 @@ def read_processors(
     """Reads the current values.
 
     Args:
-        info: cpuinfo of /proc.
-        nodes: the folder of memory nodes.
         allowed: hardware threads that this process may use; None: looked up.
     """
     text = _content_of(info)

@@ -254,7 +254,6 @@ class InfinibandPort:
         physical: `LinkUp`, `Polling` (no cable, or the other end is off), `Disabled` …
         gbit: Gbit/s; None: unknown.
         layer: `InfiniBand`, or `Ethernet` for RoCE.
-        numa_node: the memory that is near it.
     """
 
     device: str

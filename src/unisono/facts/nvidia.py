@@ -61,7 +61,6 @@ def redirecting_bridges(
 
     Args:
         addresses: of devices; the result omits those without such a bridge.
-        folder: of the kernel's list.
 
     Returns:
         None if unreadable: only root can read all registers of a bridge.
@@ -220,10 +219,7 @@ class OtherSources:
     """Sources besides the driver; tests supply recorded ones.
 
     Attributes:
-        numa_node: of an address on the bus.
-        on_bus: the accelerators there.
         kernel_log: its lines, or None.
-        holder: who a process is.
         redirecting: see `redirecting_bridges`.
     """
 
@@ -257,7 +253,6 @@ def read_nvml(nvml: Any, beside: OtherSources) -> DevicesDetails:
 
     Args:
         nvml: the module pynvml, or a stand-in.
-        beside: other sources.
     """
     on_bus = beside.on_bus()
     try:

@@ -26,7 +26,6 @@ class Orphan:
     """A process that outlived an earlier run.
 
     Attributes:
-        pid: of the process.
         run_id: of its run; empty if its plan is gone.
         plan: the run's plan; of a guarded program its guard.json.
         age_s: seconds since it began.

@@ -129,7 +129,6 @@ class ThreadState:
     """A thread at one moment.
 
     Attributes:
-        number: the kernel's thread id.
         name: of the thread; the kernel keeps 15 characters.
         state: R, S, D, T, Z …
         wait_channel: the kernel function that it waits in; empty if unknown.
@@ -242,7 +241,6 @@ def exit_status(pidfd: int, pid: int) -> int | None:
 
     Args:
         pidfd: of the process, which has ended.
-        pid: of the same.
     """
     status = _by_pidfd(pidfd)
     if status is None:  # its parent has not taken it yet, or does just now: then the descriptor has it

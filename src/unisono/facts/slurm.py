@@ -13,10 +13,7 @@ class SlurmStep:
     """One `srun` of a job, seen from one of its tasks.
 
     Attributes:
-        job: its id.
-        step: the step's number within the job.
         restart: how often the job was requeued before.
-        nodes: of this step.
         tasks: of this step, over all nodes.
         node: this node's number within the step, from 0.
         nodelist: the step's nodes as Slurm writes them: `gpu[01-04,7]`.
@@ -120,7 +117,6 @@ class SlurmAnswer:
 
     Attributes:
         code: exit code; None: the command is missing, or did not finish in time.
-        out: standard output.
         err: standard error; or why there is no result.
     """
 
@@ -156,7 +152,6 @@ def run_slurm(
 
     Args:
         command: its name, looked for in PATH.
-        words: its arguments.
         limit_s: seconds after which it is ended.
         environment: all of it; None: this process's.
         umask: under which it runs, and what it starts; -1: this process's.
@@ -203,10 +198,8 @@ class NodeState:
     """A node as the controller has it.
 
     Attributes:
-        name: of the node.
         state: `IDLE`, `MIXED+DRAIN`, `DOWN*`.
         reason: why an administrator or the controller has taken it out; empty: nobody has.
-        address: NodeAddr.
     """
 
     name: str

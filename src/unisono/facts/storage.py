@@ -26,11 +26,9 @@ class StorageFacts:
     """An output folder as seen by this node; None: not tested in time.
 
     Attributes:
-        path: as it was given.
         writable: whether a file could be written, synced, renamed, read back and removed in it, or in its nearest parent.
         trouble: why not, or why it could not be tested.
         shared: whether the head's file is in it; None also if not requested.
-        free_bytes: of its file system.
         file_system: its type, as `ext4` or `nfs4`.
     """
 
@@ -50,7 +48,6 @@ def probe_storage(
     Leaves nothing behind: for a folder that does not exist yet its nearest parent is tested.
 
     Args:
-        folder: the output folder.
         nonce: the name of the file that the head left in it; None: it is not looked for.
         limit_s: maximum silence. A network file system that responds gets five more seconds for its caches.
         program: the child's command; tests use a slow one.

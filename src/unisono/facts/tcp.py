@@ -19,7 +19,6 @@ class RetransmittingConnection:
     """A connection whose peer does not acknowledge.
 
     Attributes:
-        peer: address and port.
         retransmissions: of the data, or the greeting, that is not acknowledged.
     """
 

@@ -13,7 +13,6 @@ class Setting:
     """A value and its origin.
 
     Attributes:
-        text: the value.
         origin: an option or variable, e.g. "--nnodes", "NNODES".
     """
 
@@ -26,8 +25,6 @@ class Command:
     """The parts of a command line that describe the job.
 
     Attributes:
-        words: the whole command line.
-        kind: of the launcher.
         options: of the launcher, by the longest name, e.g. `nproc_per_node`.
         script: the Python file or module that it runs; empty if unknown.
         script_at: its index in `words`.
@@ -160,11 +157,6 @@ class Job:
 
     Attributes:
         nodes: number of nodes.
-        node_rank: of this node.
-        nproc: ranks on this node.
-        host: of the head.
-        port: of the head.
-        backend: the rendezvous backend.
         restarts: how often the launcher restarts the ranks by itself.
     """
 
@@ -178,12 +170,7 @@ class Job:
 
 
 def read_job(command: Command, variables: Mapping[str, str]) -> Job:
-    """The job that a command describes.
-
-    Args:
-        command: the parsed command line.
-        variables: of the environment.
-    """
+    """The job that a command describes."""
     reader = _READERS.get(command.kind)
     own = reader(command) if reader else Job()
     torch = command.kind in ("torchrun", "python", "other", "llamafactory")

@@ -59,7 +59,6 @@ class HeadProgram:
     """The head's part of a start.
 
     Attributes:
-        start: of this node.
         writes_nothing: whether the run's directory is lost.
     """
 
@@ -256,9 +255,6 @@ class ReservedPort:
 
     The program binds the port long after its start. Until then the kernel does not assign it to other processes, and only a server with
     SO_REUSEADDR that requests this very port can bind it, as torch's store does.
-
-    Attributes:
-        number: of the port.
     """
 
     def __init__(self, host: str) -> None:
@@ -289,10 +285,8 @@ class GuardedRun:
     """One run on this node.
 
     Attributes:
-        request: the command's options.
         show: gets notes, warnings, the verdict and the result.
         diagnose: finds the cause in the program's output.
-        probes: of this machine.
     """
 
     request: RunRequest

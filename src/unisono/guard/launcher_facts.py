@@ -23,8 +23,6 @@ class Compared:
     """The result of a complete comparison.
 
     Attributes:
-        name: of the compared facts.
-        agreement: the result.
         answers: pairs of a node and the message for it.
         complete_at: when the last facts arrived, in monotonic seconds.
     """
@@ -40,10 +38,8 @@ class Waiting:
     """An incomplete comparison.
 
     Attributes:
-        name: of the facts to compare.
         since_s: seconds since the first facts arrived.
         missing: the missing nodes or ranks, for messages.
-        hosts: of missing launchers.
         is_due: whether it is time for a message.
     """
 
@@ -82,7 +78,6 @@ class LauncherFacts:
     """All incomplete comparisons.
 
     Attributes:
-        nodes: of the job.
         reports: of all nodes; empty for one node.
         uneven: whether nodes may have unequal numbers of ranks.
         store_host: the address of node 0.

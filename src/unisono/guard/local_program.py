@@ -38,7 +38,6 @@ class Program:
     """The program and its subreaper. As a context manager it leaves nothing behind.
 
     Attributes:
-        pid: of the program.
         returncode: None until it has ended and all its output has been passed on; negative: the signal that ended it.
         program_exit: the return code of the program itself, as soon as it has ended; its descendants may still run.
         is_subreaper_lost: whether the subreaper ended first, e.g. by SIGKILL; the kernel then ends the program too.
@@ -58,7 +57,6 @@ class Program:
         """Starts the program.
 
         Args:
-            command: of the program.
             environment: all of it.
             log: gets the program's output, as the front's own streams do.
             folder: of the border; the subreaper removes it at the end.
@@ -197,7 +195,6 @@ def refuse_missing_program(word: str, path: str | None) -> None:
 
     Args:
         word: the first of the command line.
-        path: the variable PATH.
 
     Raises:
         UsageError: if there is no such program.
@@ -274,7 +271,6 @@ class LocalProgram:
 
     Attributes:
         program: None if it was started by hand, and only its launchers are compared.
-        ranks: of this node.
         folder: of the border.
         run: the run's directory; None: nothing is written.
         signals: that the front got.

@@ -68,9 +68,6 @@ class MemberProgram:
     """This node's front, from the start of the program to the head's final message.
 
     Attributes:
-        member_side: at the meeting.
-        local: the program on this node.
-        node_rank: of this node.
         show: gets notes, warnings and the verdict.
         diagnose: finds the cause in the program's output here.
         verdict: that all nodes show; this node's own if the head is lost.

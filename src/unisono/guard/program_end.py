@@ -60,8 +60,6 @@ class ProgramEnd:
     """The end of the program on one node.
 
     Attributes:
-        node_rank: of the node.
-        host: its name.
         returncode: of the program; negative: a signal.
         subreaper_lost: whether the program ended with its subreaper: then its own end is unknown.
         oom_killed: whether the kernel counted an OOM kill meanwhile; None: the count cannot be read there.
@@ -104,7 +102,6 @@ def signal_of(returncode: int, command: Command) -> signal.Signals | None:
 
     Args:
         returncode: of the program; negative: a signal.
-        command: of the program.
     """
     if returncode < 0:
         try:
@@ -123,8 +120,6 @@ def name_program_death(
 
     Args:
         end: the first bad end of the program.
-        command: of the program.
-        diagnosed: the cause in its log.
         kernel: lines of the kernel's log about the program's process.
     """
     number = signal_of(end.returncode, command)
@@ -178,7 +173,6 @@ def may_be_port_taken(verdict: Verdict | None, framework: str) -> bool:
     """Whether a program may have ended for its port before it has done anything.
 
     Args:
-        verdict: on the program.
         framework: that the program trains with; known after its first step.
     """
     return verdict is not None and verdict.cause == "port_in_use" and not framework
@@ -287,7 +281,6 @@ class StopDeadline:
 
     Attributes:
         end_by: when the program and its descendants are killed, by the clock of `take`; None: no signal yet.
-        late: the message for that moment.
     """
 
     def __init__(self, grace_s: float = GRACE_S) -> None:

@@ -39,11 +39,7 @@ def find_shape(
     """The job of a command line, with `--hosts` and the place given by a Slurm step.
 
     Args:
-        request: our options and the program's command.
-        machine: this one.
-        environment: of this process.
         variables: all environment variables.
-        network: of this machine.
 
     Raises:
         UsageError: as in `read_shape`, or if a host has no route.
@@ -138,13 +134,9 @@ def make_report(
     """This node's report.
 
     Args:
-        request: the command.
         shape: of the job, as this node knows it.
-        channel: facts from the control channel.
-        machine: of this node.
         environment: of this process and of the program.
         probes: network, clock and packages.
-        output_dir: of this node.
         show: not used.
     """
     del show

@@ -31,12 +31,7 @@ _VARIABLES = (
 
 @dataclass(frozen=True, slots=True)
 class FoundRank:
-    """A process that is a rank by its environment.
-
-    Attributes:
-        registration: its identity.
-        launcher: the process that started it.
-    """
+    """A process that is a rank by its environment."""
 
     registration: Registration
     launcher: int
@@ -73,12 +68,7 @@ class Search:
 
 
 def search(root: int, host: str) -> Search:
-    """Finds the ranks among all descendants of a process.
-
-    Args:
-        root: the process.
-        host: this node's name.
-    """
+    """Finds the ranks among all descendants of a process."""
     parents: dict[int, int] = {}
     claims: dict[int, tuple[int, int]] = {}
     found: list[FoundRank] = []
@@ -123,7 +113,6 @@ class Rank:
     """One rank.
 
     Attributes:
-        registration: its identity.
         registered: whether it registered itself; else it was found by its environment, and only its end is seen.
         last: its final message, `result`, `refused` or `crashed`, once it has arrived.
         end: how it ended; None while it lives.
@@ -159,9 +148,6 @@ class ProgramRanks:
 
     Attributes:
         folder: of the border.
-        run: the run's directory.
-        node_rank: of this node.
-        host: its name.
         root: the process whose descendants they are.
         newest: the number of their start, from 0.
         is_orphaned: whether the program itself has ended: remaining processes are ended by us.

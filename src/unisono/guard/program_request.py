@@ -76,7 +76,6 @@ class RunShape:
 
     Attributes:
         topology: nodes, which one this is, the head, ranks here.
-        command: the program's command line.
         job: by the command line and the environment alone.
         own_rendezvous: whether the program's ranks meet at a port of their own; then ours is a different one.
         notes: to show before the start.
@@ -101,9 +100,6 @@ def read_shape(
     """The job of a command line.
 
     Args:
-        request: our options.
-        command: the program's.
-        variables: of the environment.
         accelerators: that the program would see here.
         is_local: whether a host of `--hosts` is this machine.
         placed: by a scheduler that started one front on each node.
@@ -348,9 +344,6 @@ def build_environment(
     """The program's environment.
 
     Args:
-        request: our options.
-        shape: of the job.
-        environment: of this process.
         guard_file: of the border.
         store: address of torch's store on node 0; None for one node.
     """

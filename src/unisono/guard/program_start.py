@@ -91,7 +91,6 @@ def run_dir(output_dir: str, *, is_head: bool, host: str, port: int = 0) -> tupl
     Args:
         output_dir: as typed; empty: `runs/run-<UTC time>-<pid>`.
         is_head: whether this is node 0; other nodes may find files of node 0 there.
-        host: this node's name.
         port: on which the head meets the other nodes; 0 for one node.
 
     Raises:
@@ -151,9 +150,7 @@ class FolderWatch:
         """Starts to watch.
 
         Args:
-            run: the directory.
             lock: of the directory, held.
-            show: gets warnings.
             write_plan: writes the files that precede the program's start.
         """
         self.is_lost = False
@@ -238,20 +235,12 @@ class ProgramStart:
     """One start on this node.
 
     Attributes:
-        request: the command's options.
-        shape: of the job.
-        run: the directory.
         lock: of the directory; the head holds it.
-        machine: this one.
-        environment: of this process.
-        variables: the program's.
         show: gets notes, warnings, the verdict and the result.
         diagnose: finds the cause in the program's output.
-        probes: of this machine.
         run_id: the head's, once it is known.
         began: when the command began, in monotonic seconds.
         reports: of all nodes, once they agree.
-        agreement: their comparison.
         pid: of the program, once it is started.
     """
 

@@ -61,8 +61,6 @@ class ProgramSupervisor:
     """The head of a guarded program, from its start on every node to its end.
 
     Attributes:
-        local: the program on this node.
-        nodes: of the job.
         reports: of all nodes; empty for one node.
         server: connections of the other nodes; None for one node.
         show: gets notes, warnings and the verdict.

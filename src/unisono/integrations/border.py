@@ -61,11 +61,8 @@ class Guard:
 
     Attributes:
         folder: where it leaves its files.
-        run_id: of this start.
         front_pid: the front of this node; without it no process reads what is written.
         node_rank: of this node, from 0.
-        nodes: of the job.
-        host: this node's name in verdicts.
         store: HOST:PORT for torch's store, free on node 0 when the fronts agreed; empty on one node where torch chooses.
         uneven: whether nodes may have unequal numbers of ranks.
         options: other options of the front: `debug_comm`, `json`, `ends_with_front` (bool).
@@ -124,13 +121,9 @@ class Registration:
     """Identity of a rank.
 
     Attributes:
-        pid: its process.
         started: the process's start in kernel ticks, to detect a reused process number.
         rank: over all nodes.
-        local_rank: on this node.
         world_size: ranks of all nodes.
-        local_world_size: ranks of this node.
-        host: the machine's name.
         attempt: the launcher's restart count (TORCHELASTIC_RESTART_COUNT).
         uuid: of the bound device; empty if unknown.
         grouped: whether it has a process group.
@@ -160,7 +153,6 @@ class ReportedFacts:
     """Facts of one process for an agreement, flat: a value that differs on one rank is reported by its key.
 
     Attributes:
-        pid: of the process.
         name: of the agreement, of small letters and _: "data", "split", "steps"; LAUNCHER is the launchers'.
         rank: of the rank; of a launcher the node's.
         world_size: number of processes that report before facts are compared; for a launcher, of nodes.
@@ -194,12 +186,7 @@ class Answer:
 
 
 class Presence:
-    """The border as used by a guarded process.
-
-    Attributes:
-        guard: its settings.
-        pid: of this process.
-    """
+    """The border as used by a guarded process."""
 
     def __init__(self, guard: Guard) -> None:
         self.guard = guard
@@ -278,11 +265,7 @@ class Presence:
 
 
 def find_guard(environment: Mapping[str, str]) -> Guard | None:
-    """The settings of this guarded process; None if it is not guarded, or guard.json is unreadable or belongs to a different user.
-
-    Args:
-        environment: of the process.
-    """
+    """The settings of this guarded process; None if it is not guarded, or guard.json is unreadable or belongs to a different user."""
     named = environment.get(VARIABLE)
     if not named:
         return None
@@ -296,12 +279,7 @@ def find_guard(environment: Mapping[str, str]) -> Guard | None:
 
 
 def own_registration(environment: Mapping[str, str], **more: Any) -> Registration | None:
-    """The registration of this process from its environment; None if that has no rank.
-
-    Args:
-        environment: of the process.
-        more: other fields of Registration.
-    """
+    """The registration of this process from its environment; None if that has no rank."""
     try:
         rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
         local_rank = int(environment.get("LOCAL_RANK", rank))

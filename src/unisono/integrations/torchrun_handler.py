@@ -55,7 +55,6 @@ class UnisonoRendezvous(RendezvousHandler):
         """Stores torchrun's options; nothing is started.
 
         Args:
-            parameters: of torchrun.
             nproc: ranks that it is about to start here; None: unknown.
             node_rank: torchrun's option; `--rdzv-conf rank=R` and the front take precedence.
             max_restarts: number of restarts of its ranks.

@@ -29,7 +29,6 @@ class World:
     """The process group of this program, as seen by one rank.
 
     Attributes:
-        rank: of this process.
         size: number of ranks.
         store: torch's store, which all ranks reach.
     """
@@ -61,8 +60,6 @@ def meet(world: World, facts: TrainerFacts, *, notify: Notify) -> None:
 
     Args:
         world: see find_world.
-        facts: of this rank.
-        notify: reports that others are waited for.
 
     Raises:
         Disagreed: on every rank, with the same message, if they differ; or if a rank has not come within the group's own patience.

@@ -64,7 +64,6 @@ class DataFacts:
         rows: how many; None where it does not say.
         rows_digest: of some of them, from the first to the last, as they are dealt; "" where they cannot be looked at.
         source_digest: of what they were chosen from; "" where that is not known.
-        kind: the name of its class.
     """
 
     rows: int | None = None
@@ -79,10 +78,7 @@ class TrainerFacts:
 
     Attributes:
         rank: over all nodes.
-        host: its machine's name.
         sharded: whether one dataset is dealt over the ranks, so that all must hold the same.
-        data: of the dataset.
-        sampler_seed: of a distributed sampler.
         batches: micro-batches of an epoch on this rank; None where unknown.
         steps: optimizer steps of the whole training; None where unknown.
     """

@@ -141,7 +141,6 @@ class ReplicaDrift:
         """Has heard nothing yet.
 
         Args:
-            plan: of the start.
             show: receives a warning if a difference is not an error.
         """
         self._plan = plan
@@ -186,7 +185,6 @@ def name_drift(
     """The replica whose weights differ from the rest. Without a majority no replica is blamed.
 
     Args:
-        places: of the ranks.
         found: each rank's report; at least two of them differ.
         step: after which they reported it.
         equal_at: the last step after which all were equal, if there was one in this start.

@@ -49,7 +49,6 @@ class HeadNodes:
 
     Attributes:
         meeting: the others; from the start of the ranks on its server is read by who conducts them.
-        table: what goes into agreement.json.
     """
 
     meeting: "Meeting"
@@ -118,7 +117,6 @@ class HeadNodes:
 
         Args:
             nodes: by their numbers.
-            verdict: what is wrong with them.
             done: the run's progress with them, as in result.json; None if they had no ranks and were only asked whether they can continue.
         """
         word = end_message([verdict])
@@ -136,7 +134,6 @@ class HeadNodes:
         """The short agreement before ranks are started again. Where --nodes MIN:MAX allows it, nodes that are not fit are left out.
 
         Args:
-            make_report: makes this node's report.
             question: for all nodes.
 
         Raises:

@@ -29,11 +29,7 @@ def party_of(request: TrainRequest, topology: Topology, *, host: str, token: str
     """This node, as it comes to the meeting; where it was started by --hosts, it ends with who started it.
 
     Args:
-        request: the command line's part.
-        topology: of several nodes.
-        host: this machine's name.
         token: UNISONO_TOKEN, or None.
-        show: sees notes and warnings.
 
     Raises:
         UsageError: if there is no token, or it is not private.
@@ -112,7 +108,6 @@ def refusal_alone(verdict: Verdict, *, again: bool = False) -> UnisonoError:
     """The error if the only node of a job is refused: there is no node to disagree with, so its exit code is 6 or 2, never 3.
 
     Args:
-        verdict: why.
         again: before a restart: the request was valid at the first start, so the machine has changed.
     """
     known = find_cause(verdict.cause)

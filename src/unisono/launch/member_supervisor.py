@@ -62,7 +62,6 @@ class LostHead:
         head: node 0's host.
         loss: what is known of the end of the connection.
         step: the last step that this node's ranks are known to have finished.
-        plan: that they were started on.
     """
 
     head: str
@@ -81,12 +80,9 @@ class Serving:
     """Runs this node's ranks for the head, until its last message.
 
     Attributes:
-        link: this node's place at the head.
         local: the ranks; started and ended here.
         interrupts: signals that ask to stop; they are passed to the head.
         show: sees what is worth a line here.
-        plan: that the ranks are started on.
-        disk: this node's output_dir.
         checkpoints: where the ranks write their parts of checkpoints, which are then sent to the head; None: the head sees them.
     """
 
@@ -271,12 +267,9 @@ class HeadlessEnd:
     """This node after it lost the connection to a head that sent no last message.
 
     Attributes:
-        run: this node's directory.
-        last: what is known.
         heads: the head, as its lock named it while it lived; None where its directory is not seen here.
         shared: whether the directory is the head's.
         show: receives the messages.
-        disk: of the directory.
         began: when this front began, in monotonic seconds.
     """
 

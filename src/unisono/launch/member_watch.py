@@ -42,10 +42,6 @@ class MemberWatch:
         Args:
             run: the directory, with this node's copy of the plan.
             lock: of a directory of this node's own, held; None if the directory is the head's.
-            plan: of the ranks.
-            places: of this node's ranks.
-            disk: writes there.
-            show: gets the messages.
             send: passes a message on to the head.
             write_plan: writes this node's copy of the plan, with the folders for its ranks.
         """

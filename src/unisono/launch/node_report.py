@@ -168,8 +168,6 @@ def reserve(limits: SystemLimits, *, nproc: int, disk_bytes: int | None) -> dict
     disk_bytes: the space that all checkpoints of the run will take; omitted if it is unknown.
 
     Args:
-        limits: of this node.
-        nproc: its ranks.
         disk_bytes: of `checkpoints_bytes`.
     """
     kept = {
@@ -257,9 +255,7 @@ def look_again(
     """This node's report with all that may have changed while ranks ran.
 
     Args:
-        request: for the probes.
         loaded: the config, its paths absolute.
-        local_node: machine and environment.
         first: this node's report before the first start.
         channel: where it stands at the channel now.
         question: of `question_of`, from the head.

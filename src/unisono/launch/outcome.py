@@ -36,7 +36,6 @@ class Ending:
     """How one attempt ended.
 
     Attributes:
-        exit_code: of the run.
         fields: for result.json: step, tokens, loss, eval, tokens_per_second, checkpoint, weights.
         verdict: what was wrong, if anything was.
         error: the refusal of a rank, in its own words.

@@ -108,10 +108,8 @@ class OutputWatch:
         """Begins to watch.
 
         Args:
-            plan: of the start.
             run: the directory, with all that is written before ranks start.
             lock: of it, held.
-            disk: writes there.
             show: receives the messages.
             write_decision: writes the files that are made before ranks start, the plan last.
         """
@@ -182,7 +180,6 @@ class OutputWatch:
 
         Args:
             ending: as the ranks' own words have it.
-            attempt: settled.
         """
         fields = ending.fields
         if fields.get("checkpoint") is not None:

@@ -115,11 +115,8 @@ def prepare(
     """Has this machine's data and model looked through; gives what the task `prepare` found.
 
     Args:
-        request: the command line's part.
         loaded: the config, its paths absolute.
-        environment: for the cache.
         ledger: whether data.json is written into the run's directory.
-        show: sees the progress.
 
     Raises:
         UnisonoError: if data or model are refused.
@@ -150,14 +147,11 @@ def make_plan(
     """Decides everything.
 
     Args:
-        request: the command line's part.
         loaded: the config, its paths absolute.
-        local_node: machine and environment.
         layout: which rank runs where.
         prepared: what `prepare` gave.
         run_id: the same over all starts of a run.
         resume: the checkpoint to resume from, or None.
-        resume_reason: a line for people.
         earlier_batch: as in the StartDecision.
 
     Raises:
@@ -238,12 +232,9 @@ def accept_plan(
     """The plan as this node carries it out: decided by the head, with the config and the paths of this node.
 
     Args:
-        value: the object that came.
         own: this node's config, its paths absolute.
         node_rank: which node this is.
-        host: its name.
         devices: of its ranks, as it has reported them.
-        prepared: what its own preparation gave.
 
     Raises:
         Disagreed: plan_mismatch, if the plan means another run than this node does, or gives it other work than it offered.

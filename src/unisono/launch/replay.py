@@ -62,8 +62,6 @@ class Replayed:
     """Steps that were run again.
 
     Attributes:
-        checkpoint: the step that they began from.
-        first, last: the steps.
         differences: all that came out otherwise, in order.
         explanations: why they may; empty where the same bits had to come out.
         seconds: from the start of the ranks to their end.
@@ -139,7 +137,6 @@ def compare(
 
     Args:
         logged: the lines of metrics.jsonl by step.
-        again: those of the replay.
     """
     return tuple(
         Difference(step, name, logged[step].get(name), again[step].get(name))
@@ -158,11 +155,9 @@ class Replay:
     """A request to replay steps.
 
     Attributes:
-        run: the run's directory.
         steps: how many steps are run again.
         step: of the checkpoint to begin from; None: the newest one with so many logged steps after it.
         show: sees phases, notes and warnings.
-        programs: what is started.
         probes: how this machine is inspected; tests replace it.
     """
 
@@ -315,7 +310,6 @@ def changed_versions(run: RunDir, now: Mapping[str, str]) -> list[str]:
     """A line for each package that affects numbers and whose version differs from the run's last start.
 
     Args:
-        run: its environment.json has the earlier versions.
         now: all installed packages and their versions.
     """
     packages = read_object(run.environment).get("packages")

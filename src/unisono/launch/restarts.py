@@ -55,7 +55,6 @@ def may_restart(
     no earlier attempt had reached; the steps from the last checkpoint up to the place of the fault are none.
 
     Args:
-        verdict: what ended this attempt.
         step: the last step that it finished.
         earlier: the deaths before this one.
         allowed: the config's `restarts`.
@@ -78,15 +77,10 @@ class Restarts:
     """The restarts of one run.
 
     Attributes:
-        request: the command line's part.
         loaded: the config, its paths absolute.
-        local_node: machine and environment.
-        run: its directory.
         prepared: what data and model are.
         others: the other nodes, or None.
-        table: what goes into agreement.json.
         show: receives the messages.
-        restarts: for result.json.
     """
 
     request: TrainRequest

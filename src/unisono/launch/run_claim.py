@@ -32,9 +32,6 @@ def find_resume_point(
     """The newest valid checkpoint, or None if the run has none yet, and the reason for the choice. Damaged newer ones are reported.
 
     Args:
-        run: its directory.
-        decision: what the start is.
-        environment: for the user's key.
         show: receives a warning for each finding.
         trust: `--trust`: take one that is not signed by this user, too.
 
@@ -113,7 +110,6 @@ class Claim:
     """A directory that is ours until the end of the start.
 
     Attributes:
-        run: its names.
         decision: what this start is: fresh, resume or extend.
         made: whether this start made the directory.
         earlier: what the start before has left, to be put back.
@@ -156,11 +152,9 @@ def claim(
 
     Args:
         config: of this start; its output_dir is what is claimed.
-        host: this node.
         port: on which the job's other nodes are met; 0 where there are none.
         resume: `--resume`.
         fresh: `--fresh`.
-        notify: shows a line.
         allow: keys of the config that may have changed.
 
     Raises:
@@ -248,7 +242,6 @@ def require_intact(
     """The newest intact checkpoint; None only if the run has not saved any.
 
     Args:
-        store: the run's.
         on_damage: receives every finding in a newer checkpoint, with its path.
         run_id: the run that it must belong to; None: any.
         trust: accept one that is not signed by this user.
@@ -279,8 +272,6 @@ def resume_point(
     """The checkpoint that a start resumes from, or None; and the completed reason of the decision.
 
     Args:
-        store: the run's.
-        decision: the kind of start.
         on_damage: receives every finding in a newer checkpoint, with its path.
         trust: accept one that is not signed by this user.
 

@@ -74,7 +74,6 @@ def writing_for_head(lock: Path, head: Holder | None, loss: NodeLoss) -> Iterato
     """Whether this node may write a lost head's files: the head has ended, and no start has begun since. None can begin meanwhile.
 
     Args:
-        lock: of the head's directory.
         head: as the lock named it while it lived; None where it did not.
         loss: the end of the connection to it.
     """
@@ -101,7 +100,6 @@ class Table:
     Attributes:
         nodes: by node rank.
         ranks: by rank, of the newest start.
-        of_nodes: what came of comparing nodes.
         of_ranks: what came of comparing ranks; None before all have reported.
     """
 

@@ -157,8 +157,6 @@ class Rehearsal:
         stages: name and seconds of each stage that was passed.
         result: of the training that ended badly, or of the last.
         expected_s: estimated duration of the long run in seconds, if known.
-        steps: of the long run.
-        checkpoint_bytes: of one checkpoint.
     """
 
     exit_code: int = 0

@@ -92,15 +92,12 @@ class TrainRequest:
     """One `unisono train`: the command line's part, and what tests put in place of the machine.
 
     Attributes:
-        config_path: the YAML file.
         overrides: `key.sub=value`, laid over it.
         resume: also start where nothing exists, and extend a finished run.
         fresh: rename what is there, and begin.
         allow: `--allow` as typed: keys that may change when a run resumes. Node 0 decides.
         trust: also resume from a checkpoint that is not signed with this user's key. Node 0 decides.
         devices: `--devices` as it was typed: indices or UUIDs between commas.
-        restarts: in place of the config's.
-        nproc: ranks on this node.
         nodes: how many there are: a number, or MIN:MAX.
         node_rank: which of them this is.
         head: where node 0 is: HOST or HOST:PORT.
@@ -109,7 +106,6 @@ class TrainRequest:
         join_timeout_s: how long the nodes wait for each other.
         launcher: who starts the fronts: local, nodes, ray, slurm; None: this one, and whoever has the same command.
         ray_address: of the Ray cluster; None: the one that RAY_ADDRESS names, or that runs on this machine.
-        partition: of the Slurm cluster.
         time: the limit of a Slurm job, as Slurm writes it.
         origins: where each value of the config came from, where another front has resolved it; None: as it is read here.
         debug_comm: enable verbose communication logs of the ranks.

@@ -37,7 +37,6 @@ def choose_devices(
     """The devices of this node's ranks, by local rank, and where the choice came from.
 
     Args:
-        machine: this machine.
         requested: the config's `device`: auto, cpu or cuda.
         named: `--devices`: physical indices or UUIDs; none: the first that are visible.
         visible: CUDA_VISIBLE_DEVICES, or None where it is not set.
@@ -192,8 +191,6 @@ class NodeOffer:
     """The contribution of one node to the plan.
 
     Attributes:
-        node_rank: of the node.
-        host: its name.
         address: where the others reach it.
         devices: one for each rank, by local rank.
         nproc_origin: where their number came from.

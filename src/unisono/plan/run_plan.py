@@ -276,7 +276,6 @@ class Stream:
 
     Attributes:
         sequences: how many there are in an epoch.
-        seed: the run's seed.
     """
 
     sequences: int
@@ -307,8 +306,6 @@ def steps_for_tokens(lengths: Sequence[int], *, target: int, global_batch: int, 
     Args:
         lengths: tokens of each sequence.
         target: non-padding input tokens.
-        global_batch: sequences of a step.
-        seed: the run's seed.
     """
     per_epoch = sum(lengths)
     whole_epochs = max(0, target // per_epoch - 1)

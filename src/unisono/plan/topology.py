@@ -138,7 +138,6 @@ class Placed:
         nodes: how many.
         node_rank: which of them this is.
         head_host: where node 0 is.
-        head_port: its port.
         origins: the names of what they were read from, as `Topology.origins` has them.
     """
 
@@ -170,8 +169,6 @@ class Topology:
         nodes: how many; with MIN:MAX the most.
         node_rank: which one this is.
         head_host: where node 0's front listens; empty for one node, and with `hosts` until it is found out.
-        head_port: its port.
-        nproc: ranks on this node (nproc_per_node).
         nproc_declared: by `--nproc` or NPROC_PER_NODE; otherwise inferred.
         nproc_origin: where the number came from, for people.
         hosts: the other nodes that this one starts over ssh, by node rank from 1.
@@ -214,7 +211,6 @@ def read_topology(
     """The shape of the job.
 
     Args:
-        request: the options.
         variables: of a distributed job, as `Environment.leftovers` has them.
         accelerators: `plan.placement.usable_accelerators` gives them.
         is_local: whether a host of `--hosts` is this machine.

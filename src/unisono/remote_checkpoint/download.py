@@ -34,11 +34,8 @@ def download_newest(
 
     Args:
         config: with or without checkpoint.storage.
-        environment: for the user's key.
         who: this node, for notes on other nodes; empty for a single node.
-        programs: the program of the task.
         trust: `--trust`: accept a checkpoint without this user's signature.
-        show: gets messages.
 
     Returns:
         Whether a checkpoint was downloaded.
@@ -141,7 +138,6 @@ class _Download:
         """Downloads a checkpoint, completely or not at all.
 
         Args:
-            manifest: of the checkpoint.
             is_new: whether there is no run here: its files besides the checkpoint are downloaded, too.
         """
         nonce = secrets.token_hex(4)

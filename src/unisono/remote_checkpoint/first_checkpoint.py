@@ -29,7 +29,6 @@ def with_rehearsal(plan: RunPlan, run: RunDir, *, wanted: bool) -> RunPlan:
     """The plan, with the rehearsal if due: in a new run of several ranks, with a changed layout of ranks, and after a storage failure.
 
     Args:
-        plan: of this start.
         run: whose plan.json is still that of the previous start.
         wanted: whether it is enabled.
     """
@@ -68,10 +67,7 @@ class FirstCheckpoint:
         """For one attempt.
 
         Args:
-            plan: of the start.
             programs: the program of the task that reads it back.
-            leftovers: variables to hide from the task.
-            show: gets messages.
         """
         self._plan = plan
         self._programs = programs

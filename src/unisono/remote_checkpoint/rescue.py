@@ -85,12 +85,7 @@ def rescue(
     """Whether a new checkpoint was written from memory after the ranks died; it is then recorded in `attempt`.
 
     Args:
-        run: the run's directory.
-        plan: of the ranks.
         attempt: how they ended; all of them are gone.
-        found: their snapshots.
-        store: of the run.
-        show: gets messages.
     """
     if ended_with_result(attempt):
         return False
@@ -219,13 +214,7 @@ _RESCUE_S = 1.0
 
 
 class MemorySender:
-    """Sends the head the snapshots of a member's ranks.
-
-    Args:
-        transfers: to the head.
-        memory: of this node's ranks.
-        send: sends the head a message.
-    """
+    """Sends the head the snapshots of a member's ranks."""
 
     def __init__(self, transfers: FileSender, memory: SharedMemory, send: Callable[[Message], None]) -> None:
         self._transfers = transfers
@@ -263,8 +252,6 @@ def collect(
 
     Args:
         plan: of the ranks; all of them have ended.
-        server: the connections of the nodes.
-        attempt: how it ended.
         found: the snapshots so far; more are added.
         checkpoints: the head's directory of checkpoints, where received files stay until they are read.
         interrupts: records a stop signal that a node reports in the meantime.

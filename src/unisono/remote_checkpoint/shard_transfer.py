@@ -56,7 +56,6 @@ class ShardSender:
     """Sends shards from a node that does not share the head's output_dir.
 
     Args:
-        transfers: to the head.
         checkpoints: the checkpoint directory of this node's own output_dir.
         forward: sends a rank's message to the head, once its files are there.
         run_later: runs work on files elsewhere: the front must not wait for a hanging disk.
@@ -143,7 +142,6 @@ class ShardArrivals:
     """The received shards, at the head.
 
     Args:
-        plan: of this attempt.
         checkpoints: the checkpoint directory of the head's output_dir.
     """
 

@@ -37,11 +37,8 @@ class FirstCopy:
         """For one attempt.
 
         Args:
-            plan: of the start.
             uploading: makes the copies, and reports a failure of the first one here instead of on the screen.
             programs: the program of the task that reads it back.
-            leftovers: variables to hide from the task.
-            show: gets messages.
         """
         self._plan = plan
         self._uploading = uploading
@@ -194,10 +191,8 @@ def summary(plan: RunPlan, copied: CopyResult, found: dict[str, Any], *, place: 
     """A line about the cost of all copies of the run.
 
     Args:
-        plan: of the start.
         copied: the first copy.
         found: the result of reading it back: seconds, bytes, existing steps, free_bytes or None.
-        place: its location.
     """
     size, duration = show_bytes(found["bytes"]), show_seconds(copied.seconds)
     rate = f"{show_bytes(copied.bytes / max(copied.seconds, 1e-3))}/s"
@@ -240,12 +235,7 @@ def storage_tried(
     Without checkpoint.storage nothing happens. A storage that does not answer or cannot be tested is a warning and does not stop the run.
 
     Args:
-        config: with the storage.
         run: the run's directory; its name is part of the copies' URL.
-        run_id: of the run.
-        programs: the program of the task.
-        leftovers: variables to hide from the task.
-        show: gets messages.
         patience_s: how long to wait for it at the end.
 
     Raises:

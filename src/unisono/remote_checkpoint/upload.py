@@ -31,10 +31,8 @@ class CopyResult:
     """The result of one upload.
 
     Attributes:
-        path: the local checkpoint.
         bytes: the uploaded bytes; 0 if it was already there.
         seconds: the duration.
-        checksum: of its manifest.
         error: why it failed; None if it succeeded.
     """
 
@@ -66,12 +64,7 @@ class Uploads:
         """Starts with the latest published checkpoint, which may not be uploaded yet.
 
         Args:
-            plan: of the run.
-            run: its directory.
-            programs: the program of the task.
-            leftovers: variables to hide from the task.
             interrupts: stop signals.
-            show: gets messages.
         """
         assert plan.config.checkpoint.storage is not None
         self._plan = plan

@@ -33,7 +33,6 @@ class ReadingRate:
     """The rate and frequency of reading.
 
     Attributes:
-        bytes_per_s: the largest rate.
         look_every_s: seconds between searches for a checkpoint to read.
         again_after_s: seconds after which a checkpoint is read again.
     """
@@ -85,10 +84,7 @@ class Verifier:
     """A companion of an attempt that reads checkpoints once the ranks train.
 
     Attributes:
-        root: the directory of checkpoints.
-        key: the user's key.
         show: gets warnings of damage, in the thread that calls `look`.
-        rhythm: the rate and frequency of reading.
         clock: measures time, and dates the last reading of a checkpoint.
     """
 

@@ -48,14 +48,12 @@ def hold_meeting(
     Use the result as a context manager: an exception that leaves it is reported to all nodes.
 
     Args:
-        party: this node.
         make_report: makes its report, in a background thread.
         welcome: sent to every node that joins; `nonce_file` is the name of the file from `facts.storage.leave_nonce`.
         run_nonce: of this start; generated if empty.
         epoch: which attempt of the run this is.
         record: called with the reports and the agreement after each comparison, including the one that ends the meeting.
         start_others: with --hosts: starts the other fronts, which connect to the given address (`ssh.start_others`).
-        compare: compares the reports.
         tries_collective: whether one process of each node takes part in a collective; all nodes must pass the same value.
         trial: a network test that replaces dials and collective; the members must run their part of it.
 
@@ -121,8 +119,6 @@ def _wait_for_nodes(
     """Waits until all nodes have joined and reported, this one included.
 
     Args:
-        meeting: just opened.
-        make_report: makes this node's report.
         probe_ports: on which this node answers the dial matrix.
         others: the fronts that this node has started.
 
@@ -191,7 +187,6 @@ def rejoin_at_head(
 
     Args:
         meeting: with the nodes that take part; their ranks have ended.
-        make_report: makes this node's report.
         question: sent to all nodes.
         round_: a number not used before in this job.
 

@@ -54,9 +54,7 @@ class Meeting:
     Until `close_joining` is called, nodes may leave and join again.
 
     Attributes:
-        party: this node.
         server: the connections; once the ranks start, the caller reads them (`server.receive`).
-        run_nonce: of this start.
         roll: which nodes have joined, with their reports.
         agreement: checks and verdicts so far, for agreement.json.
         began: when the port was opened, in monotonic seconds.
@@ -75,7 +73,6 @@ class Meeting:
         """Opens the port.
 
         Args:
-            party: this node.
             welcome: sent to every node that joins, beside `head_host`.
             run_nonce: of this start; generated if empty.
             epoch: which attempt of the run this is.
@@ -159,8 +156,6 @@ class Meeting:
         """One message of a kind from every other node, by node rank.
 
         Args:
-            kind: of message.
-            timeout_s: from now.
             what: a description of it, for messages.
 
         Raises:

@@ -29,7 +29,6 @@ class RollCall:
         nodes: the largest number of nodes.
         hosts: of the joined nodes, by node rank.
         addresses: from which they connected.
-        reports: of the nodes that have reported.
         left: for a node that joined and left: its host, and why.
         rejected: the most recent rejected callers.
         left_out: nodes without which the job runs.
@@ -124,7 +123,6 @@ class RollCall:
         """Verdicts on the missing nodes, once the wait is over.
 
         Args:
-            waited_s: how long the head has waited.
             names: the hosts on which the nodes should be, from --hosts.
         """
         after = {"named_after_s": round(waited_s, 1)}

@@ -48,7 +48,6 @@ class MemberSide:
     exit with the same message and exit code 3.
 
     Attributes:
-        party: this node.
         link: the connection to the head; once the ranks start, the caller reads it (`link.receive`).
         welcome: the head's welcome message: run_nonce, epoch, wall, head_host, and what its caller added.
         head_left: the end of the connection to the head; None while it is connected.
@@ -220,7 +219,6 @@ def join_meeting(
     Use the result as a context manager: an exception that leaves it is reported to the head.
 
     Args:
-        party: this node.
         make_report: makes its report, in a background thread.
         tries_collective: the same value as at the head.
         trial: this node's part of the head's trial.
@@ -289,9 +287,7 @@ def rejoin_as_member(member_side: MemberSide, request: Message, make_report: Mak
     """The message that ends the rounds before a restart, on a member: `plan`, or `ended` with a result.
 
     Args:
-        member_side: this node's connection to the head.
         request: the first `again`.
-        make_report: makes this node's report.
 
     Raises:
         Disagreed: with the head's verdict if it ends the job, or if the head is lost: then `attendance.head_gone` has the reason.

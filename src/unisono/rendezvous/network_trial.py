@@ -128,9 +128,7 @@ def collective_task(report: NodeReport, present: Sequence[int], programs: Progra
     """This node's process for the collective. It imports torch in the background, then waits for the store's address.
 
     Args:
-        report: of this node.
         present: the ranks of the nodes that take part, one process each.
-        programs: what is started as task.
     """
     body = {
         "rank": sorted(present).index(report.node_rank),

@@ -32,12 +32,8 @@ class Party:
 
     Attributes:
         topology: the job's nodes and ranks as this node knows them; `head_host` is set.
-        token: the job's secret.
-        host: this machine's name.
         show: gets notes and warnings; called from the caller's thread only.
         join_timeout_s: how long the nodes wait for each other.
-        programs: what is started as task.
-        network: resolves names.
         command: the command line, for messages that quote it.
     """
 
@@ -218,8 +214,6 @@ def read_token(
     Args:
         token_file: `--token-file`; `-`: the first line of stdin.
         from_environment: UNISONO_TOKEN, already removed from the environment (`facts.environment.take_token`).
-        nodes: of the job.
-        stdin: in place of this process's.
 
     Raises:
         UsageError: if there is none, its length is wrong, or other users may read the file.
@@ -251,7 +245,6 @@ def watch_lifeline(on_close: Callable[[], None] | None = None, *, stdin: BinaryI
 
     Args:
         on_close: called from a different thread; without one, this process gets SIGTERM, as from a scheduler.
-        stdin: in place of this process's.
     """
     source = stdin or sys.stdin.buffer
 

@@ -63,10 +63,7 @@ class SshFront:
     """One front on a remote host.
 
     Attributes:
-        node_rank: of the node.
         host: as in `--hosts`.
-        process: the local ssh client.
-        output: what the remote front printed.
     """
 
     node_rank: int
@@ -86,7 +83,6 @@ class SshFronts:
 
     Attributes:
         fronts: by node rank, from 1.
-        logs: the folder with their output.
     """
 
     fronts: list[SshFront]
@@ -198,10 +194,8 @@ def start_others(
     """Starts a front on each host of the topology, in the same working directory with the same Python.
 
     Args:
-        remote: the command.
         topology: of this node; its `hosts` are started.
         token: written to each front's stdin, which stays open as its lifeline.
-        head: the head's address and port.
         logs: a folder for their output (`HOST-front.log`); None: a private one that `close` removes.
         variables: of this node's environment (`Environment.variables`); those that must be equal on all nodes are forwarded.
 

@@ -178,8 +178,6 @@ class ChangeFinding:
     Attributes:
         name: its name in `--allow`; empty if it needs no permission.
         text: one line: the values and the meaning.
-        before: the previous value.
-        after: the present value.
         verdict: line: the run resumes, and the line is shown. refused: resumes only if allowed. fixed: never resumes.
     """
 
@@ -219,7 +217,6 @@ def refusal(found: Sequence[ChangeFinding], *, root: str, new_name: str) -> Usag
 
     Args:
         found: the findings that prevent it; at least one.
-        root: the run's directory.
         new_name: the new name after `--fresh`.
     """
     fixed = [finding.name for finding in found if finding.verdict == "fixed"]

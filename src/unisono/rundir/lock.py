@@ -77,8 +77,6 @@ class RunLock:
         """Takes the lock; a missing directory is created. Returns a message if it was the lock of a dead holder.
 
         Args:
-            host: this node.
-            pid: the process to report to others.
             port: of the rendezvous with other nodes; 0 without any.
             on_wait: called once with a message if checking a holder on a different node takes time.
 
@@ -274,7 +272,6 @@ def locked_if_ended(
     For a process of the holder's run that records how the run ended.
 
     Args:
-        path: of the lock.
         holder: as recorded in the file while it ran.
         limit_s: how long to wait for its end: the kernel closes connections and locks of an exiting process one by one.
         watch_s: how long to watch for heartbeats, if only the lock shows the end, since locks may be local to a node.

@@ -60,7 +60,6 @@ def merged_logs(root: Path, *, on_skip: Callable[[str], None] = lambda _: None) 
     """All lines of all ranks, and the verdicts, in time; lines of one file stay in their order.
 
     Args:
-        root: the run's directory.
         on_skip: gets a line for people for each file that cannot be read, and for lines that were left out.
 
     Raises:

@@ -35,7 +35,6 @@ class _Decided:
 
     Attributes:
         place: in plan.json, dotted.
-        says: what it means.
         remedy: how to get the same value again; {0} is the old value.
         key: its name in `--allow`, if it needs permission.
     """
@@ -80,8 +79,6 @@ def check_same_run(
 
     Args:
         run: with plan.json and environment.json of the last start.
-        plan: the object of the new plan.json.
-        versions: of the installed packages.
         allow: from `read_allowed`.
 
     Raises:
@@ -119,9 +116,7 @@ def find_changes(
 
     Args:
         before: the object of plan.json of the previous start.
-        after: the object of the new plan.
         packages_before: versions by package, as in environment.json of the earlier start.
-        packages_after: those of this start.
     """
     changed = changes_between(*(RunConfig.model_validate(plan["config"]) for plan in (before, after)))
     found = [finding for change in changed if (finding := judge_key(change)) is not None]

@@ -174,7 +174,6 @@ def truncate_after(path: Path, step: int, *, evaluated: bool = True) -> Truncati
     """Removes the lines of later steps and a truncated last line. Other invalid lines are removed only after the file was backed up.
 
     Args:
-        path: of the file.
         step: the last to keep.
         evaluated: whether to keep that step's evaluation; False if it is created again.
 
@@ -256,13 +255,7 @@ def iterate_metrics(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def best_evaluated(path: Path, steps: Collection[int], *, metric: str) -> tuple[int, dict[str, Any]] | None:
-    """The step among `steps` with the lowest eval_loss, or the highest value of another metric, and its line; None if none was evaluated.
-
-    Args:
-        path: metrics.jsonl.
-        steps: to choose from.
-        metric: as checkpoint.best names it.
-    """
+    """The step among `steps` with the lowest eval_loss, or the highest value of another metric, and its line; None if none was evaluated."""
     key, sign = best_key(metric)
     measured = {
         line["step"]: line
@@ -350,9 +343,6 @@ class Restart(BaseModel):
     """One automatic restart.
 
     Attributes:
-        verdict: its cause.
-        from_step: the step of the checkpoint.
-        seconds: how long the ranks had run.
         cost_s: from the verdict to the first step after it; null without one.
     """
 

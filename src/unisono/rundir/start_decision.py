@@ -58,7 +58,6 @@ def decide_start(
     """Decides from the files in the directory; changes nothing.
 
     Args:
-        run: the output_dir.
         config: the requested one, with paths as in config.yaml.
         resume: `--resume`: also start in an empty directory, and extend a finished run.
         fresh: `--fresh`: an existing run will be renamed.
@@ -124,9 +123,7 @@ def refuse_if_shrunk(decision: StartDecision, *, done_steps: int, total_steps: i
     """Refuses a duration below the completed steps. Called once the data is prepared and the steps are known.
 
     Args:
-        decision: of this start.
         done_steps: the step of the checkpoint to resume from, 0 without one.
-        total_steps: of the new plan.
 
     Raises:
         UsageError: if the run would lose steps, or an extension adds none.

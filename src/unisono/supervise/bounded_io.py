@@ -78,7 +78,6 @@ class RunsDisk:
     Attributes:
         hung: how it hung, if it did.
         is_lost: whether its path no longer leads to the run's directory: then nothing is written there.
-        root: the directory.
     """
 
     def __init__(self, root: Path, show: Callable[[Message], None]) -> None:
@@ -102,7 +101,6 @@ class RunsDisk:
 
         Args:
             what: is written, for messages.
-            work: writes it.
         """
         if self.is_lost:
             return None

@@ -158,7 +158,6 @@ def rank_environments(
 
     Args:
         plan: places of all ranks.
-        node_rank: of this node.
         variables: of other launchers on this node; misleading ones are removed.
         interface: that has the address at which the other nodes reach this one; a value set by the user has priority.
         debug_comm: whether collectives are checked and the libraries log what they do, NCCL to one file per rank in evidence/; slow.
@@ -205,7 +204,6 @@ class ChildProcess:
     As a context manager it leaves no process behind: neither the child nor the child's descendants.
 
     Attributes:
-        pid: of the process.
         returncode: None until it has ended; negative: the signal that ended it.
         is_beyond_reach: whether it was killed and has not ended, as it waits in the kernel. Nothing waits for it any longer.
         started: monotonic seconds.

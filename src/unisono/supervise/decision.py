@@ -20,8 +20,6 @@ class NodeLoss:
     """A node that is no longer connected to the head.
 
     Attributes:
-        node_rank: of that node.
-        host: its name.
         why: one line for people.
         silent_s: seconds from the last sign of life to the end of the connection, where that is long; else 0.
         is_cut: whether the line, or either end of it, may be cut; see control.events.Left.
@@ -121,8 +119,6 @@ class Failures:
     Attributes:
         waits: before a decision.
         world_size: if the end of every rank is sure to be reported; None: it is not, and the waits always run out.
-        ends: of ranks.
-        lost: nodes that are gone.
         first_at: when the first failure became known; None: there is none.
     """
 
@@ -197,12 +193,8 @@ class Decider:
     """The state of one start of the ranks of `train`, as the head knows it.
 
     Attributes:
-        plan: of the run.
-        reports: of the ranks that are ready.
         agreement: the result of comparing them, once all have reported.
-        failures: of ranks and nodes.
         refusal: of a node that does not carry out the plan.
-        error: what a companion found.
         verdict: of the stall monitor, or of a companion.
     """
 

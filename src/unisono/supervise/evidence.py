@@ -102,7 +102,6 @@ def keep_evidence(
     ended first.
 
     Args:
-        run: the run's directory.
         verdict: whose `ranks` are the culprits.
         table: the plan's token table, `data.cache_dir`.
         raw: by rank.
@@ -206,20 +205,13 @@ _NO_SIGNAL = {
 
 
 class StackCollection:
-    """One collection, from its request to its result or time limit. Nothing here waits.
-
-    Attributes:
-        rank: its number.
-        raw: the unparsed result.
-    """
+    """One collection, from its request to its result or time limit. Nothing here waits."""
 
     def __init__(self, rank: int, pid: int | None, memory: BeatMemory, *, now: float) -> None:
         """Requests the stack by a signal, and the flight recorder through shared memory.
 
         Args:
-            rank: its number.
             pid: of its process; None if that has ended.
-            memory: of the rank.
             now: monotonic seconds.
         """
         self.rank = rank

@@ -111,7 +111,6 @@ class ForkServer:
         """Starts nothing yet.
 
         Args:
-            notify: prints a line for people.
             only_shared: whether processes are forked by a shared server, or not at all.
             waits: whether ranks wait for the server's imports. A front that has to answer other nodes must not.
         """
@@ -152,7 +151,6 @@ class ForkServer:
         Args:
             command: as for exec; only ranks and tasks of this interpreter are forked.
             environment: all of it.
-            output: a descriptor for what it prints.
             has_input: whether it gets a pipe as its input.
             inherits: descriptors that it gets under the same numbers.
             waits: whether the server's imports are waited for, as ranks do, which need them all; a task begins sooner without.

@@ -197,7 +197,6 @@ class NewestCheckpoint:
 
     Attributes:
         path: of the checkpoint, or None.
-        step: of the checkpoint.
         reached: the last step that was finished.
         in_memory: whether ranks keep each step in memory, from which the front saves a checkpoint when they have ended.
     """

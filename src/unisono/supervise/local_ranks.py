@@ -157,12 +157,10 @@ class RankEnd:
     """How a rank's process ended.
 
     Attributes:
-        rank: its number.
         returncode: of the process; negative: a signal.
         last: its final message: `result`, `refused` or `crashed`; None if it ended without one.
         phase: the last phase it reported.
         step: the last step it finished.
-        tail: the end of its output.
         oom_killed: whether the kernel counted an OOM kill in this cgroup meanwhile.
         end_reason: why its front ended it; empty if the front did not.
     """
@@ -236,10 +234,7 @@ class LocalRanks:
     Attributes:
         places: the ranks, by local rank.
         run: the run's directory; logs and events go there.
-        plan_file: that the ranks read.
-        programs: to start.
         environments: of each rank, in the order of `places`.
-        from_step: the step they resume from.
         has_input: whether they wait for messages on stdin, as several ranks do before their first collective.
         shared_memory: in which some ranks keep their newest step; it outlives them.
         beats: the heartbeats of each rank, which also outlive it.

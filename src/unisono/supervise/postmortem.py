@@ -151,7 +151,6 @@ def name_loss(loss: NodeLoss, *, head: str, after_s: float = 0.0) -> Verdict:
     there is stopped. If nothing is acknowledged, the head names the node, and a node that lost the head names itself as cut off.
 
     Args:
-        loss: of the connection.
         head: node 0's host.
         after_s: seconds from the end of the connection to this verdict.
     """

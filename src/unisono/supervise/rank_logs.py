@@ -115,8 +115,6 @@ class LogMatch:
     """A line of a rank's log that matches a signature.
 
     Attributes:
-        rank: of the log.
-        signature: its id.
         cause: of the catalogue, or None.
         text: the line, bounded, without control characters and without anything that looks like a secret.
         time: UTC, seconds: when it was seen.
@@ -193,7 +191,6 @@ class FollowedLog:
 
         Args:
             log: open for reading; its position is not used.
-            rank: of the log.
             rate: limit of reported matches.
         """
         self._fd = log.fileno()
@@ -301,7 +298,6 @@ class LogTimes:
 
         Args:
             log: open until `close`.
-            path: of the log.
             grew: gets the new size, in the thread; may raise OSError.
         """
         self._grew = grew

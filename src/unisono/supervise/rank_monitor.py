@@ -55,7 +55,6 @@ class RankMonitor:
 
         Args:
             local: the ranks; they need not have been started yet.
-            node_rank: of this node.
             use: utilization of devices; the default asks the driver, if there is one.
         """
         self._local = local
@@ -225,13 +224,7 @@ class MonitorReports:
     """Reports of a node other than the head's about its ranks. Nothing here waits."""
 
     def __init__(self, local: NodeRanks, node_rank: int, send: Callable[[Message], None]) -> None:
-        """Starts without reports.
-
-        Args:
-            local: this node's ranks.
-            node_rank: of this node.
-            send: to the head.
-        """
+        """Starts without reports."""
         self._local = local
         self._send = send
         self._monitor = RankMonitor(local, node_rank)

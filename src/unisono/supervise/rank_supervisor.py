@@ -74,10 +74,8 @@ class Attempt:
     """State of one start of the ranks.
 
     Attributes:
-        from_step: the step it resumed from.
         step: the last step that rank 0 finished.
         checkpoint: the newest checkpoint, or None.
-        saved_step: the step of that checkpoint.
         ready: whether rank 0 has loaded everything and trains; before that there is nothing new to save.
         last: rank 0's final message: `result`, `refused` or `crashed`; None if it ended without one.
         decision: why the ranks were ended, if they were.
@@ -146,7 +144,6 @@ def run_attempt(
         local: the ranks of this node; started and ended here.
         server: the connections of the other nodes, which start their ranks with the same plan; None for one node.
         interrupts: signals to stop.
-        show: gets the messages.
         on_agreement: gets the ranks' reports and the result of their comparison, before the ranks continue.
         observers: get the ranks' messages, and may end the ranks.
         shards: receives the checkpoint parts of other nodes' ranks; None if every rank writes to this node's disk.

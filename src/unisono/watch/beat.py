@@ -120,11 +120,7 @@ _pack_main = MAIN.pack_into  # a lookup per call would allocate an object
 
 
 class Beats:
-    """Writes a rank's heartbeat. Only its main thread calls the methods, which cost less than a microsecond: see bench/watch_cost.py.
-
-    Attributes:
-        step: the current optimizer step.
-    """
+    """Writes a rank's heartbeat. Only its main thread calls the methods, which cost less than a microsecond: see bench/watch_cost.py."""
 
     def __init__(self, memory: "mmap.mmap | bytearray | None" = None) -> None:
         """Starts in phase "start".

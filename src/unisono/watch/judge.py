@@ -172,7 +172,6 @@ def _holds_up_others(view: RankView, waiting: Sequence[RankView]) -> bool:
 
     Args:
         view: of the rank, which does not wait itself.
-        waiting: the ranks that wait.
     """
     assert view.beat is not None
     if all(other.idle_s < _WAITED_S for other in waiting):

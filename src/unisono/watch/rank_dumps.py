@@ -161,7 +161,6 @@ def main_thread_of_faulthandler(text: str, *, trains: int | None = None) -> tupl
     """The main thread's frames, innermost first, as "file:line in function"; empty if there are none, or the text is incomplete.
 
     Args:
-        text: faulthandler's output.
         trains: the number of the thread that trains instead of the main one, if any.
 
     faulthandler writes the newest thread first, so the main thread comes last, unless there are more than a hundred: the rest is omitted.

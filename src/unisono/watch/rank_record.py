@@ -45,19 +45,15 @@ class Beat:
         version: grows with every beat of the main thread, at both ends of a full garbage collection in it, and with torch's own count of
             collectives where a second thread writes that.
         at_ns: of that beat, monotonic.
-        phase: its name.
         step: the current optimizer step, from 1; 0 before.
         micro: the micro step in it, from 1.
         comm: number of collectives begun through unisono's group.
         kind: of the last one.
         elements: of the last one's tensor.
-        done: progress in a long phase.
-        total: of that.
         digest: of the sequences of the step's global batch.
         shares_s: seconds in data, compute, comm and other, since the second step of this start.
         pulse_ns: time of the second thread's last pulse, monotonic; 0: none.
         answered: the last request that the second thread has answered.
-        times: of the current phase.
         begun: collectives begun in all process groups, by torch's own count, including those not called from Python.
         pending: how many of them are not completed; counted once the main thread has been silent for a second.
         still_s: seconds in which the process and its children used no CPU and did no I/O.
@@ -89,8 +85,6 @@ class BeatMemory:
     """The front's end of one rank's record, with the files for stacks and answers. They have no path, so nothing is left behind.
 
     Attributes:
-        record_fd: the record.
-        stacks_fd: faulthandler writes there.
         answers_fd: the second thread writes what it is asked for there.
         stacks_signal: at which faulthandler writes in the rank; 0 where it has none.
     """

@@ -50,10 +50,7 @@ def verdict(
     """A verdict on some ranks, with evidence of them and of those that wait for them.
 
     Args:
-        cause: of the catalogue.
         summary: one line.
-        run_view: of the run.
-        ranks: the culprits.
         since_s: seconds since it began.
         evidence: in addition to that of every rank.
         confidence: 0 to 1.

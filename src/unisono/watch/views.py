@@ -34,12 +34,9 @@ class RankView:
     """A rank as seen by its node's front.
 
     Attributes:
-        rank: of the rank.
-        node_rank: of its node.
         beat: its last heartbeat; None before the first.
         idle_s: seconds since the last heartbeat of the main thread, by the clock of the front, without time in which the front was stopped.
         pulse_idle_s: the same for its second thread.
-        process: the state of its process.
         has_ended: whether its process is gone or about to exit: it has refused or crashed.
         reported_result: whether it has reported its result.
     """
@@ -100,8 +97,6 @@ class NodeView:
     """A node as seen by the head.
 
     Attributes:
-        node_rank: of the node.
-        host: its name.
         silent_s: seconds since its last message, by the head's clock; 0 for the head's own node.
         links: connections between ranks with unacknowledged data, as reported by this node's kernel: "node 0 (a) → 10.0.0.3:41233: 4
             retransmissions".
@@ -119,8 +114,6 @@ class Collective:
 
     Attributes:
         group: of which process group.
-        number: of the collective in its group.
-        name: as "all_reduce".
         sizes: of its tensors, as "[[1000]]".
     """
 
@@ -138,14 +131,12 @@ class Look:
     """Data collected from one rank after it was suspected, or while it waited for a suspected one.
 
     Attributes:
-        rank: of the rank.
         stack: of its main thread, innermost call first, as "file:line in function"; empty if the process did not respond.
         how: the source of the stack: "faulthandler", "py-spy", or why there is none.
         begun: the last collective that began, from the flight recorder; None if unknown.
         completed: the number of the last completed one.
         recurs: whether an equal one began before.
         may_step: whether it can still reach the place where it makes its steps; None if unknown.
-        rows: the sequences that it processes.
         note: other information for a person, e.g. a frozen cgroup.
     """
 
@@ -207,10 +198,8 @@ class RunView:
 
     Attributes:
         places: all ranks of the plan.
-        views: of the ranks that have reported.
         nodes: of a job of several nodes, including the head's.
         looks: data of the ranks that were inspected since the last progress.
-        total_steps: of the plan.
     """
 
     places: Mapping[int, RankPlace]

@@ -245,9 +245,7 @@ def become(request: Request, *, printed: int, initial_environment: Mapping[str, 
     """Makes this forked process what a fresh one is: descriptors, folder, environment, names, random state.
 
     Args:
-        request: what it is to be.
         printed: a file with what the imports have printed, which is at the start of the process's log as without a fork.
-        initial_environment: the environment of the server.
     """
     text = os.pread(printed, 1 << 16, 0)
     os.fchdir(request.folder)
@@ -353,7 +351,6 @@ class Imported:
     """This process, once it has imported what ranks and tasks need.
 
     Attributes:
-        environment: that the imports have read.
         refusal: why nothing can be forked; empty where it can.
     """
 

@@ -92,7 +92,6 @@ def ray_head_lost(head: RayHead, *, message: str = "", after_s: float | None = N
     """The verdict on a lost head of the Ray cluster.
 
     Args:
-        head: the probed head.
         message: Ray's message, if one of our processes ended with it.
         after_s: seconds from its silence to the verdict.
     """

@@ -188,14 +188,11 @@ class InspectionRequest:
 
     Attributes:
         job: a unique name, for folders on the nodes.
-        address: of the cluster.
         config: its text; None: no config.
-        device: from the config.
         words: arguments of `unisono`, without the node's node; null in node of the config.
         nodes: the largest number of nodes.
         least: the smallest sufficient number of nodes.
         nproc: ranks on each node.
-        join_timeout_s: how long to wait for resources.
         variables: of the environment, for all nodes.
     """
 

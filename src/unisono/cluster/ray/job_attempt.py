@@ -32,8 +32,6 @@ class RayJobRequest:
 
     Attributes:
         job: a unique name, for folders on the nodes.
-        address: of the cluster.
-        config: the resolved config.
         options: for the TrainRequest of each node.
         nodes: the largest number of nodes.
         least: the smallest sufficient number of nodes.
@@ -87,7 +85,6 @@ class AttemptEnd:
         lost: the verdict on the head's node, if that was lost.
         step: the last reported step.
         saved_step: the step of the latest checkpoint here.
-        seconds: how long the fronts ran.
     """
 
     last: Message | None = None
@@ -102,11 +99,8 @@ class JobAttempt:
     """An attempt on reserved nodes.
 
     Attributes:
-        reporter: sends messages to the user's command.
-        request: of the job.
         front: the signals of the user's command.
         nodes: by node rank.
-        ray_head: the probed head of the cluster.
     """
 
     reporter: Reporter

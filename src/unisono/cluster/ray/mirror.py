@@ -70,9 +70,7 @@ class Mirror:
     """Copies the directory `remote` of a node to `run` here.
 
     Attributes:
-        node: its files.
         remote: the directory on it. In files that contain this path, it is replaced by that of `run`.
-        run: the directory here.
         only: folders of it; empty: all of it.
     """
 

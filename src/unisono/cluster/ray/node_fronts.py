@@ -32,7 +32,6 @@ class ActorLost(Exception):  # noqa: N818 - named for what happened
     """An actor no longer answers.
 
     Attributes:
-        why: Ray's message.
         node: where it was; None if unknown.
     """
 
@@ -47,12 +46,8 @@ class JobNode:
     """One node of the job.
 
     Attributes:
-        node_rank: its rank.
-        actor: Ray's handle of its actor.
-        address: the node's address.
         facts: the result of `NodeActor.facts`.
         shares: whether it sees the run's directory of the user's command.
-        folder: this job's folder on it.
         lost: Ray's message, once its actor is gone.
         code: the exit code of its front, once that has exited.
         tail: the last lines that its front printed.

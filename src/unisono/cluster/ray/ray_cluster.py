@@ -32,7 +32,6 @@ class ResourceRequest:
     """The resources requested on each node.
 
     Attributes:
-        nproc: ranks.
         gpus: accelerators; one for each rank, or none.
     """
 
@@ -55,15 +54,7 @@ class ResourceRequest:
 
 @dataclass(frozen=True)
 class RayNode:
-    """A live node of the cluster.
-
-    Attributes:
-        id: Ray's id.
-        host: its host name.
-        address: its address in Ray.
-        total: its resources.
-        free: its free resources.
-    """
+    """A live node of the cluster."""
 
     id: str
     host: str
@@ -201,7 +192,6 @@ def reserved(
         nodes: the largest number of nodes.
         least: the smallest sufficient number, used if there is no room for more now.
         timeout_s: how long to wait for resources in use by others.
-        note: shows the progress of the wait.
         stopped: whether a stop was requested.
 
     Raises:
@@ -371,7 +361,6 @@ def identify_nodes(actors: list[Any], *, cluster: str) -> list[JobNode]:
     """The nodes of the job, by node rank.
 
     Args:
-        actors: their handles.
         cluster: its address, for messages.
 
     Raises:

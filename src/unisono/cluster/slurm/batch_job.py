@@ -53,7 +53,6 @@ class Submitted:
     """A queued or running job.
 
     Attributes:
-        job: its id.
         again: whether an earlier command submitted it.
     """
 
@@ -72,10 +71,8 @@ def submit_once(
     """The job, submitted now or by an earlier command with the same script.
 
     Args:
-        spec: the job.
         config: the text of the config file, which becomes part of the script.
         check: called before a new job is submitted; raises if it cannot run.
-        notify: shows a line.
 
     Raises:
         UsageError: if sbatch refuses, or a different job of this run is queued or running.

@@ -46,13 +46,10 @@ class Partition:
     """A partition of the cluster.
 
     Attributes:
-        name: its name.
         up: whether it starts jobs.
-        state: Slurm's word for its state.
         nodes: the number of its nodes.
         most_nodes: the largest number for one job; None: no limit.
         most_time: a job's limit as Slurm writes it.
-        nodelist: its nodes as Slurm writes them.
         is_default: whether jobs without a partition go there.
     """
 
@@ -251,15 +248,11 @@ class JobState:
     """A job as the controller reports it.
 
     Attributes:
-        job: its id.
         state: `PENDING`, `RUNNING`, … ; `GONE`: the controller no longer knows it.
         reason: why it waits, or why it ended.
-        restarts: how often it was requeued.
         nodelist: where it runs; empty while it waits.
-        partition: its partition.
         starts: its expected start, or `Unknown`.
         code: the exit code of its script; None while it runs.
-        script: the path of its script.
     """
 
     job: str

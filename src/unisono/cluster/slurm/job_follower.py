@@ -126,8 +126,6 @@ class JobFollower:
     """Reads a job's output and state in turn, and shows what is new.
 
     Attributes:
-        job: its id.
-        lines: the output of its fronts.
         show: gets their messages, and notes of this command.
         refuse: called with the state of a waiting job; raises if it would wait forever.
     """

@@ -29,8 +29,6 @@ class JobRequest:
     """One batch job.
 
     Attributes:
-        name: the job name that squeue shows.
-        run: the run's directory.
         folder: the working directory; paths of the config are relative to it.
         least_nodes: the smallest sufficient number of nodes.
         nodes: the largest number of nodes.
@@ -231,7 +229,6 @@ def batch_script(spec: JobRequest, config: str) -> str:
     """The complete batch script; every word from the user is quoted.
 
     Args:
-        spec: the job.
         config: the text of the config file.
     """
     number = str(spec.nodes) if spec.least_nodes == spec.nodes else f"{spec.least_nodes}-{spec.nodes}"

@@ -24,7 +24,6 @@ def injected(environment: Mapping[str, str], guard_file: Path) -> dict[str, str]
     """An environment in which every Python process is guarded, unless its options disable sitecustomize.
 
     Args:
-        environment: of the program.
         guard_file: the border's guard.json.
     """
     path = os.pathsep.join(part for part in (str(PATH), environment.get("PYTHONPATH", "")) if part)

@@ -41,7 +41,6 @@ class GuardedProcess:
     Attributes:
         presence: of this process at the border.
         registration: its identity; None while it is not a rank.
-        beats: the heartbeat of its main thread.
         step_starts: where its steps begin.
         reachability: whether it can still reach the place where it makes them.
         main: the number of the main thread, or of the thread that trains if that is a different one.
@@ -278,7 +277,6 @@ class Sampling(threading.Thread):
         """Not started yet.
 
         Args:
-            beats: of the thread that trains.
             where: returns facts about that thread, which are added to a dump.
             is_left: whether nobody is there any more to end this process: it then ends itself.
         """

@@ -32,7 +32,6 @@ class ShardedRows:
     Attributes:
         replicas: number of shards.
         facts: values that are equal on all ranks, if each has the same rows in the same order.
-        own: this rank's part.
     """
 
     replicas: int
@@ -258,10 +257,6 @@ class StepCounter:
 
 
 def framework_in(modules: Container[str]) -> str:
-    """The framework of the loop, with the names of diagnose.gather; empty for the program's own loop, or if unknown.
-
-    Args:
-        modules: that the process has loaded.
-    """
+    """The framework of the loop, with the names of diagnose.gather; empty for the program's own loop, or if unknown."""
     found = next((name for name, module in _FRAMEWORKS.items() if module in modules), "")
     return "lightning" if found == "pytorch_lightning" else found

@@ -40,12 +40,7 @@ _PLAIN = ("Tensor", "Parameter")  # the size of others, e.g. traced tensors, may
 
 
 def wrap_collectives(module: ModuleType, process: GuardedProcess) -> list[str]:
-    """Wraps the collectives in torch.distributed.distributed_c10d; returns the names of those that exist.
-
-    Args:
-        module: torch's.
-        process: this process.
-    """
+    """Wraps the collectives in torch.distributed.distributed_c10d; returns the names of those that exist."""
     found = []
     for kind, names in _NAMES.items():
         for name in names:

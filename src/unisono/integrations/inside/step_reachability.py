@@ -33,11 +33,7 @@ class StepReachability:
             self._calls = _calls_of(frame)
 
     def is_open(self, frame: FrameType | None) -> bool | None:
-        """Whether the main thread can reach that place again; None if no step was made, or its position is unknown.
-
-        Args:
-            frame: of the main thread.
-        """
+        """Whether the main thread can reach that place again; None if no step was made, or its position is unknown."""
         if frame is None or not self._calls:
             return None
         for (made, at_step), (code, now) in zip(self._calls, _calls_of(frame), strict=False):
@@ -60,13 +56,7 @@ def _calls_of(frame: FrameType) -> _Calls:
 
 
 def leads(code: CodeType, start: int, end: int) -> bool:
-    """Whether a function may reach one offset from another, or the same again, if nothing is raised.
-
-    Args:
-        code: of the function.
-        start: offset of the current instruction.
-        end: offset to reach.
-    """
+    """Whether a function may reach one offset from another, or the same again, if nothing is raised."""
     follow = _followers(code)
     offsets = sorted(follow)
     first, last = (max((at for at in offsets if at <= place), default=0) for place in (start, end))
