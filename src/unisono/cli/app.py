@@ -244,7 +244,7 @@ def _in_our_words(error: Any, words: list[str]) -> Exception:
     Args:
         error: click's UsageError, whose subclasses have `option_name` or `param`.
     """
-    from unisono.errors import UsageError
+    from unisono.errors import Problem, UsageError
 
     known = error.ctx is None and words and words[0] in _COMMANDS
     path = error.ctx.command_path if error.ctx else f"unisono {words[0]}" if known else "unisono"
@@ -265,7 +265,7 @@ def _in_our_words(error: Any, words: list[str]) -> Exception:
             "why": "options and arguments follow the usage of the command",
         }
         problem["fix"] = f"`{path} --help` shows its options and arguments"
-    return UsageError.of(**problem | {"where": f"command line: {problem['where']}"})
+    return UsageError(Problem(**problem | {"where": f"command line: {problem['where']}"}))
 
 
 def _unknown_option(error: Any, path: str) -> dict[str, str]:
@@ -301,7 +301,7 @@ def _unknown_command(word: str, path: str, known: list[str]) -> dict[str, str]:
 def _missing_parameter(param: Any, path: str) -> dict[str, str]:
     name, description = param.metavar or param.name, getattr(param, "help", None)
     example = next(
-        (text for _, _, text in _COMMANDS.values() if text.startswith(f"{path} ")), f"{path} --help"
+        (each[3] for each in _COMMANDS.values() if each[3].startswith(f"{path} ")), f"{path} --help"
     )
     return {
         "what": f"`{path}` needs {name}, which is missing",
