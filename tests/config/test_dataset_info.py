@@ -5,6 +5,12 @@ Run: pytest tests/config/test_dataset_info.py
 
 import json
 import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +127,81 @@ def test_other_hubs_are_refused_unless_there_is_one_that_we_read() -> None:
 def test_online_names_are_hub_ids() -> None:
     (found,) = read_datasets(["org/name"], "ONLINE", where="x:1", stage="sft", max_samples=None)
     assert found == {"path": "org/name", "format": "alpaca", "columns": OFF, "split": "train"}
+
+
+REMOTE = """
+from unisono.config.dataset_info import read_datasets
+from unisono.errors import ConfigError
+try:
+    print(read_datasets(["d"], "REMOTE:org/repo", where="x:1", file_where="x:2", stage="sft", max_samples=None)[0]["path"])
+except ConfigError as error:
+    print(error.problems)
+"""
+
+
+@contextmanager
+def hub(answer: Callable[[bytes], bytes]) -> Iterator[tuple[str, list[bytes]]]:
+    """Its address, and all requests, each with `answer` as its answer; without one the connection is closed."""
+    calls: list[bytes] = []
+
+    def serve(listener: socket.socket) -> None:
+        with suppress(OSError):  # closed at the end
+            while True:
+                connection, _ = listener.accept()
+                with connection, suppress(OSError):
+                    calls.append(connection.recv(1 << 16))
+                    connection.sendall(answer(calls[-1]))
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=serve, args=(listener,), daemon=True).start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", calls
+
+
+def remote(cache: Path, endpoint: str, **env: str) -> str:
+    """What is read, or the problems, in a process of its own: the hub's client reads the environment when it is imported."""
+    variables = {
+        "HF_HUB_CACHE": str(cache),
+        "HF_ENDPOINT": endpoint,
+        "HF_HUB_OFFLINE": "0",
+        "NO_PROXY": "127.0.0.1",
+        **env,
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", REMOTE], env=os.environ | variables, capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
+def test_a_remote_directory_is_a_dataset_of_the_hub_and_is_kept_in_its_cache(tmp_path: Path) -> None:
+    text = json.dumps({"d": {"hf_hub_url": "org/rows"}}).encode()
+    head = (
+        f'HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: {len(text)}\r\nETag: "{"a" * 40}"\r\nX-Repo-Commit: {"b" * 40}\r\n\r\n'
+    ).encode()
+
+    def answer(asked: bytes) -> bytes:
+        if b"/datasets/org/repo/" not in asked.split(b"\r\n")[0]:
+            return b"HTTP/1.1 404 Not Found\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+        return head if asked.startswith(b"HEAD") else head + text
+
+    with hub(answer) as (endpoint, calls):
+        assert remote(tmp_path / "hub", endpoint) == "org/rows"
+        assert calls
+    assert remote(tmp_path / "hub", endpoint) == "org/rows"  # nobody answers there now
+    assert remote(tmp_path / "hub", endpoint, HF_HUB_OFFLINE="1") == "org/rows"
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(tmp_path: Path) -> None:
+    """Its client would ask six times for the file, in half a minute."""
+    with hub(lambda _: b"") as (endpoint, calls):
+        said = remote(tmp_path / "hub", endpoint)
+        assert calls[0].startswith(b"HEAD / ")
+        assert "HF_HUB_OFFLINE turns access to the hub off" in remote(
+            tmp_path / "hub", endpoint, HF_HUB_OFFLINE="1"
+        )
+        assert not any(b"/datasets/" in asked for asked in calls)
+    assert f"{endpoint} does not answer" in said
+    assert "where='x:2'" in said
+    assert "set dataset_dir to a directory" in said
 
 
 def test_a_cloud_file_is_a_url_and_goes_before_a_file() -> None:

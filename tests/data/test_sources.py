@@ -290,3 +290,9 @@ def test_a_hub_id_that_is_not_to_be_had_is_refused(tmp_path: Path) -> None:
         "nobody/nothing is neither a file on this machine nor an accessible dataset of the hub",
         "data.train",
     ], done.stderr
+    silent = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9", "NO_PROXY": "127.0.0.1"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment | silent, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.startswith("nobody/nothing is neither a file on this machine nor can it be downloaded")
+    assert "Retrying" not in done.stderr

@@ -85,6 +85,7 @@ def read_datasets(
     dataset_dir: str,
     *,
     where: str,
+    file_where: str = "",
     stage: str,
     max_samples: int | None,
     use_modelscope: bool = False,
@@ -97,6 +98,7 @@ def read_datasets(
         dataset_dir: the directory of dataset_info.json and of its files, relative to the working directory; `ONLINE`: the names are
             hub ids; `REMOTE:user/repo`: a hub dataset that has the file.
         where: the place that names the datasets, for messages: `FILE:LINE`.
+        file_where: the place that names dataset_dir; empty: `where`.
         stage: `pt`, `sft`, `rm`, `ppo`, `dpo` or `kto`.
         max_samples: the first rows of each source; None: all.
         use_modelscope: whether `ms_hub_url` goes before `hf_hub_url`.
@@ -109,7 +111,7 @@ def read_datasets(
     if dataset_dir == "ONLINE":
         found = [_Entry(name, {"hf_hub_url": name}, None, where) for name in wanted]
     else:
-        info = _read_info(dataset_dir, where)
+        info = _read_info(dataset_dir, file_where or where)
         problems = list(find_secrets(info.entries, info.places).values())
         unknown = [_unknown(name, info, where) for name in wanted if name not in info.entries]
         if problems or unknown:
@@ -189,15 +191,27 @@ def _read_text(path: Path, name: str, where: str) -> str:
 
 def _fetch(repo: str, where: str) -> Path:
     from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
+    from unisono.facts.environment import hub_silence, read_environment, read_hub
+
+    folder = read_environment().hub_cache
+    hub = read_hub(folder)
+    silence = hub_silence(hub)
     try:
-        return Path(hf_hub_download(repo_id=repo, filename=_FILE, repo_type="dataset"))
+        return Path(
+            hf_hub_download(repo_id=repo, filename=_FILE, repo_type="dataset", local_files_only=bool(silence))
+        )
     except Exception as error:  # the hub's package passes on errors of several others
+        why = f"{type(error).__name__}: {one_line(str(error), limit=200)}"
+        if silence and isinstance(error, LocalEntryNotFoundError):
+            why = f"it is not in {folder}, and {silence}"
+        network = f"unset {hub.offline}" if hub.offline else "check the name and the network"
         raise ConfigError.of(
-            f"{_FILE} of the hub dataset {one_line(repo, limit=80)} cannot be had",
+            f"{_FILE} of the hub dataset {one_line(repo, limit=80)} cannot be downloaded",
             where=where,
-            why=f"{type(error).__name__}: {one_line(str(error), limit=200)}",
-            fix="check the name and the network, or set dataset_dir to a directory",
+            why=why,
+            fix=f"{network}, or set dataset_dir to a directory with {_FILE}",
         ) from error
 
 

@@ -187,6 +187,7 @@ def _sources(draft: Draft, names: list[str] | None, key: str) -> list[dict[str, 
             names,
             values["dataset_dir"],
             where=values.place(key),
+            file_where=values.place("dataset_dir") if "dataset_dir" in values.given else "",
             stage=values["stage"],
             max_samples=limit if limit is not None and limit > 0 else None,
         )

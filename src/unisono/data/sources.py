@@ -11,6 +11,8 @@ from unisono.config.schema import DataSection, SourceSection, sources_of
 from unisono.data.readers import READERS, kind_of
 from unisono.data.rows import RowFile
 from unisono.errors import DataError, Problem
+from unisono.facts import read_environment
+from unisono.facts.environment import hub_silence, read_hub
 from unisono.files import read_json, whole_file, write_json
 from unisono.inputs import expand, fault_of
 from unisono.text import nearest, one_line, redact
@@ -312,11 +314,30 @@ def fetch_hub(section: SourceSection, key: str, cache_dir: Path, *, splits: list
     folder = cache_dir / "hub" / _short(f"{section.path} {splits}" + (f" {part}" if part else ""))
     kept, note = folder / "rows.arrow", folder / "source.json"
     if not (kept.is_file() and note.is_file()):
+        _refuse_silent_hub(section.path, key)
         folder.mkdir(parents=True, exist_ok=True)
         split = _write_hub(section, key, kept, splits)
         fetched = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
         write_json(note, {"id": section.path, **part, "split": split, "fetched": fetched})
     return [RowFile(kept, f"{section.path}:{read_json(note)['split']}", "arrow")]
+
+
+def _refuse_silent_hub(path: str, key: str) -> None:
+    """Without an answer of the hub, `datasets` would retry for half a minute; with its offline mode it looks only into its own cache.
+
+    Raises:
+        DataError: if the hub does not answer.
+    """
+    hub = read_hub(read_environment().hub_cache)
+    silence = "" if hub.offline else hub_silence(hub)
+    if silence:
+        raise DataError.of(
+            f"{path} is neither a file on this machine nor can it be downloaded",
+            where=key,
+            why=silence,
+            fix="for a file give its path with its suffix; for a hub dataset check the network (a proxy is named by HTTPS_PROXY, a mirror by "
+            "HF_ENDPOINT), or set HF_HUB_OFFLINE=1 to read what `datasets` has in its cache",
+        )
 
 
 def _write_hub(section: SourceSection, key: str, kept: Path, splits: list[str]) -> str:

@@ -10,6 +10,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -330,6 +331,24 @@ def is_cached(cache: Path, kind: str, name: str) -> bool:
         return any(any(entry.iterdir()) for entry in folder.iterdir())
     except OSError:
         return False
+
+
+_HUB_ANSWER_S = 5.0
+"""How long to wait for the hub before falling back to its cache."""
+
+
+def hub_silence(hub: Hub) -> str:
+    """Why the hub cannot be asked; empty if it answers. Its own client would retry for half a minute."""
+    if hub.offline:
+        return f"{hub.offline} turns access to the hub off"
+    silent = _probe_hub(hub.endpoint)
+    return f"{hub.endpoint} does not answer: {silent}" if silent else ""
+
+
+@cache
+def _probe_hub(endpoint: str) -> str:
+    """As `probe_url`, once per process."""
+    return probe_url(endpoint, limit_s=_HUB_ANSWER_S)
 
 
 def probe_url(url: str, *, limit_s: float) -> str:

@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Callable
-from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import xxhash
 from unisono.config.schema import RunConfig
 from unisono.errors import ModelError
 from unisono.facts import read_environment
-from unisono.facts.environment import Hub, probe_url, read_hub
+from unisono.facts.environment import hub_silence, read_hub
 from unisono.files import read_bytes
 from unisono.model.adapter_files import ADAPTER_FILE, find_adapters
 from unisono.model.files import (
@@ -37,8 +36,6 @@ _TOKENIZER = (
     "spiece.model",
 )
 """A tokenizer has at least one of these files."""
-_ANSWER_S = 5.0
-"""How long to wait for the hub before falling back to its cache."""
 
 
 def locate_model(path: str, revision: str | None = None, *, key: str = "model.path") -> Path:
@@ -147,10 +144,12 @@ def _from_hub(path: str, revision: str | None) -> Path:
     patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"]
     folder = read_environment().hub_cache
     hub = read_hub(folder)
-    silent = "" if hub.offline else _why_silent(hub.endpoint)
+    silence = hub_silence(hub)
     try:
         return Path(
-            snapshot_download(path, revision=revision, allow_patterns=patterns, local_files_only=bool(silent))
+            snapshot_download(
+                path, revision=revision, allow_patterns=patterns, local_files_only=bool(silence)
+            )
         )
     except GatedRepoError as error:
         raise ModelError.of(
@@ -176,7 +175,7 @@ def _from_hub(path: str, revision: str | None) -> Path:
         raise ModelError.of(
             f"{path} is neither a directory on this machine nor available from the hub",
             where="model.path",
-            why=f"it is not in {folder}, and {_not_asked(hub, silent, error)}",
+            why=f"it is not in {folder}, and {silence or error}",
             fix=f"unset {hub.offline}, or copy the hub's cache from a machine that has it"
             if hub.offline
             else "check the spelling and the network (a proxy is named by HTTPS_PROXY, a mirror by HF_ENDPOINT); for a directory write ./NAME",
@@ -188,18 +187,6 @@ def _from_hub(path: str, revision: str | None) -> Path:
             why=library_words(error, library="huggingface_hub"),
             fix="check the spelling and the network; for a directory write ./NAME",
         ) from error
-
-
-@cache
-def _why_silent(endpoint: str) -> str:
-    """Why the hub does not answer, if so. Probed once per process: the hub's own client retries for minutes."""
-    return probe_url(endpoint, limit_s=_ANSWER_S)
-
-
-def _not_asked(hub: Hub, silent: str, error: Exception) -> str:
-    if hub.offline:
-        return f"{hub.offline} turns access to the hub off"
-    return f"{hub.endpoint} does not answer: {silent}" if silent else str(error)
 
 
 VerifyFiles = Callable[[Path, dict[str, tuple[int, str]]], None]
