@@ -280,8 +280,10 @@ def test_a_reward_model_has_no_logits_over_the_vocabulary() -> None:
 
 
 def test_the_parts_of_an_estimate_are_its_sum() -> None:
-    memory = plan().memory
-    assert memory.total == memory.weights + memory.trainable + memory.activations + memory.loss_head
+    quantized = MODEL.model_copy(update={"quantized": "nf4"})
+    for memory in (plan().memory, resolve_plan(replace(inputs(), model=quantized)).memory):
+        parts = memory.weights + memory.trainable + memory.activations + memory.loss_head
+        assert memory.total == parts + memory.dequantized
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "orpo": {"objective": "orpo", "adapter": None, "optim": {"lr": 1e-3}, "duration": "8 steps"},
     "simpo": {"objective": "simpo", "data": {"eval": 0.2}, "duration": "8 steps"},
     "reward": {"objective": "reward", "data": {"packing": True, "eval": 0.2}, "duration": "8 steps"},
+    "nf4": {"model": {"quantize": "nf4", "dtype": "float32"}, "duration": "4 steps"},
+    "int8": {"model": {"quantize": "int8", "dtype": "float32"}, "duration": "4 steps"},
 }  # fmt: skip
 PREFERENCES = ("dpo", "kto", "orpo", "simpo", "reward")
 

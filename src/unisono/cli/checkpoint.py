@@ -64,6 +64,11 @@ def _lines(result: dict[str, Any]) -> list[str]:
         lines.append(
             f"  read again: its logits differ from base plus adapter by {difference:.1e} of their spread ({result['dtype']})"
         )
+        if result["dequantized"]:
+            lines.append(
+                f"  the base weights were quantized in training; they are written as they were computed with, rounded to {result['dtype']}:"
+                " quantized again, they give other values"
+            )
     kind, more = ("SequenceClassification", ", num_labels=1") if result["reward"] else ("CausalLM", "")
     if result["what"] == "adapter":
         lines.append(

@@ -94,7 +94,16 @@ def _model(plan: RunPlan) -> str:
     parts = [plan.config.model.path, model.model_type, f"{show_count(model.parameters)} parameters"]
     if plan.config.model.weights == "random":
         parts.append("from random weights")
+    if model.quantized:
+        parts.append(_quantized(plan))
     return " · ".join(parts)
+
+
+def _quantized(plan: RunPlan) -> str:
+    """E.g. `nf4, scales quantized, computed in bfloat16`."""
+    compute = plan.config.model.quantize_compute
+    double = ", scales quantized" if plan.model.quantized_double else ""
+    return f"{plan.model.quantized}{double}, computed in {plan.dtype if compute == 'auto' else compute}"
 
 
 def _trained(plan: RunPlan, facts: Mapping[str, Any]) -> str:
@@ -103,6 +112,8 @@ def _trained(plan: RunPlan, facts: Mapping[str, Any]) -> str:
     if isinstance(trainable, int) and isinstance(parameters, int) and parameters:
         how += f" · {show_count(trainable)} of {show_count(parameters)} parameters ({trainable / parameters:.2%})"
     layout = facts.get("layout")
+    if plan.model.quantized and "quick" in facts:
+        how += " · " + ("weight and adapter in one product" if facts["quick"] else "products of peft, slower")
     return how + (f" · {layout} rows" if layout else "")
 
 

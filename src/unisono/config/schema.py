@@ -80,6 +80,18 @@ class ModelSection(Section):
         " input embeddings in training",
     )
     trust_remote_code: bool = Field(default=False, description="run Python code from the model repository")
+    quantize: Literal["nf4", "fp4", "int8"] | None = Field(
+        default=None,
+        description="with an adapter: keep the linear layers of the base model in 4 or 8 bits (QLoRA, arXiv:2305.14314; needs"
+        " `pip install 'unisono[quantize]'`); embeddings, head and norms stay in `dtype`; null: as in the model's files",
+    )
+    quantize_double: bool = Field(
+        default=True, description="with nf4 and fp4: quantize the scales of blocks of weights, too"
+    )
+    quantize_compute: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto",
+        description="dtype that quantized weights are dequantized to, and of the products with them; auto: `dtype`",
+    )
 
 
 class AdapterSection(Section):
@@ -627,8 +639,31 @@ def contradictions(config: RunConfig) -> list[str]:
             "data.loss_on: pretraining counts all tokens; remove it, or set `data.loss_on: all`",
         ),
     ]
-    found = [text for is_wrong, text in rules if is_wrong]
+    found = [text for is_wrong, text in rules if is_wrong] + _quantization_contradictions(config)
     return found + _objective_contradictions(config) + _source_contradictions(config.data)
+
+
+def _quantization_contradictions(config: RunConfig) -> list[str]:
+    """The keys that do not go with quantized weights."""
+    kind, adapter = config.model.quantize, config.adapter
+    if kind is None:
+        return []
+    if adapter is None:
+        return [
+            f"model.quantize: {kind} weights cannot be trained themselves; set `adapter: {{kind: lora}}`, or `model.quantize: null`"
+        ]
+    changed = "it changes the base weights, whose quantized form would no longer be that of the model's files"
+    rules = [
+        (
+            adapter.init == "pissa",
+            f"adapter.init: {changed}; set `adapter.init: default`, or `model.quantize: null`",
+        ),
+        (
+            bool(adapter.merge),
+            f"adapter.merge: {changed}; merge them with `unisono export --merge` first, or set `model.quantize: null`",
+        ),
+    ]
+    return [text for is_wrong, text in rules if is_wrong]
 
 
 def _objective_contradictions(config: RunConfig) -> list[str]:

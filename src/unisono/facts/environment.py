@@ -209,6 +209,7 @@ _COMPARED = (
     "torch",
     "transformers",
     "peft",
+    "bitsandbytes",
     "tokenizers",
     "safetensors",
     "datasets",

@@ -23,6 +23,7 @@ from unisono.model.files import (
     read_safetensors_header,
     weight_files,
 )
+from unisono.model.quantized_files import Quantization, quantization_of, refuse_training
 from unisono.plan.run_plan import ModelFacts
 from unisono.text import library_words, nearest, one_line
 
@@ -215,8 +216,10 @@ def inspect_model(
             where=str(directory / "config.json"),
             fix="copy it again",
         )
+    quantized = quantization_of(config.model, directory, settings)
+    refuse_training(config, directory, quantized)
     if config.model.weights == "random":
-        return _facts_from_config(directory, settings, text)
+        return _facts_from_config(directory, settings, text, quantized)
     files = weight_files(directory)
     headers = [header for file in files for header in read_safetensors_header(file)]
     if config.objective == "reward":  # the head of a language model is not loaded
@@ -233,6 +236,10 @@ def inspect_model(
     odd = {file: found.odd for file, found in contents.items() if found.odd}
     if odd:
         raise odd_weights(odd)
+    if quantized is not None and quantized.stored:  # the shapes in its files are those of packed values
+        facts = _facts_from_config(directory, settings, text, quantized)
+        size = sum(file.stat().st_size for file in files)
+        return facts.model_copy(update={"weight_bytes": size, "digest": _digest(digests)})
     matrices = [h.shape for h in headers if len(h.shape) == 2 and not is_embedding(h.name)]
     return ModelFacts(
         directory=str(directory),
@@ -252,7 +259,12 @@ def inspect_model(
         weight_bytes=sum(file.stat().st_size for file in files),
         digest=_digest(digests),
         positions=_positions(text),
+        **_quantized_facts(quantized),
     )
+
+
+def _quantized_facts(quantized: Quantization | None) -> dict[str, Any]:
+    return {} if quantized is None else {"quantized": quantized.kind, "quantized_double": quantized.double}
 
 
 def _read_adapters(
@@ -376,7 +388,9 @@ def no_reward_model(directory: Path, kind: str, why: str) -> ModelError:
     )
 
 
-def _facts_from_config(directory: Path, settings: dict[str, Any], text: dict[str, Any]) -> ModelFacts:
+def _facts_from_config(
+    directory: Path, settings: dict[str, Any], text: dict[str, Any], quantized: Quantization | None
+) -> ModelFacts:
     """Estimated figures of a model without weights, by the shape of a Llama block; the worker counts them exactly."""
     hidden = _positive_int(text, "hidden_size", "n_embd", "d_model")
     layers = _positive_int(text, "num_hidden_layers", "n_layer", "num_layers")
@@ -401,6 +415,7 @@ def _facts_from_config(directory: Path, settings: dict[str, Any], text: dict[str
         weight_bytes=0,
         digest=_digest({"config.json": _digest_file(directory / "config.json")}),
         positions=_positions(text),
+        **_quantized_facts(quantized),
     )
 
 

@@ -24,6 +24,7 @@ from unisono.errors import ModelError
 from unisono.model.attention import FLAT_ATTENTION, UnsupportedAttentionError, register
 from unisono.model.head import head_log_probs, head_loss, logits_log_probs, logits_loss
 from unisono.model.load import DTYPES, SCORE, LoadedModel
+from unisono.model.quantization import speed_up_quantized_lora
 from unisono.model.rope import scale_rows_apart, scale_rows_together
 
 Layout = Literal["flat", "padded"]
@@ -75,6 +76,8 @@ class Forward:
     """Modules of dynamic RoPE, which is scaled row by row except in generation."""
     root: torch.nn.Module | None = None
     """Set if weights are sharded over ranks: every use of them goes through it (`model.sharding`)."""
+    quick: bool = False
+    """Whether each adapted layer computes the products of its weight and its adapter in one function."""
 
     def within(self, use: Callable[[], T]) -> T:
         """The result of `use`, called where all weights are unsharded. With sharded weights all ranks must call it alike."""
@@ -220,9 +223,9 @@ def choose_forward(
     own = base.config._attn_implementation  # noqa: SLF001 - transformers has no public name for it
     # The head of a reward model is trained, too; it is computed in float32.
     others = len(list(_score_head(base).parameters())) if loaded.is_reward else 0
-    quick = quick_adapter and speed_up_lora(loaded.model) * 2 == len(loaded.trainable) - others
+    quick = quick_adapter and _speed_up(loaded.model) * 2 == len(loaded.trainable) - others
     autocast = dtype != "float32" and not quick
-    forward = Forward(loaded, "padded", "model", DTYPES[dtype], autocast, own, root=root)
+    forward = Forward(loaded, "padded", "model", DTYPES[dtype], autocast, own, root=root, quick=quick)
     forward.rows_apart = scale_rows_apart(base)
     was_training = loaded.model.training
     loaded.model.eval()
@@ -456,6 +459,11 @@ class LoraProduct(torch.autograd.Function):
             d_x = d_x.view(ctx.shape)
         d_a = (d_low.t() @ rows).to(ctx.dtypes[0]).mul_(ctx.scaling)
         return d_x, None, None, d_a, (d_out.t() @ low).to(ctx.dtypes[1]), None
+
+
+def _speed_up(model: torch.nn.Module) -> int:
+    """Sets the fast forward on every layer that has one; gives their number."""
+    return speed_up_lora(model) + speed_up_quantized_lora(model)
 
 
 def speed_up_lora(model: torch.nn.Module) -> int:

@@ -20,6 +20,15 @@ from unisono.errors import ModelError, Problem
 from unisono.model.adapter import BaseChanges, add_adapter
 from unisono.model.directory import no_reward_model, read_model_config, refuse_other_task
 from unisono.model.files import check_tokenizer_files, read_json_object, read_safetensors_header, weight_files
+from unisono.model.quantization import (
+    QuantizedLoad,
+    count_parameters,
+    quantized_layers,
+    quantized_load,
+    scales_of,
+    set_products,
+)
+from unisono.model.quantized_files import refuse_training
 from unisono.model.rope import scale_rope
 from unisono.text import library_words, nearest
 
@@ -56,6 +65,7 @@ class LoadedModel:
         trainable: the trained parameters by name, in the model's order; all float32.
         parameters: number of parameters, tied ones counted once.
         base_changes: how frozen weights in memory differ from their files.
+        quantized_digest: of quantized weights with their scales; empty without any, and until training sets it.
     """
 
     model: torch.nn.Module
@@ -64,6 +74,7 @@ class LoadedModel:
     trainable: dict[str, torch.nn.Parameter]
     parameters: int
     base_changes: BaseChanges = field(default_factory=dict)
+    quantized_digest: str = ""
 
     def collect_trainable(self) -> None:
         """Collects the trained parameters again, after sharding has replaced them."""
@@ -95,9 +106,12 @@ def load_for_training(
     if layout is not None:
         adapt_tokenizer(tokenizer, layout)
     full, reward = config.adapter is None, config.objective == "reward"
+    quantized = quantized_load(config, directory, dtype=dtype, device=device)
+    refuse_training(config, directory, quantized.how if quantized else None)
     base = load_base(
         directory,
         dtype=torch.float32 if full else DTYPES[dtype],
+        quantized=quantized,
         random=config.model.weights == "random",
         trust_remote_code=config.model.trust_remote_code,
         adjust=partial(_adjust, config),
@@ -131,8 +145,7 @@ def load_for_training(
             if config.freeze
             else "set train_only.layers, or name modules in train_only.extra",
         )
-    count = sum(p.numel() for p in model.parameters())
-    return LoadedModel(model, base, tokenizer, trainable, count, changes)
+    return LoadedModel(model, base, tokenizer, trainable, count_parameters(model), changes)
 
 
 def load_tokenizer(directory: Path, *, trust_remote_code: bool = False) -> Any:
@@ -170,6 +183,7 @@ def load_base(
     trust_remote_code: bool = False,
     adjust: Callable[[Any], None] = lambda _settings: None,
     reward: bool = False,
+    quantized: QuantizedLoad | None = None,
 ) -> Any:
     """The transformers model of a directory, with all weights found and of the right shape.
 
@@ -182,6 +196,7 @@ def load_base(
         trust_remote_code: whether the model's own Python code may run.
         adjust: changes the model's config before the model is made from it.
         reward: load sequence classification with one label instead of a causal language model.
+        quantized: how its linear layers are quantized; the model is on that device then.
 
     Raises:
         ModelError: with the type, the file or the tensors that are wrong.
@@ -217,6 +232,7 @@ def load_base(
                 output_loading_info=True,
                 use_safetensors=True,
                 ignore_mismatched_sizes=True,  # otherwise the error has neither tensor nor shapes; refused below
+                **(quantized.options() if quantized else {}),
             )
     except LIBRARY_ERRORS as error:
         raise _load_error(directory, error) from error
@@ -224,6 +240,8 @@ def load_base(
     if reward and not has_score:
         info["missing_keys"] = set(info["missing_keys"]) - {f"{SCORE}.weight"}
     _refuse_gaps(directory, info)
+    if quantized is not None:
+        set_products(model, quantized, where=str(directory))
     return model
 
 
@@ -270,7 +288,9 @@ def set_pad_token(base: Any, tokenizer: Any) -> None:
 def odd_parameters(model: torch.nn.Module) -> list[str]:
     """Names of the parameters with NaN or infinite values; of sharded parameters this rank's part is checked."""
     found = []
-    for name, parameter in model.named_parameters():
+    packed = {f"{name}.weight" for name, _ in quantized_layers(model)}  # their bytes are not numbers
+    numbers = {name: p for name, p in model.named_parameters() if name not in packed}
+    for name, parameter in {**numbers, **scales_of(model)}.items():
         values = parameter.detach()
         if isinstance(values, DTensor):
             values = values.to_local()

@@ -1,7 +1,8 @@
 """Shards weights over ranks with FSDP2 (`torch.distributed.fsdp.fully_shard`): a group for each layer and one for the rest.
 
 A layer's weights are unsharded only while the layer runs. Weights outside of layers (embedding, last norm, head) belong to the root, and are
-unsharded while the root's forward runs; so everything that uses weights must run inside it.
+unsharded while the root's forward runs; so everything that uses weights must run inside it. Of quantized weights the packed values are sharded,
+as they are; their scales are not: every rank has them all.
 """
 
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from unisono.model.load import LoadedModel
+from unisono.model.quantization import keep_scales
 
 
 class RootModule(torch.nn.Module):
@@ -34,6 +36,7 @@ def shard_model(loaded: LoadedModel, mesh: DeviceMesh) -> "ShardedRoot":
     Gradients are summed over the ranks, not averaged: each loss is already divided by the global number of loss tokens. All ranks must call
     it; every rank holds the full model before.
     """
+    keep_scales(loaded.model, torch.device(mesh.device_type))
     root = RootModule(loaded.model)
     for layer in _layers(loaded.base):
         fully_shard(layer, mesh=mesh)

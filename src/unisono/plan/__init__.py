@@ -1,6 +1,7 @@
 """The decisions of a run, made once before the start. Pure: values in, values out; no torch, no clock, no disk."""
 
-from unisono.plan.resolve import PlanInputs, estimate_memory, resolve_plan
+from unisono.plan.memory import estimate_memory
+from unisono.plan.resolve import PlanInputs, resolve_plan
 from unisono.plan.run_plan import (
     DataSummary,
     DeviceChoice,

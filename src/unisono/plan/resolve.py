@@ -8,6 +8,7 @@ from typing import Any, Literal
 from unisono.config.fields import Section
 from unisono.config.schema import BatchSection, RunConfig, config_digest
 from unisono.errors import ConfigError
+from unisono.plan.memory import estimate_memory
 from unisono.plan.run_plan import (
     DataSummary,
     DeviceChoice,
@@ -27,9 +28,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 # More tokens per forward do not increase throughput.
 _ENOUGH_TOKENS = {"cpu": 8_192, "cuda": 65_536}
 _SHARE_OF_MEMORY = 0.8
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _LARGEST_BATCH = 1_000_000  # as in the schema
-_HEAD_CHUNK = 128  # rows of logits alive at a time; see model.forward
 FUSED_TYPES = frozenset({"hrm_text"})
 """Model types whose files fuse several tensors of the model: transformers needs all of them together to write one."""
 
@@ -82,6 +81,7 @@ def resolve_plan(given: PlanInputs) -> RunPlan:
     config, data = given.config, given.data
     origins = dict(given.origins) | {"threads": given.threads_origin}
     dtype = _dtype(config, given.devices, origins)
+    _refuse_float16_products(config, given.devices)
     strategy, micro, checkpointing, memory = _fit(given, dtype, origins)
     per_epoch = data.train.sequences / config.batch.global_
     total_steps, total_sequences = _extent(config, data)
@@ -202,6 +202,16 @@ def _dtype(config: RunConfig, devices: list[DeviceChoice], origins: dict[str, st
     return "float32" if without else "bfloat16"
 
 
+def _refuse_float16_products(config: RunConfig, devices: list[DeviceChoice]) -> None:
+    if config.model.quantize_compute == "float16" and any(device.kind == "cpu" for device in devices):
+        raise ConfigError.of(
+            "products with quantized weights cannot be in float16 on a CPU",
+            where="model.quantize_compute",
+            why="their gradients overflow, and there is no loss scaling",
+            fix="set model.quantize_compute to auto, bfloat16 or float32",
+        )
+
+
 @dataclass(frozen=True)
 class _Fitting:
     """One combination of strategy and micro batch, and its memory."""
@@ -250,8 +260,18 @@ def _strategies(given: PlanInputs) -> list[Strategy]:
             why="a single rank has no peers",
             fix="pass --nproc 1, or set parallel.strategy to auto, ddp or fsdp",
         )
-    if requested == "auto":  # muon needs full matrices, which fsdp shards
-        return ["ddp"] if given.config.optim.kind == "muon" else ["ddp", "fsdp"]
+    # Muon needs full matrices, which fsdp shards; so does peft's DoRA of quantized weights.
+    adapter = given.config.adapter
+    quantized_dora = bool(given.model.quantized) and adapter is not None and adapter.kind == "dora"
+    if requested == "auto":
+        return ["ddp"] if given.config.optim.kind == "muon" or quantized_dora else ["ddp", "fsdp"]
+    if requested == "fsdp" and quantized_dora:
+        raise ConfigError.of(
+            f"parallel.strategy is fsdp, adapter.kind dora, and the weights are quantized as {given.model.quantized}",
+            where="parallel.strategy",
+            why="peft's DoRA computes norms of full matrices, and cannot dequantize sharded ones",
+            fix="set adapter.kind to lora or rslora, parallel.strategy to ddp, or model.quantize to null",
+        )
     return [requested]
 
 
@@ -387,6 +407,7 @@ def _without_effect(config: RunConfig, data: DataSummary, strategy: Strategy, mo
         for key in ("muon_lr", "muon_scale"):
             if key in _changed(config.optim):
                 found.append(f"optim.{key} has no effect: optim.kind is adamw")
+    found += _quantization_without_effect(config, model)
     if (
         config.adapter is not None
         and config.adapter.init != "pissa"
@@ -406,6 +427,17 @@ def _without_effect(config: RunConfig, data: DataSummary, strategy: Strategy, mo
     return found
 
 
+def _quantization_without_effect(config: RunConfig, model: ModelFacts) -> list[str]:
+    """A warning for each setting of quantized weights that has no effect with this model."""
+    found, changed = [], _changed(config.model)
+    if not model.quantized and "quantize_compute" in changed:
+        found.append("model.quantize_compute has no effect: the weights are not quantized")
+    if config.model.quantize not in ("nf4", "fp4") and "quantize_double" in changed:
+        what = model.quantized or "not quantized"
+        found.append(f"model.quantize_double has no effect: the weights are {what}")
+    return found
+
+
 def _too_many_layers(config: RunConfig, model: ModelFacts) -> list[str]:
     """A note if `train_only.layers` asks for more layers than there are."""
     only = config.train_only
@@ -418,71 +450,4 @@ def _changed(section: Section) -> list[str]:
     """The keys that differ from their defaults; explicit defaults, as in config.yaml, do not count."""
     return sorted(
         name for name, field in type(section).model_fields.items() if getattr(section, name) != field.default
-    )
-
-
-# ---- the estimate of memory
-
-
-def trainable_parameters(model: ModelFacts, *, adapter_rank: int | None, all_linear: bool = True) -> int:
-    """The number of trained parameters: an adapter's r·(in + out) over the matrices, or all."""
-    if adapter_rank is None:
-        return model.parameters
-    return adapter_rank * model.linear_in_out if all_linear else adapter_rank * model.linear_in_out // 2
-
-
-def estimate_memory(
-    model: ModelFacts,
-    *,
-    dtype: str,
-    adapter_rank: int | None,
-    micro_tokens: int,
-    longest_row: int,
-    gradient_checkpointing: bool,
-    shards: int = 1,
-    logits: bool = True,
-) -> MemoryEstimate:
-    """Bytes for one rank.
-
-    Weights: parameters × dtype. Trainable: (master + gradient + two moments) × 4 bytes. Activations: per token and layer
-    about 10 hidden + 4 intermediate values are kept for the backward pass, and the attention probabilities of its row
-    (heads × length, with heads ≈ hidden / 64); with gradient checkpointing one layer's, and one hidden vector a layer.
-
-    Args:
-        model: the model's figures.
-        dtype: of frozen weights and computation.
-        adapter_rank: r, or None for full fine-tuning.
-        micro_tokens: tokens in one forward.
-        longest_row: tokens of the longest row.
-        gradient_checkpointing: whether activations are computed again.
-        shards: ranks among which weights and state are cut (fsdp); one layer is whole at a time, which is added.
-        logits: whether there are logits over the vocabulary; a reward model has one value for a row.
-    """
-    size = _DTYPE_BYTES[dtype]
-    trainable = trainable_parameters(model, adapter_rank=adapter_rank)
-    heads = max(1, model.hidden_size // 64)
-    per_layer = (10 * model.hidden_size + 4 * model.intermediate_size + heads * longest_row // 2) * size
-    if adapter_rank is not None:
-        per_layer += 6 * model.hidden_size * size  # inputs of the adapters, and their low-rank outputs
-    kept_layers = 1 if gradient_checkpointing else model.layers
-    activations = micro_tokens * (
-        per_layer * kept_layers + model.layers * model.hidden_size * size * gradient_checkpointing
-    )
-    head = micro_tokens * model.hidden_size * size * 2
-    if logits:
-        head += min(micro_tokens, _HEAD_CHUNK) * model.vocab_size * 4 * 2
-    weights = model.parameters * size
-    if adapter_rank is None and dtype == "float32":
-        weights = 0  # the master copy is the weight
-    state = trainable * 4 * 4
-    if shards > 1:
-        whole_layer = model.parameters * size // max(1, model.layers)
-        weights = weights // shards + 2 * whole_layer  # the one in use, and the one being fetched
-        state //= shards
-    return MemoryEstimate(
-        weights=weights,
-        trainable=state,
-        activations=activations,
-        loss_head=head,
-        total=weights + state + activations + head,
     )

@@ -37,6 +37,10 @@ class ModelFacts(Part):
     weight_bytes: int
     digest: str
     """Of config.json and of the weights' names, shapes, sizes and contents."""
+    quantized: str = ""
+    """The data type of the linear layers in memory (nf4, fp4, int8), or the method of quantized files (gptq, awq); empty: not quantized."""
+    quantized_double: bool = False
+    """Whether the scales of blocks are quantized, too."""
     positions: int = 0
     """Tokens of a row that the model was trained on, by its config.json; 0 if it has no such number."""
 
@@ -132,6 +136,8 @@ class MemoryEstimate(Part):
     """Trained weights in float32, gradients and optimizer state."""
     activations: int
     loss_head: int
+    dequantized: int = 0
+    """The largest matrix of a quantized model, which is dequantized for its product."""
     total: int
 
 

@@ -125,7 +125,7 @@ def find_changes(
     found += _decided_findings(before, after)
     found += [
         ChangeFinding("", f"{text}: losses may not be bit-exact")
-        for text in _versions(packages_before, packages_after, _PACKAGES)
+        for text in _versions(packages_before, packages_after, (*_PACKAGES, *_quantizers(after)))
     ]
     return sorted(found, key=lambda finding: ("fixed", "refused", "line").index(finding.verdict))
 
@@ -236,6 +236,11 @@ def _versions(before: Mapping[str, str], after: Mapping[str, str], names: tuple[
         for name in names
         if before.get(name) != after.get(name)
     ]
+
+
+def _quantizers(plan: dict[str, Any]) -> tuple[str, ...]:
+    """The package that quantized weights depend on; empty if there are none."""
+    return ("bitsandbytes",) if _at(plan, "model.quantized") else ()
 
 
 def _pointing_at(changed: list[Change], name: str) -> list[Change]:

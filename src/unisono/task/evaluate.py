@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from unisono.config.preference import PAIRS, PREFERENCE, Objective, PreferenceSection, keys_of
-from unisono.config.schema import DataSection, ModelSection, RunConfig
+from unisono.config.schema import AdapterSection, DataSection, ModelSection, RunConfig
 from unisono.data.token_table import TokenTable
 from unisono.errors import DataError
 from unisono.events import Reporter
@@ -22,6 +22,7 @@ from unisono.model.directory import locate_model, locate_tokenizer
 from unisono.model.forward import Forward, choose_forward
 from unisono.model.generate import Sampling, generate
 from unisono.model.load import DTYPES, LoadedModel, load_base, load_for_training
+from unisono.model.quantization import is_quantized, quantized_load
 from unisono.objectives import objective_of
 from unisono.task import data_tasks
 from unisono.task.inference import InferenceModel, decode, open_requested
@@ -97,11 +98,13 @@ def evaluation_config(opened: InferenceModel, file: str) -> RunConfig:
     """The config for preparing the rows: every row is a sequence of its own, with the loss mask of the run."""
     plan, target = opened.target.plan, opened.target
     tokenizer = opened.tokenizer.name_or_path or str(target.base)
+    # No row depends on it, but quantized weights are refused without one.
+    adapter = AdapterSection() if is_quantized(opened.forward.loaded.base) else None
     if plan is None:
         data = DataSection(train=file, packing=False, max_length=max(8, opened.context))
         model = ModelSection(path=str(target.base), tokenizer=tokenizer)
         kind: Objective = "reward" if target.is_reward else "sft"
-        return RunConfig(model=model, adapter=None, data=data, objective=kind, output_dir="unused")
+        return RunConfig(model=model, adapter=adapter, data=data, objective=kind, output_dir="unused")
     settings = plan.config.data.model_copy(update={"train": file, "eval": None, "packing": False})
     model = plan.config.model.model_copy(
         update={"path": str(target.base), "tokenizer": tokenizer, "weights": "pretrained"}
@@ -113,7 +116,7 @@ def evaluation_config(opened: InferenceModel, file: str) -> RunConfig:
     settings_of_loss = plan.config.preference.model_dump(include=used)
     return RunConfig(
         model=model,
-        adapter=None,
+        adapter=adapter,
         data=settings,
         objective=objective,
         preference=PreferenceSection.model_validate(settings_of_loss),
@@ -247,7 +250,10 @@ def _starting_model(opened: InferenceModel, config: RunConfig) -> LoadedModel:
 def _named_model(opened: InferenceModel, named: str, config: RunConfig) -> LoadedModel:
     directory = locate_model(named, key="preference.reference")
     base = load_base(
-        directory, dtype=DTYPES[opened.dtype], trust_remote_code=config.model.trust_remote_code
+        directory,
+        dtype=DTYPES[opened.dtype],
+        trust_remote_code=config.model.trust_remote_code,
+        quantized=quantized_load(None, directory, dtype=opened.dtype, device=opened.device),
     ).to(opened.device)
     return LoadedModel(base, base, opened.tokenizer, {}, base.num_parameters())
 

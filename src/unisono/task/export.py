@@ -29,6 +29,7 @@ from unisono.events import Reporter
 from unisono.files import fsync_dir, read_json, write_json
 from unisono.model.forward import head_values
 from unisono.model.load import SCORE, load_base, load_tokenizer
+from unisono.model.quantization import is_quantized
 from unisono.task.inference import stops_of, template_of
 from unisono.task.loading import adapter_tokenizer, load_target, merge_adapter, stored_dtype, trusts_code
 from unisono.task.target import Target, requested_target, verify_target
@@ -125,6 +126,7 @@ def write_merged(
     loaded = load_target(target, dtype=dtype, device=torch.device("cpu"))
     wanted = logits_of_probe(loaded.model)
     report.phase("merge", "merging the adapter into the weights")
+    was_quantized = is_quantized(loaded.base)
     merged = merge_adapter(loaded.model, where=str(target.weights))
     if not target.is_reward:  # the real one is written below; transformers would refuse an invalid one
         merged.generation_config = GenerationConfig()
@@ -148,7 +150,8 @@ def write_merged(
             why=f"the logits differ by {difference:.2g} of their spread; rounding explains up to {TOLERANCE[dtype]:g}",
             fix="export without --merge",
         )
-    return {"dtype": dtype, "logits_differ_by": difference}, entries
+    found = {"dtype": dtype, "logits_differ_by": difference, "dequantized": was_quantized}
+    return found, entries
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from unisono.model.load import (
     odd_parameters,
     set_pad_token,
 )
+from unisono.model.quantization import count_parameters, is_quantized, make_dense, quantized_load
 from unisono.model.rope import take_rope
 from unisono.task.target import Target
 from unisono.text import library_words
@@ -70,6 +71,7 @@ def _load(target: Target, *, dtype: str, device: torch.device) -> LoadedModel:
             dtype=DTYPES[dtype],
             trust_remote_code=trusts_code(target),
             reward=target.is_reward,
+            quantized=quantized_load(None, target.weights, dtype=dtype, device=device),
         ).to(device)
         if target.is_reward:
             set_pad_token(base, tokenizer)
@@ -84,6 +86,9 @@ def _load(target: Target, *, dtype: str, device: torch.device) -> LoadedModel:
             trust_remote_code=trusts_code(target),
             adjust=partial(take_rope, directory=target.weights),
             reward=target.is_reward,
+            quantized=quantized_load(
+                target.plan.config if target.plan else None, target.base, dtype=dtype, device=device
+            ),
         ).to(device)
     if target.is_reward:
         set_pad_token(base, tokenizer)
@@ -143,7 +148,7 @@ def _adapter_mismatch(adapter: Path, base: Path, error: Exception) -> ModelError
 
 
 def _loaded(model: Any, base: Any, tokenizer: Any, trainable: dict[str, torch.nn.Parameter]) -> LoadedModel:
-    return LoadedModel(model.eval(), base, tokenizer, trainable, sum(p.numel() for p in model.parameters()))
+    return LoadedModel(model.eval(), base, tokenizer, trainable, count_parameters(model))
 
 
 def _load_checkpoint(target: Target, *, dtype: str, device: torch.device) -> LoadedModel:
@@ -190,8 +195,9 @@ def trusts_code(target: Target) -> bool:
 
 
 def stored_dtype(directory: Path) -> str:
-    """The dtype of the largest tensor in a model's files."""
+    """The dtype of the largest tensor in a model's files; packed bytes of quantized weights do not count."""
     headers = [header for file in weight_files(directory) for header in read_safetensors_header(file)]
+    headers = [header for header in headers if header.dtype not in ("U8", "I8")]
     largest = max(headers, key=lambda header: torch.Size(header.shape).numel())
     return _DTYPES.get(largest.dtype, "float32")
 
@@ -199,7 +205,7 @@ def stored_dtype(directory: Path) -> str:
 def merge_adapter(model: Any, *, where: str) -> Any:
     """The transformers model with the adapter merged into its weights. Sums are computed in float32 and rounded once.
 
-    Tied weights stay tied; the dtype is that of the base model.
+    Tied weights stay tied; the dtype is that of the base model. Quantized weights become dense.
 
     Args:
         model: a peft model; it cannot be used afterwards.
@@ -211,6 +217,9 @@ def merge_adapter(model: Any, *, where: str) -> Any:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     _refuse_tied(model, where)
+    base = model.get_base_model()
+    if is_quantized(base):
+        make_dense(model, base, dtype=base.dtype)
     for layer in model.modules():
         if not isinstance(layer, BaseTunerLayer):
             continue

@@ -17,6 +17,7 @@ from unisono.errors import Disagreed, Problem
 from unisono.events import Reporter
 from unisono.facts import Environment
 from unisono.model.load import LoadedModel
+from unisono.model.quantization import scales_of
 from unisono.plan import RankPlace, RunPlan
 from unisono.train import faults
 from unisono.train.front_io import front_messages
@@ -193,7 +194,7 @@ def make_rank_report(
     table = data.table
     steps = [data.step(step).sequences for step in range(1, min(plan.total_steps, _STEPS) + 1)]
     frozen = {n: p for n, p in loaded.model.named_parameters() if not p.requires_grad}
-    frozen_values = values_by_name(frozen)
+    frozen_values = values_by_name(frozen | scales_of(loaded.model))
     return RankReport(
         rank=place.rank,
         local_rank=place.local_rank,

@@ -27,6 +27,7 @@ from unisono.files import whole_file
 from unisono.model.directory import locate_model
 from unisono.model.forward import Forward, choose_forward
 from unisono.model.load import DTYPES, LoadedModel, load_base
+from unisono.model.quantization import count_parameters, quantized_load, scales_of
 from unisono.model.sharding import ShardedRoot, shard_model
 from unisono.text import one_line
 from unisono.train import faults
@@ -203,15 +204,19 @@ def _load(run: Run, named: str) -> tuple[Forward, ShardedRoot | None]:
     run.report.phase("reference", f"loading the reference {named}")
     directory = locate_model(named, key="preference.reference")
     dtype = DTYPES[plan.dtype] if plan.config.adapter is not None else torch.float32
-    base = load_base(directory, dtype=dtype, trust_remote_code=model.trust_remote_code)
+    host = torch.device("cpu") if run.sharded is not None else run.device
+    base = load_base(
+        directory,
+        dtype=dtype,
+        trust_remote_code=model.trust_remote_code,
+        quantized=quantized_load(None, directory, dtype=plan.dtype, device=host),
+    )
     base.config.use_cache = False
     base.requires_grad_(False)
-    host = torch.device("cpu") if run.sharded is not None else run.device
     base.to(host)
-    count = sum(p.numel() for p in base.parameters())
-    loaded = LoadedModel(base, base, run.tokenizer, {}, count)
+    loaded = LoadedModel(base, base, run.tokenizer, {}, count_parameters(base))
     faults.change_reference(plan, run.group.rank, loaded)
-    _compare(run, named, digest_of(values_by_name(dict(base.named_parameters())).items()))
+    _compare(run, named, digest_of(values_by_name(dict(base.named_parameters()) | scales_of(base)).items()))
     sharded = (
         shard_model(loaded, world_mesh(run.device, plan.world_size)) if run.sharded is not None else None
     )

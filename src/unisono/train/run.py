@@ -433,7 +433,8 @@ class Contents:
 
     Attributes:
         groups: parts by group: `trainable`, and `optimizer-NAME` for each optimizer.
-        values: present values for state.json: `train` (TrainState) and `optimizer` (everything but tensors, by optimizer).
+        values: present values for state.json: `train` (TrainState), `optimizer` (everything but tensors, by optimizer), and of an adapter
+            `base` (what it was trained on).
     """
 
     groups: dict[str, list[Part]]
@@ -447,7 +448,21 @@ def contents_of(run: Run) -> Contents:
     for name, part in run.optimizers.parts.items():
         tensors, numbers[name] = optimizer_tensors(part, run.optimizers.names[name])
         groups[f"optimizer-{name}"] = _parts(run, tensors)
-    return Contents(groups, {"train": run.state.to_json(), "optimizer": numbers})
+    values: dict[str, Any] = {"train": run.state.to_json(), "optimizer": numbers}
+    if run.plan.config.adapter is not None:
+        values["base"] = base_of(run)
+    return Contents(groups, values)
+
+
+def base_of(run: Run) -> dict[str, Any]:
+    """What an adapter is trained on: the digest of the model's files, how they are quantized, and the digest of the quantized weights."""
+    model = run.plan.model
+    return {
+        "model": model.digest,
+        "quantized": model.quantized,
+        "double": model.quantized_double,
+        "weights": run.forward.loaded.quantized_digest,
+    }
 
 
 def _parts(run: Run, tensors: Tensors) -> list[Part]:

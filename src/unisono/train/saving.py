@@ -34,7 +34,7 @@ from unisono.rundir.records import MetricsWriter, best_evaluated
 from unisono.text import parse_seconds
 from unisono.train import faults
 from unisono.train.rank0_work import TURN_S, CheckpointBroadcast, on_rank0
-from unisono.train.run import Run, TrainState, contents_of
+from unisono.train.run import Run, TrainState, base_of, contents_of
 from unisono.train.saver import STUCK_S, Files, Save
 from unisono.train.shard_files import (
     Job,
@@ -158,6 +158,7 @@ def restore(run: Run, path: Path, *, trust: bool = False) -> None:
         reader = CheckpointReader(path)
     shared = CheckpointBroadcast(run.group, reader, device=run.device)
     trainable = run.forward.loaded.trainable
+    _compare_base(run, shared.values.get("base"))
     if shared.shapes["trainable"] != {name: parameter.shape for name, parameter in trainable.items()}:
         odd = sorted(set(shared.shapes["trainable"]) ^ set(trainable)) or ["shapes differ"]
         raise IntegrityError.of(
@@ -179,6 +180,20 @@ def restore(run: Run, path: Path, *, trust: bool = False) -> None:
     run.optimizers.take_settings()
     run.state = TrainState.from_json(shared.values["train"])
     run.saved_step = run.begun_step = run.state.step
+
+
+def _compare_base(run: Run, saved: Any) -> None:
+    """Warns if the base is quantized to other values than those that the adapter of a checkpoint was trained on.
+
+    The same files, settings and packages give the same values on one kind of device.
+    """
+    now = base_of(run)
+    if run.group.is_main and isinstance(saved, dict) and now["weights"] and saved != now:
+        run.report.warning(
+            "quantized_differently",
+            f"the quantized base weights differ from those that the checkpoint was trained on: digest {now['weights']}, and was {saved.get('weights')}",
+            fix="losses are not bit-exact; resume on the same kind of device, with the same bitsandbytes and the same model.quantize",
+        )
 
 
 def _is_free(run: Run) -> bool:

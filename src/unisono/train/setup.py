@@ -14,6 +14,7 @@ from unisono.facts.path_monitor import identity_of
 from unisono.model.directory import locate_tokenizer
 from unisono.model.forward import Forward, choose_forward
 from unisono.model.load import SCORE, LoadedModel, load_for_training
+from unisono.model.quantization import quantized_layers, scales_of
 from unisono.model.sharding import ShardedRoot, shard_model
 from unisono.objectives import objective_of
 from unisono.plan import RankPlace, RunPlan, Stream
@@ -22,7 +23,7 @@ from unisono.rundir.records import MetricsWriter, truncate_after
 from unisono.track import ServiceWriter, TensorboardWriter, Tracker, Trackers
 from unisono.train import faults
 from unisono.train.front_io import StopRequest, front_messages
-from unisono.train.join import check_device, join_ranks
+from unisono.train.join import check_device, digest_of, join_ranks, values_by_name
 from unisono.train.optim import (
     GradientSync,
     NoSync,
@@ -121,6 +122,10 @@ def _load_model(plan: RunPlan, place: RankPlace, device: torch.device) -> Loaded
         device=device,
     )
     faults.change_loaded(plan, place.rank, loaded)
+    packed = {f"{name}.weight": layer.weight for name, layer in quantized_layers(loaded.model)}
+    if packed:
+        values = values_by_name(packed | scales_of(loaded.model))
+        loaded.quantized_digest = digest_of(values.items())
     return loaded
 
 
@@ -209,6 +214,7 @@ def ready_facts(run: Run, *, peak: int, kept_every: int | None) -> dict[str, Any
         "layout": forward.layout,
         "head": forward.head,
         "why": forward.why,
+        "quick": forward.quick,
         "peak_bytes": peak,
         "resumed_step": run.state.step,
         "threads": torch.get_num_threads(),

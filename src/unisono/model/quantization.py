@@ -1,0 +1,348 @@
+"""Base models with quantized linear layers (QLoRA, arXiv:2305.14314): loading, products with their weights, merging.
+
+Letters: T tokens, W (out, in) a base weight, A (r, in) and B (out, r) of its adapter, s the adapter's scaling.
+
+A quantized weight is dequantized for each product, in the forward pass and again in the backward pass, and freed before the next one: at
+most one weight exists in full. `forward` of bitsandbytes is not used: in evaluation mode on a CPU with AVX512-BF16, bitsandbytes 0.50 packs
+the weights in memory differently, and later products with them have no gradient.
+"""
+
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unisono.config.schema import ModelSection, RunConfig
+from unisono.errors import ModelError
+from unisono.model.directory import read_model_config
+from unisono.model.quantized_files import Quantization, quantization_of
+
+_LARGEST_INT8 = 127.0
+
+
+@dataclass(frozen=True)
+class QuantizedLoad:
+    """How to load a model with quantized weights.
+
+    Attributes:
+        how: data type, and whether the files are quantized already.
+        compute: dtype that weights are dequantized to.
+        device: where weights are quantized, and stay.
+    """
+
+    how: Quantization
+    compute: torch.dtype
+    device: torch.device
+
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments of `from_pretrained`.
+
+        Raises:
+            ModelError: if bitsandbytes does not support the device.
+        """
+        found: dict[str, Any] = {"device_map": {"": str(self.device)}}
+        if self.how.by_bitsandbytes:
+            self._check_device()
+        return found if self.how.stored else {**found, "quantization_config": self._settings()}
+
+    def _settings(self) -> Any:
+        from transformers import BitsAndBytesConfig
+
+        if self.how.kind == "int8":
+            return BitsAndBytesConfig(load_in_8bit=True)
+        return BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type=self.how.kind,
+            bnb_4bit_use_double_quant=self.how.double,
+            bnb_4bit_compute_dtype=self.compute,
+        )
+
+    def _check_device(self) -> None:
+        import bitsandbytes
+
+        known = sorted(bitsandbytes.supported_torch_devices)
+        if self.device.type not in known:
+            raise ModelError.of(
+                f"bitsandbytes {bitsandbytes.__version__} does not support the device {self.device.type}",
+                where=f"model.quantize: {self.how.kind}",
+                why=f"it supports {', '.join(known)}",
+                fix="set model.quantize: null, or device: cpu",
+            )
+
+
+def quantized_load(
+    config: RunConfig | None, directory: Path, *, dtype: str, device: torch.device
+) -> QuantizedLoad | None:
+    """How the weights of a model's directory are quantized in memory, by a run's config and its files; None if they are not.
+
+    Raises:
+        ModelError: if files and config contradict each other, or a library is missing.
+    """
+    section = config.model if config is not None else ModelSection(path=str(directory))
+    how = quantization_of(section, directory, read_model_config(directory))
+    if how is None:
+        return None
+    compute = section.quantize_compute
+    return QuantizedLoad(how, getattr(torch, dtype if compute == "auto" else compute), device)
+
+
+def set_products(model: torch.nn.Module, load: QuantizedLoad, *, where: str) -> None:
+    """Replaces the forward of the quantized layers by `DequantizedProduct`.
+
+    Raises:
+        ModelError: if most of the model's matrices are not linear layers, so that they are not quantized.
+    """
+    if not load.how.by_bitsandbytes:
+        return
+    layers = [layer for _, layer in quantized_layers(model)]
+    inside = sum(layer.in_features * layer.out_features for layer in layers)
+    outside = {name: p.numel() for name, p in model.named_parameters() if p.ndim > 2}  # fused experts
+    if inside == 0 or sum(outside.values()) > inside:
+        largest = max(outside, key=lambda name: outside[name], default="")
+        raise ModelError.of(
+            f"the weights of this model cannot be quantized as {load.how.kind}",
+            where=where,
+            why=f"most of them are not in linear layers, e.g. {largest}"
+            if largest
+            else "it has no linear layers besides its head",
+            fix="set model.quantize: null",
+        )
+    for layer in layers:
+        if (state := getattr(layer, "quant_state", None)) is not None:
+            state.dtype = load.compute
+        layer.compute_dtype = load.compute
+        layer.forward = types.MethodType(_forward, layer)
+
+
+def quantized_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """Name and module of each linear layer that bitsandbytes has quantized."""
+    for name, module in model.named_modules():
+        # By name: bitsandbytes may not be installed. The layers of peft that wrap them have the same names, and no compute_dtype or state.
+        kind = type(module)
+        if kind.__module__.startswith("bitsandbytes.") and kind.__name__ in ("Linear4bit", "Linear8bitLt"):
+            yield name, module
+
+
+def is_quantized(model: torch.nn.Module) -> bool:
+    """Whether it has quantized layers."""
+    return next(quantized_layers(model), None) is not None
+
+
+def count_parameters(model: torch.nn.Module) -> int:
+    """The number of weights, tied ones counted once; a packed byte may hold several."""
+    packed = {
+        id(layer.weight): layer.in_features * layer.out_features for _, layer in quantized_layers(model)
+    }
+    return sum(packed.get(id(parameter), parameter.numel()) for parameter in model.parameters())
+
+
+def scales_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors by which quantized weights are dequantized, by name. With the packed weights they determine the values."""
+    found: dict[str, torch.Tensor] = {}
+    for name, layer in quantized_layers(model):
+        state = _state_of(layer)
+        if isinstance(state, torch.Tensor):
+            found[f"{name}.weight.scale"] = state
+            continue
+        found[f"{name}.weight.absmax"] = state.absmax
+        if state.nested:
+            found[f"{name}.weight.nested_absmax"] = state.state2.absmax
+            found[f"{name}.weight.nested_offset"] = state.offset
+    return found
+
+
+def weight_bytes(model: torch.nn.Module) -> int:
+    """Bytes of all weights in memory: tied ones once, quantized ones with their scales."""
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in [*model.parameters(), *scales_of(model).values()]
+    }
+    return sum(storages.values())
+
+
+def _state_of(layer: Any) -> Any:
+    """What dequantizes its weight: the state of bitsandbytes, or of int8 the largest value of each row, (out,) float32."""
+    if hasattr(layer, "quant_state"):
+        return layer.quant_state
+    scale = layer.state.SCB
+    return layer.weight.SCB if scale is None else scale
+
+
+def keep_scales(model: torch.nn.Module, device: torch.device) -> None:
+    """Moves the scales of quantized weights to a device, and keeps them at their layers: sharding replaces the parameters that hold them."""
+    for _, layer in quantized_layers(model):
+        state = _state_of(layer)
+        if isinstance(state, torch.Tensor):
+            layer.state.SCB = state.to(device)
+        else:
+            state.to(device)
+
+
+def dequantized(packed: torch.Tensor, state: Any, dtype: torch.dtype) -> torch.Tensor:
+    """W (out, in), a new tensor.
+
+    Args:
+        packed: the weight as it is stored.
+        state: of its layer.
+        dtype: of the result.
+    """
+    if isinstance(state, torch.Tensor):
+        return packed.to(dtype).mul_(state[:, None] * (1.0 / _LARGEST_INT8))
+    from bitsandbytes.functional import dequantize_4bit
+
+    return dequantize_4bit(packed.data, state).to(dtype)
+
+
+class DequantizedProduct(torch.autograd.Function):
+    """x (…, in), W (out, in) packed and frozen, bias (out,) or None frozen → (…, out)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, packed: torch.Tensor, state: Any, bias: Any) -> torch.Tensor:
+        """The product in the dtype of x."""
+        ctx.save_for_backward(packed)
+        ctx.state = state
+        return torch.nn.functional.linear(x, dequantized(packed, state, x.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The gradient of x."""
+        (packed,) = ctx.saved_tensors
+        return grad @ dequantized(packed, ctx.state, grad.dtype), None, None, None
+
+
+class QuantizedLoraProduct(torch.autograd.Function):
+    """`LoraProduct` with W packed: x (…, in), bias (out,) or None frozen, A (r, in), B (out, r), scaling s → (…, out)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        packed: torch.Tensor,
+        state: Any,
+        bias: torch.Tensor | None,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        scaling: float,
+    ) -> torch.Tensor:
+        """The product in the dtype of x."""
+        rows = x.reshape(-1, x.shape[-1])
+        down, up = (a * scaling).to(x.dtype), b.to(x.dtype)
+        low = rows @ down.t()
+        out = torch.nn.functional.linear(rows, dequantized(packed, state, x.dtype), bias)
+        out.addmm_(low, up.t())
+        ctx.save_for_backward(rows, low, packed, down, up)
+        ctx.state, ctx.scaling, ctx.shape = state, scaling, x.shape
+        ctx.dtypes = (a.dtype, b.dtype)
+        return out.view(*x.shape[:-1], out.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The gradients of x, A and B."""
+        rows, low, packed, down, up = ctx.saved_tensors
+        d_out = grad.reshape(-1, grad.shape[-1])
+        d_low = d_out @ up
+        d_x = None
+        if ctx.needs_input_grad[0]:
+            d_x = d_out @ dequantized(packed, ctx.state, d_out.dtype)
+            d_x.addmm_(d_low, down)
+            d_x = d_x.view(ctx.shape)
+        d_a = (d_low.t() @ rows).to(ctx.dtypes[0]).mul_(ctx.scaling)
+        return d_x, None, None, None, d_a, (d_out.t() @ low).to(ctx.dtypes[1]), None
+
+
+def _forward(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    """The forward of a quantized layer without an adapter of its own, in the dtype of x."""
+    dtype = layer.compute_dtype
+    with torch.autocast(x.device.type, enabled=False):  # it would change the dtype of the product
+        bias = None if layer.bias is None else layer.bias.to(dtype)
+        return DequantizedProduct.apply(x.to(dtype), layer.weight, _state_of(layer), bias).to(x.dtype)
+
+
+def speed_up_quantized_lora(model: torch.nn.Module) -> int:
+    """Sets the fast forward on every plain LoRA layer of a peft model whose base is quantized; gives the number of these layers."""
+    layers = [layer for layer in _adapted(model) if _is_plain(layer)]
+    for layer in layers:
+        layer.forward = types.MethodType(_quick_forward, layer)
+    return len(layers)
+
+
+def _adapted(model: torch.nn.Module) -> Iterator[Any]:
+    """The peft layers whose base layer is quantized by bitsandbytes."""
+    from peft.tuners.lora.layer import LoraLayer
+
+    quantized = {id(layer) for _, layer in quantized_layers(model)}
+    for module in model.modules():
+        if isinstance(module, LoraLayer) and id(module.get_base_layer()) in quantized:
+            yield module
+
+
+def _is_plain(layer: Any) -> bool:
+    names = list(layer.lora_A)
+    return (
+        len(names) == 1
+        and list(layer.active_adapters) == names
+        and not layer.lora_variant
+        and isinstance(layer.lora_dropout[names[0]], torch.nn.Identity)
+        and layer.lora_B[names[0]].bias is None
+    )
+
+
+def _quick_forward(layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    if layer.disable_adapters or layer.merged or args or kwargs:
+        found: torch.Tensor = type(layer).forward(layer, x, *args, **kwargs)
+        return found
+    (name,) = layer.lora_A
+    base = layer.get_base_layer()
+    dtype = base.compute_dtype
+    bias = None if base.bias is None else base.bias.to(dtype)
+    return QuantizedLoraProduct.apply(
+        x.to(dtype),
+        base.weight,
+        _state_of(base),
+        bias,
+        layer.lora_A[name].weight,
+        layer.lora_B[name].weight,
+        layer.scaling[name],
+    ).to(x.dtype)
+
+
+# ---- the dense model that a quantized one computes with
+
+
+def make_dense(model: Any, base: Any, *, dtype: torch.dtype) -> None:
+    """Replaces quantized layers by linear ones, in place; an adapter on them is merged. Sums are in float32, and rounded once.
+
+    Args:
+        model: of peft, or `base` itself.
+        base: of transformers; it is an ordinary model afterwards.
+        dtype: of the new weights.
+    """
+    adapted = {id(layer.get_base_layer()): layer for layer in _adapted(model)}
+    names = {id(module): name for name, module in model.named_modules()}
+    for _, layer in list(quantized_layers(model)):
+        with torch.device("meta"):
+            dense = torch.nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
+        weight = dequantized(layer.weight, _state_of(layer), layer.compute_dtype).float()
+        around = adapted.get(id(layer))
+        if around is not None:
+            weight = _merged(around, weight)
+        dense.weight = torch.nn.Parameter(weight.to(dtype), requires_grad=False)
+        if layer.bias is not None:
+            dense.bias = layer.bias
+        model.set_submodule(names[id(layer if around is None else around)], dense)
+    base.hf_quantizer.remove_quantization_config(base)
+    base.is_loaded_in_4bit = base.is_loaded_in_8bit = False
+
+
+def _merged(layer: Any, weight: torch.Tensor) -> torch.Tensor:
+    """The weight (out, in) float32 with the update of the adapter on it."""
+    (name,) = layer.active_adapters
+    update = layer.get_delta_weight(name).float()
+    if name not in layer.lora_variant:
+        return weight + update
+    magnitude = layer.lora_magnitude_vector[name]  # DoRA: rows have the trained length
+    length = torch.linalg.norm(weight + update, dim=1)
+    return (magnitude.weight.float() / length)[:, None] * (weight + update)

@@ -1,0 +1,308 @@
+"""Adapters on a base model with quantized weights. Run: pytest tests/train/test_quantized.py"""
+
+import gc
+import math
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import bitsandbytes
+import peft
+import pytest
+import torch
+import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from unisono.config import RunConfig
+from unisono.data.token_table import TokenTable
+from unisono.errors import ModelError
+from unisono.model import quantized_files
+from unisono.model.forward import Rows, choose_forward
+from unisono.model.load import LoadedModel, load_for_training
+from unisono.model.quantization import is_quantized, weight_bytes
+from unisono.plan import Stream
+from unisono.plan.memory import packed_bytes
+from unisono.train.join import make_rank_report
+from unisono.train.run import TrainingData, load_micro, seed_torch
+
+Train = Callable[..., Any]
+_CONSTANT = {"lr": 1e-2, "schedule": "constant", "warmup": "0%", "max_grad_norm": None}
+
+
+def _loaded(run: Any) -> LoadedModel:
+    """The model as it was before step 1."""
+    seed_torch(run.plan.config.seed, "weights")
+    directory = Path(run.plan.model.directory)
+    return load_for_training(
+        run.plan.config,
+        directory=directory,
+        tokenizer_directory=directory,
+        dtype=run.plan.dtype,
+        device=torch.device("cpu"),
+    )
+
+
+def _by_hand(run: Any, settings: transformers.BitsAndBytesConfig, dtype: torch.dtype) -> list[float]:
+    """The losses of peft and bitsandbytes: their own layers, each row alone, torch's cross entropy and AdamW."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        run.plan.model.directory, quantization_config=settings, dtype=dtype, device_map={"": "cpu"}
+    )
+    adapter = run.plan.config.adapter
+    wanted = peft.LoraConfig(
+        r=adapter.rank, lora_alpha=adapter.alpha, target_modules="all-linear", task_type="CAUSAL_LM",
+        use_dora=adapter.kind == "dora", use_rslora=adapter.kind == "rslora",
+    )  # fmt: skip
+    model = peft.get_peft_model(model, wanted).train()
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    with torch.no_grad():
+        for name, begun in _loaded(run).trainable.items():
+            trained[name].copy_(begun)
+    optimizer = torch.optim.AdamW(trained.values(), lr=run.plan.config.optim.lr, weight_decay=0.0)
+    table = TokenTable.open(Path(run.plan.data.cache_dir), "train")
+    stream, losses = Stream(table.sequences, run.plan.config.seed), []
+    for step in range(1, run.plan.total_steps + 1):
+        sequences = stream.step(step, global_batch=4, total_sequences=run.plan.total_sequences)
+        rows = load_micro(table, sequences, torch.device("cpu"))[0].rows
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+            loss = _sum_of_rows(model, rows) / len(rows.labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def _sum_of_rows(model: Any, rows: Rows) -> torch.Tensor:
+    logits = torch.cat([model(input_ids=ids[None]).logits[0] for ids in rows.input_ids.split(rows.lengths)])
+    return torch.nn.functional.cross_entropy(logits[rows.label_index].float(), rows.labels, reduction="sum")
+
+
+def _four_bits(kind: str, dtype: torch.dtype) -> transformers.BitsAndBytesConfig:
+    return transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=kind,
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "adapter"),
+    [("nf4", "bfloat16", "lora"), ("fp4", "float32", "rslora"), ("int8", "float32", "lora"), ("nf4", "float32", "dora")],
+)  # fmt: skip
+def test_five_steps_have_the_losses_of_peft_and_bitsandbytes(
+    train_here: Train, kind: str, dtype: str, adapter: str
+) -> None:
+    run = train_here(
+        model={"quantize": kind, "dtype": dtype},
+        adapter={"kind": adapter},
+        data={"packing": False},
+        batch={"global": 4},
+        optim=_CONSTANT,
+        duration="5 steps",
+    )
+    (ready,) = run.of_kind("ready")
+    assert ready["facts"]["quick"] is (adapter != "dora")
+    torch_dtype = getattr(torch, dtype)
+    eight = transformers.BitsAndBytesConfig(load_in_8bit=True)
+    theirs = _by_hand(run, eight if kind == "int8" else _four_bits(kind, torch_dtype), torch_dtype)
+    assert run.losses == pytest.approx(theirs, rel=1e-3 if dtype == "bfloat16" else 1e-5)
+    assert run.losses[-1] < run.losses[0], "it trains"
+
+
+class _Dense(TorchDispatchMode):
+    """Counts the dequantized weights that exist at the same time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made, self.most, self._alive = 0, 0, weakref.WeakSet[Any]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        found = func(*args, **(kwargs or {}))
+        if func is torch.ops.bitsandbytes.dequantize_4bit.default:
+            self.made += 1
+            self._alive.add(found.untyped_storage())
+            self.most = max(self.most, len(self._alive))
+        return found
+
+
+def test_a_flipped_bit_in_packed_weights_or_scales_changes_the_digest_that_ranks_compare(
+    train_here: Train,
+) -> None:
+    run = train_here(model={"quantize": "nf4"}, duration="1 steps")
+    loaded = _loaded(run)
+    layer = loaded.base.model.layers[1].mlp.up_proj.base_layer
+
+    def digest() -> str:
+        table = TokenTable.open(Path(run.plan.data.cache_dir), "train")
+        stream = Stream(table.sequences, 0)
+        data = TrainingData(
+            table, stream, run.plan.global_batch, run.plan.micro_batch, run.plan.total_sequences, 0, 1
+        )
+        return make_rank_report(
+            run.plan, run.plan.ranks[0], device=torch.device("cpu"), loaded=loaded, data=data, store_port=None
+        ).frozen_values_digest  # fmt: skip
+
+    before = digest()
+    for tensor in (layer.weight.data, layer.quant_state.absmax, layer.quant_state.state2.absmax):
+        tensor.view(torch.uint8).view(-1)[3] ^= 1
+        assert digest() != before
+        tensor.view(torch.uint8).view(-1)[3] ^= 1
+    assert digest() == before
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_at_most_one_weight_is_dequantized_at_a_time(train_here: Train, *, checkpointing: bool) -> None:
+    run = train_here(model={"quantize": "nf4"}, duration="1 steps")
+    loaded = _loaded(run)
+    forward = choose_forward(
+        loaded, dtype="float32", quick_adapter=True, gradient_checkpointing=checkpointing
+    )
+    loaded.model.train()
+    table = TokenTable.open(Path(run.plan.data.cache_dir), "train")
+    rows = load_micro(table, [0, 1], torch.device("cpu"))[0].rows
+    gc.collect()
+    with _Dense() as dense:
+        forward.loss(rows, count=len(rows.labels)).backward()
+    # Forward and backward, and forward again with checkpointing; without it, three input projections have an input without gradient.
+    assert dense.made == (14 * 3 if checkpointing else 14 * 2 - 3)
+    assert dense.most == 1
+
+
+def test_an_evaluation_changes_nothing_in_training(train_here: Train, rows_file: Path) -> None:
+    # On a CPU with AVX512-BF16 bitsandbytes repacks weights in evaluation mode, and products with them have no gradient; DoRA calls them.
+    common: dict[str, Any] = {"model": {"quantize": "nf4"}, "adapter": {"kind": "dora"}, "optim": _CONSTANT}
+    plain = train_here(**common)
+    evaluated = train_here(**common, data={"eval": str(rows_file)}, eval={"every": "2 steps"})
+    assert evaluated.losses == plain.losses
+
+
+def test_a_resumed_run_is_bit_equal_and_its_checkpoint_says_what_it_was_trained_on(train_here: Train) -> None:
+    common: dict[str, Any] = {
+        "model": {"quantize": "nf4"},
+        "checkpoint": {"every": "3 steps"},
+        "optim": {"lr": 1e-2},
+    }
+    straight = train_here(**common)
+    path = straight.directory / "checkpoints" / "step-00000003"
+    resumed = train_here(**common, resume=(3, path))
+    assert resumed.losses == straight.losses[3:]
+    assert all(torch.equal(resumed.weights()[name], tensor) for name, tensor in straight.weights().items())
+    assert set(straight.weights()) == {name for name in straight.weights() if "lora_" in name}
+    assert not [m for m in resumed.of_kind("warning") if m["code"] == "quantized_differently"]
+    other = train_here(**{**common, "model": {"quantize": "fp4"}}, resume=(3, path))
+    (warning,) = [m for m in other.of_kind("warning") if m["code"] == "quantized_differently"]
+    assert "differ from those that the checkpoint was trained on" in warning["text"]
+
+
+def test_the_reference_of_a_preference_run_is_the_quantized_base(
+    train_here: Train, pair_files: tuple[Path, Path]
+) -> None:
+    run = train_here(
+        model={"quantize": "nf4"}, objective="dpo", data={"train": str(pair_files[0]), "packing": False}
+    )
+    assert run.losses[0] == pytest.approx(math.log(2), abs=1e-6), "B is 0: both give the same"
+    assert run.losses[-1] < run.losses[0]
+
+
+def test_files_that_are_quantized_already_train_like_those_quantized_on_loading(
+    train_here: Train, model_dir: Path, tmp_path: Path
+) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        model_dir, quantization_config=_four_bits("nf4", torch.float32), device_map={"": "cpu"}
+    )
+    stored = tmp_path / "stored"
+    model.save_pretrained(stored)
+    transformers.AutoTokenizer.from_pretrained(model_dir).save_pretrained(stored)
+    run = train_here(model={"path": str(stored)})
+    assert (run.plan.model.quantized, run.plan.model.quantized_double) == ("nf4", True)
+    assert run.losses == train_here(model={"quantize": "nf4"}).losses
+    for settings, what in (
+        ({"model": {"quantize": "int8"}}, "already quantized as nf4"),
+        ({"adapter": None}, "cannot be trained themselves"),
+        ({"adapter": {"init": "pissa"}}, "cannot be changed"),
+    ):
+        sections = {**settings, "model": {"path": str(stored), **settings.get("model", {})}}  # type: ignore[dict-item]
+        with pytest.raises(ModelError, match=what):
+            train_here(**sections)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_the_weights_take_the_memory_of_the_estimate(train_here: Train, kind: str) -> None:
+    run = train_here(model={"quantize": kind, "dtype": "bfloat16"}, duration="1 steps")
+    base = _loaded(run)
+    assert is_quantized(base.base)
+    adapters = sum(4 * p.numel() for p in base.trainable.values())
+    assert weight_bytes(base.model) - adapters == pytest.approx(run.plan.memory.weights, rel=0.02)
+    assert packed_bytes(run.plan.model) < 1.2
+    assert base.parameters - base.trainable_parameters == run.plan.model.parameters
+
+
+@pytest.mark.parametrize(
+    ("sections", "wanted"),
+    [
+        ({"adapter": None}, "model.quantize: nf4 weights cannot be trained themselves; set `adapter: {kind: lora}`"),
+        ({"adapter": {"init": "pissa"}}, "adapter.init: it changes the base weights"),
+        ({"adapter": {"merge": ["other"]}}, "adapter.merge: it changes the base weights"),
+    ],
+)  # fmt: skip
+def test_a_config_that_contradicts_quantized_weights_is_refused(
+    train_here: Train, sections: dict[str, Any], wanted: str
+) -> None:
+    with pytest.raises(ValueError, match="(?s)" + wanted.replace("{", r"\{")):
+        train_here(model={"quantize": "nf4"}, **sections)
+
+
+@pytest.mark.parametrize("version", [None, "0.49.1"])
+def test_a_missing_or_old_library_is_refused_with_the_command_that_installs_it(
+    train_here: Train, monkeypatch: pytest.MonkeyPatch, version: str | None
+) -> None:
+    monkeypatch.setattr(quantized_files, "installed", lambda _name: version)
+    with pytest.raises(ModelError) as error:
+        train_here(model={"quantize": "nf4"})
+    assert "pip install 'unisono[quantize]'" in error.value.problems[0].fix
+
+
+@pytest.mark.parametrize(
+    ("settings", "fix"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, "pip install gptqmodel"),
+        ({"quant_method": "awq", "bits": 4}, "pip install gptqmodel"),
+        ({"quant_method": "fp8"}, "use the model's original files"),
+    ],
+)
+def test_files_of_other_methods_are_refused_by_name(
+    tmp_path: Path, settings: dict[str, Any], fix: str
+) -> None:
+    with pytest.raises(ModelError) as error:
+        quantized_files.stored_quantization(tmp_path, {"quantization_config": settings})
+    (problem,) = error.value.problems
+    assert settings["quant_method"].lower() in problem.what.lower()
+    assert fix in problem.fix
+
+
+def test_a_model_without_linear_layers_in_its_blocks_is_refused(tmp_path: Path, model_dir: Path) -> None:
+    torch.manual_seed(0)
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=320, hidden_size=32, intermediate_size=64, moe_intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, num_experts=8, num_experts_per_tok=2, head_dim=16,
+    )  # fmt: skip
+    transformers.Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
+    given = RunConfig.model_validate(
+        {"model": {"path": str(tmp_path), "quantize": "nf4"}, "data": {"train": "x"}, "output_dir": "y"}
+    )
+    with pytest.raises(ModelError, match="the weights of this model cannot be quantized as nf4") as error:
+        load_for_training(
+            given, directory=tmp_path, tokenizer_directory=model_dir, dtype="float32", device=torch.device("cpu")
+        )  # fmt: skip
+    assert "experts" in error.value.problems[0].why
+
+
+def test_bitsandbytes_without_the_device_is_refused(
+    train_here: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bitsandbytes, "supported_torch_devices", {"cuda"})
+    with pytest.raises(ModelError, match="does not support the device cpu"):
+        train_here(model={"quantize": "nf4"})
