@@ -43,7 +43,7 @@ def write(entries: Any) -> None:
 
 
 def read(
-    *names: str, stage: str = "sft", max_samples: int | None = None, **options: bool
+    *names: str, stage: str = "sft", max_samples: int | None = None, **options: Any
 ) -> list[dict[str, Any]]:
     return read_datasets(names, "data", where="lf.yaml:7", stage=stage, max_samples=max_samples, **options)
 
