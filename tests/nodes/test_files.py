@@ -87,6 +87,27 @@ def test_one_flipped_bit_in_the_weights_of_one_node_is_found(trio: Job, model_di
     assert path.name in str(verdict.to_json())
 
 
+@pytest.mark.slow  # three nodes train after the refusal
+def test_one_flipped_bit_in_the_reference_of_one_node_is_found_and_its_path_may_differ(
+    trio: Job, model_dir: Path, pair_files: tuple[Path, Path]
+) -> None:
+    trio.config(objective="dpo", data={"train": str(pair_files[0])}, duration="1 steps")
+    for node in range(3):
+        shutil.copytree(model_dir, trio.home(node) / f"ref{node}")
+        trio.config(node, preference={"reference": f"ref{node}"})
+    (path,) = (trio.home(1) / "ref1").glob("*.safetensors")
+    body = bytearray(path.read_bytes())
+    path.write_bytes(body[:-100] + bytes([body[-100] ^ 1]) + body[-99:])
+    fronts = trio.start_all()
+    verdict = refused(fronts, "weights_mismatch", hosts=[fronts[1].host])
+    assert f"preference.reference: {path.name}" in str(verdict.to_json())
+    path.write_bytes(body)
+    fronts = trio.start_all()
+    assert [front.wait() for front in fronts] == [0, 0, 0], trio.transcript()
+    named = json.loads((trio.out / "plan.json").read_text())["config"]["preference"]["reference"]
+    assert named == str(trio.home(0) / "ref0"), "absolute, so that the run can be evaluated from anywhere"
+
+
 def test_a_file_that_one_node_has_not_got_ends_all_at_once(trio: Job, rows_file: Path) -> None:
     """That node refuses by itself, and tells the head, so that the others do not wait for it."""
     trio.config(2, data={"train": str(rows_file.parent / "absent.jsonl")})

@@ -36,7 +36,15 @@ from unisono.text import is_secret
 _GIB = 1 << 30
 _MIB = 1 << 20
 _CHECKPOINT_BYTES = 12  # of each trained parameter: itself and two moments, in float32
-_PATHS = ("model.path", "model.tokenizer", "data.template", "output_dir")
+_PATHS = (
+    "model.path",
+    "model.tokenizer",
+    "adapter.from",
+    "adapter.merge",
+    "preference.reference",
+    "data.template",
+    "output_dir",
+)
 
 Contents = Mapping[str, Any]
 """The result of the task `contents`."""
@@ -140,7 +148,10 @@ def make_node_report(
 
 
 def _is_path(key: str, value: Any) -> bool:
-    return key in _PATHS and not (key == "data.template" and lf_name(value) is not None)
+    """Whether it names files; a template of LLaMA-Factory, an absent adapter and `reference: auto` name none."""
+    if key == "data.template":
+        return lf_name(value) is None
+    return key in _PATHS and value not in ("auto", None, [])
 
 
 def flat_config(config: RunConfig) -> dict[str, Any]:

@@ -211,6 +211,9 @@ def offer_of(report: NodeReport) -> NodeOffer:
 _PATHS = (
     ("model", "path"),
     ("model", "tokenizer"),
+    ("adapter", "from"),
+    ("adapter", "merge"),
+    ("preference", "reference"),
     ("data", "train"),
     ("data", "eval"),
     ("data", "template"),
@@ -300,7 +303,8 @@ def _problems(
 def _without_paths(config: RunConfig) -> dict[str, Any]:
     body = deciding_keys(config)
     for section, key in _PATHS:
-        body[section].pop(key, None)
+        if body.get(section) is not None:
+            body[section].pop(key, None)
     return body
 
 

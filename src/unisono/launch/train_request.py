@@ -43,6 +43,11 @@ def with_absolute_paths(config: RunConfig, base: Path) -> RunConfig:
     body = config.model_dump(mode="json", by_alias=True)
     for section, key in (("model", "path"), ("model", "tokenizer"), ("data", "template")):
         body[section][key] = _absolute(body[section][key], base)
+    if config.adapter is not None:
+        body["adapter"]["from"] = _absolute(config.adapter.from_, base)
+        body["adapter"]["merge"] = [_absolute(path, base) for path in config.adapter.merge]
+    if config.preference.reference != "auto":
+        body["preference"]["reference"] = _absolute(config.preference.reference, base)
     for role in ("train", "eval"):
         body["data"][role] = _absolute_sources(body["data"][role], base)
     body["output_dir"] = str(_joined(config.output_dir, base))

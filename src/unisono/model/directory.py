@@ -65,7 +65,7 @@ def locate_model(path: str, revision: str | None = None, *, key: str = "model.pa
             where=key,
             fix="check the path; relative paths start at the working directory",
         )
-    return _from_hub(path, revision)
+    return _from_hub(path, revision, key=key)
 
 
 def locate_tokenizer(config: RunConfig) -> Path:
@@ -132,7 +132,7 @@ def _is_path(path: str) -> bool:
     return len(parts) > 2 or path.startswith((".", "/", "~")) or not all(parts)
 
 
-def _from_hub(path: str, revision: str | None) -> Path:
+def _from_hub(path: str, revision: str | None, *, key: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -155,7 +155,7 @@ def _from_hub(path: str, revision: str | None) -> Path:
     except GatedRepoError as error:
         raise ModelError.of(
             f"access to {path} is restricted",
-            where="model.path",
+            where=key,
             why="the model is gated",
             fix="accept its terms on its page of the hub, and set HF_TOKEN in the environment",
         ) from error
@@ -168,14 +168,14 @@ def _from_hub(path: str, revision: str | None) -> Path:
     except RepositoryNotFoundError as error:
         raise ModelError.of(
             f"{path} is neither a directory on this machine nor a visible model at {hub.endpoint}",
-            where="model.path",
+            where=key,
             why="it does not exist there, or it is private" + ("" if hub.token else ", and no token is set"),
             fix="check the spelling; for a private one set HF_TOKEN; for a directory write ./NAME",
         ) from error
     except LocalEntryNotFoundError as error:
         raise ModelError.of(
             f"{path} is neither a directory on this machine nor available from the hub",
-            where="model.path",
+            where=key,
             why=f"it is not in {folder}, and {silence or error}",
             fix=f"unset {hub.offline}, or copy the hub's cache from a machine that has it"
             if hub.offline
@@ -184,7 +184,7 @@ def _from_hub(path: str, revision: str | None) -> Path:
     except (HfHubHTTPError, OSError, ValueError) as error:
         raise ModelError.of(
             f"{path} is neither a directory on this machine nor available from the hub",
-            where="model.path",
+            where=key,
             why=library_words(error, library="huggingface_hub"),
             fix="check the spelling and the network; for a directory write ./NAME",
         ) from error

@@ -110,6 +110,7 @@ RULES: dict[str, Rule] = {
     "data.loss_on": Rule("meaning", "the loss covers different tokens"),
     "objective": Rule("meaning", "the objective is different"),
     "preference": Rule("meaning", "the loss is different from here on"),
+    "preference.reference": Rule("contents", name="model"),
     "optim.kind": Rule("fixed", "the checkpoint has the state of a different optimizer"),
     "optim.lr": Rule("meaning", "updates are larger or smaller from here on"),
     "optim.muon_scale": Rule("meaning", "updates are larger or smaller from here on"),

@@ -269,6 +269,8 @@ def _list_model(config: RunConfig, listed: _InputFiles) -> None:
             _list_weights(model, listed)
     if config.adapter is not None:
         _list_adapters(config.adapter, listed)
+    if config.preference.reference != "auto":
+        _list_reference(config.preference.reference, listed)
     if config.model.trust_remote_code:
         for name, directory in (("model", model), ("tokenizer", tokenizer)):
             if directory is not None and (name == "model" or directory != model):
@@ -285,6 +287,18 @@ def _list_adapters(section: AdapterSection, listed: _InputFiles) -> None:
             listed.notes.append(error.problems[0].what)
             continue
         listed.model.append((f"{key}: {ADAPTER_FILE}", file))
+
+
+def _list_reference(named: str, listed: _InputFiles) -> None:
+    directory = _directory(named, None, listed)
+    if directory is None:
+        return
+    try:
+        files = [directory / "config.json", *weight_files(directory)]
+    except UnisonoError as error:
+        listed.notes.append(error.problems[0].what)
+        return
+    listed.model += [(f"preference.reference: {file.name}", file) for file in files]
 
 
 def _list_weights(model: Path, listed: _InputFiles) -> None:

@@ -75,19 +75,23 @@ def set_reference(run: Run) -> None:
 
 
 def reference_key(run: Run) -> str:
-    """The digest of what determines the values: the contents of the model files and of the rows, and how the model is computed."""
+    """The digest of what determines the values: the contents of all model files and of the rows, and how the model is computed.
+
+    The model's digest covers adapters and the reference that the config names, so that a run can be moved with them.
+    """
     plan, adapter = run.plan, run.plan.config.adapter
     parts = {
         "model": plan.model.digest,
         "settings": plan.config.model.model_dump(
             mode="json", exclude={"path", "tokenizer", "trust_remote_code"}
         ),
-        "start": adapter.model_dump(mode="json") if adapter is not None and adapter.init == "pissa" else None,
-        "merge": adapter.merge if adapter is not None else [],
+        "start": adapter.model_dump(mode="json", exclude={"from_", "merge"})
+        if adapter is not None and adapter.init == "pissa"
+        else None,
         "seed": plan.config.seed if plan.config.model.weights == "random" else None,
         "rows": plan.data.rows_digest,
         "dtype": plan.dtype,
-        "reference": plan.config.preference.reference,
+        "reference": plan.config.preference.reference == "auto",
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
