@@ -89,6 +89,14 @@ def test_preferences_train_and_can_be_previewed(workspace: Workspace, name: str,
             assert len(row[side]["ids"]) == len(row[side]["loss"]) > 0
 
 
+def test_use_dft_loss_weights_each_token_by_its_probability(workspace: Workspace) -> None:
+    workspace.must("train", workspace.example(LORA), "use_dft_loss=true", "max_steps=1")
+    run = workspace.root / "saves/qwen3-4b/lora/sft"
+    assert yaml.safe_load((run / "config.yaml").read_text())["optim"]["loss_weight"] == "dft"
+    (step,) = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert 0 < step["loss"] < 0.1, "a random model gives each token a small probability"
+
+
 def test_predict_writes_answers_and_scores(trained: Trained, tmp_path: Path) -> None:
     place = trained("extras/loraplus/llama3_lora_sft")
     file = place.example("extras/nlg_eval/llama3_lora_predict")

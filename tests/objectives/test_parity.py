@@ -50,9 +50,11 @@ class Case:
     preference: dict[str, Any] = field(default_factory=dict)
     of_trl: dict[str, Any] = field(default_factory=dict)
     batch: int = 8
+    optim: dict[str, Any] = field(default_factory=dict)
 
 
 CASES = {
+    "dft": Case("sft", of_trl={"loss_type": "dft"}, optim={"loss_weight": "dft"}),
     "sigmoid": Case("dpo", {"beta": 0.3}, {"beta": 0.3}),
     "hinge": Case("dpo", {"loss": "hinge", "beta": 0.3}, {"loss_type": ["hinge"], "beta": 0.3}),
     "ipo": Case("dpo", {"loss": "ipo", "beta": 0.3}, {"loss_type": ["ipo"], "beta": 0.3}),
@@ -104,6 +106,18 @@ def _rated(pairs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
+def _answers(pairs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`messages` are for unisono, the rest for TRL."""
+    return [
+        {"messages": row["prompt"] + row["chosen"], "prompt": row["prompt"], "completion": row["chosen"]}
+        for row in pairs
+    ]
+
+
+def _without_messages(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if key != "messages"}
+
+
 @dataclass
 class Both:
     """The same training here and in TRL."""
@@ -134,13 +148,13 @@ def both(
     train, specs, runs = train_in(folder), [], []
     for case in CASES.values():
         start = classifier if case.objective == "reward" else model_dir
-        rows = _rated(pairs)[: case.batch] if case.objective == "kto" else pairs
+        rows = {"kto": _rated(pairs)[: case.batch], "sft": _answers(pairs)}.get(case.objective, pairs)
         file = folder / f"{case.objective}.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
         runs.append(
             train(
-                objective=case.objective, model={"path": str(start), "dtype": "float32"}, adapter=None, optim=_OPTIM,
-                data={"train": str(file), "max_length": 256, "packing": False}, duration=f"{_STEPS} steps",
+                objective=case.objective, model={"path": str(start), "dtype": "float32"}, adapter=None, optim=_OPTIM | case.optim,
+                data={"train": str(file), "format": "messages" if case.objective == "sft" else "auto", "max_length": 256, "packing": False}, duration=f"{_STEPS} steps",
                 batch={"global": case.batch, "micro": case.batch}, **({"preference": case.preference} if case.preference else {}),
             )
         )  # fmt: skip
@@ -152,7 +166,7 @@ def both(
         specs.append(
             {
                 "trainer": case.objective, "model": str(start), "steps": _STEPS, "batch": case.batch,
-                "rows": rows if case.objective == "kto" else [rows[i] for i in order], "settings": _OF_TRL | case.of_trl,
+                "rows": rows if case.objective == "kto" else [_without_messages(rows[i]) for i in order], "settings": _OF_TRL | case.of_trl,
             }
         )  # fmt: skip
     (folder / "specs.json").write_text(json.dumps(specs))
@@ -180,7 +194,7 @@ def test_the_losses_of_five_steps_are_those_of_trl(both: dict[str, Both], name: 
     assert found.losses == pytest.approx(found.trl_losses, rel=1e-5)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in CASES if name != "dft"])
 def test_the_metrics_of_five_steps_are_those_of_trl(both: dict[str, Both], name: str) -> None:
     compared = 0
     for mine, theirs in zip(both[name].steps, both[name].trl_steps, strict=True):

@@ -1,4 +1,7 @@
-"""Units stay whole, see no other unit, and need no logits of all tokens at once. Run: pytest tests/objectives/test_units.py"""
+"""Units stay whole, see no other unit, and need no logits of all tokens at once; a metric without meaning is absent.
+
+Run: pytest tests/objectives/test_units.py
+"""
 
 import json
 from collections.abc import Callable
@@ -179,3 +182,57 @@ def test_logits_of_all_tokens_never_exist_at_once(
     )  # half are of mismatched answers
     assert loss_tokens > 2 * _CHUNK
     assert largest.elements == _CHUNK * _VOCABULARY < loss_tokens * _VOCABULARY / 2
+
+
+_OF_PAIRS = {
+    "rewards_chosen",
+    "rewards_rejected",
+    "reward_margin",
+    "reward_accuracy",
+    "logps_chosen",
+    "logps_rejected",
+}
+_METRICS = {
+    "dpo": _OF_PAIRS, "orpo": _OF_PAIRS, "simpo": _OF_PAIRS, "reward": _OF_PAIRS - {"logps_chosen", "logps_rejected"},
+    "kto": _OF_PAIRS - {"reward_accuracy"} | {"kl"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("objective", _METRICS)
+def test_steps_and_evaluations_have_the_metrics_that_the_objective_has(
+    train_here: Train, pair_files: tuple[Path, Path], rated_files: tuple[Path, Path], objective: str
+) -> None:
+    train, unseen = rated_files if objective == "kto" else pair_files
+    data = {"train": str(train), "eval": str(unseen), "max_length": 64}
+    run = train_here(objective=objective, data=data, duration="2 steps")
+    known = _OF_PAIRS | {"kl"}
+    steps = [set(line) & known for line in run.metrics if "loss" in line]
+    evaluations = [
+        {key.removeprefix("eval_") for key in line} & known for line in run.metrics if "eval_loss" in line
+    ]
+    assert steps == [_METRICS[objective]] * 2
+    assert evaluations == [_METRICS[objective]]
+    assert set(run.result["eval"]) & known == _METRICS[objective]
+
+
+def test_a_batch_of_desirable_answers_has_no_metrics_of_others(
+    train_here: Train, rated_files: tuple[Path, Path]
+) -> None:
+    data = {"train": str(rated_files[0]), "eval": str(rated_files[1]), "max_length": 64, "packing": False}
+    run = train_here(
+        objective="kto",
+        data=data,
+        batch={"global": 1},
+        duration="12 steps",
+        eval={"samples": 12, "every": "12 steps"},
+    )
+    steps = [line for line in run.metrics if "loss" in line]
+    desirable = ["rewards_chosen" in line for line in steps]
+    assert {True, False} == set(desirable)
+    for line, is_desirable in zip(steps, desirable, strict=True):
+        assert ("rewards_rejected" in line, "logps_rejected" in line) == (not is_desirable, not is_desirable)
+        assert "reward_margin" not in line
+        assert "kl" in line
+    unseen = [json.loads(line) for line in rated_files[1].read_text().splitlines()]
+    wanted = {row["completion"] for row in unseen if row["label"]}
+    assert {sample["reference"] for sample in run.of_kind("sample")} == wanted

@@ -12,11 +12,21 @@ from typing import Any
 import datasets
 import torch
 import transformers
-from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 TRAINERS: dict[str, tuple[Any, Any]] = {
+    "sft": (SFTConfig, SFTTrainer),
     "dpo": (DPOConfig, DPOTrainer),
     "kto": (KTOConfig, KTOTrainer),
     "reward": (RewardConfig, RewardTrainer),

@@ -102,7 +102,7 @@ class Workshop:
 
     def __init__(self, model_dir: Path, files: dict[str, Path], folder: Path) -> None:
         """`files` are the rows for an objective, and under "sft" those of the others."""
-        self._model_dir, self._files, self.folder = model_dir, files, folder
+        self.model_dir, self._files, self.folder = model_dir, files, folder
         self._count = 0
 
     def plan(
@@ -164,7 +164,7 @@ class Workshop:
 
     def _config(self, sections: dict[str, Any], out: Path, strategy: str) -> RunConfig:
         raw: dict[str, Any] = {
-            "model": {"path": str(self._model_dir), "dtype": "float32"}, "adapter": {"rank": 4, "alpha": 8},
+            "model": {"path": str(self.model_dir), "dtype": "float32"}, "adapter": {"rank": 4, "alpha": 8},
             "data": {"train": str(self._files.get(sections.get("objective", "sft"), self._files["sft"])), "max_length": 64, "packing": False}, "optim": {"lr": 1e-2}, "device": "cpu",
             "output_dir": str(out), "parallel": {"strategy": strategy},
         }  # fmt: skip

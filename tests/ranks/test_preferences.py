@@ -74,7 +74,10 @@ def test_nor_does_the_number_of_ranks(workshop: Workshop, variants: Variants, wo
         for kind, of_kind in runs.items()
         for more in of_kind.values()
     ]
+    # The starting weights, as a reference that is loaded and sharded beside the model.
+    named = runs["dpo"][False, 4] | {"preference": {"reference": str(workshop.model_dir)}}
+    plans.append(("dpo", workshop.plan("dpo", world=world, strategy=way, **named)))
     done = workshop.together([plan for _, plan in plans])
-    assert len(done) == 4 * len(PREFERENCES)
+    assert len(done) == 4 * len(PREFERENCES) + 1
     for (kind, _), run in zip(plans, done, strict=True):
         _are_equal(run, ones[kind])

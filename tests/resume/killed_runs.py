@@ -19,7 +19,18 @@ Kind = Literal["one rank", "all ranks", "the front", "the head's front"]
 Aim = Literal["start", "step", "save"]
 Moment = Literal["before step 1", "in training", "inside a save", "at the end"]
 
-COMPARED = ("step", "epoch", "loss", "lr", "grad_norm", "tokens", "loss_tokens", "eval_loss")
+_METRICS = (
+    "rewards_chosen",
+    "rewards_rejected",
+    "reward_margin",
+    "reward_accuracy",
+    "logps_chosen",
+    "logps_rejected",
+    "kl",
+)
+COMPARED = (
+    "step", "epoch", "loss", "lr", "grad_norm", "tokens", "loss_tokens", "eval_loss", *_METRICS, *(f"eval_{name}" for name in _METRICS),
+)  # fmt: skip
 _COMMON: dict[str, Any] = {
     "batch": {"global": 4}, "checkpoint": {"every": "1 steps", "keep": 2}, "eval": {"every": "5 steps"},
     "data": {"eval": 1 / 6}, "restarts": 100,
@@ -30,6 +41,8 @@ _TUNING: dict[str, dict[str, Any]] = {
         "adapter": {"rank": 4, "alpha": 8, "dropout": 0.0}
     },  # dropout falls otherwise where the ranks are others
     "full": {"adapter": None, "optim": {"lr": 1e-3}},
+    "dpo": {"objective": "dpo", "adapter": {"rank": 4, "alpha": 8, "dropout": 0.1}},
+    "kto": {"objective": "kto", "adapter": None, "optim": {"lr": 1e-3}},
 }
 _POLL_S = 0.02  # there are few cores, and the ranks need them
 _WATCH_S = 0.001  # a save may last a few milliseconds only
@@ -44,7 +57,7 @@ class Layout:
         strategy: single, ddp or fsdp.
         ranks: of all nodes together.
         nodes: with equally many ranks each.
-        tuning: lora (with dropout), plain (LoRA without) or full.
+        tuning: lora (with dropout), plain (LoRA without), full, dpo (with dropout) or kto (full).
     """
 
     strategy: str
@@ -66,9 +79,10 @@ class Layout:
     def config(self, job: Job, *, steps: int) -> None:
         """Writes the run's config."""
         strategy = "auto" if self.strategy == "single" else self.strategy
+        data = _COMMON["data"] | {"train": str(_rows_for(self.tuning, job))}
         job.config(
-            **_COMMON, **_TUNING[self.tuning], duration=f"{steps} steps", parallel={"strategy": strategy}
-        )
+            **(_COMMON | {"data": data}), **_TUNING[self.tuning], duration=f"{steps} steps", parallel={"strategy": strategy}
+        )  # fmt: skip
 
     def start(self, job: Job, **faults: Any) -> list[Front]:
         """The same command on every node; what its ranks train on goes to a folder of this start.
@@ -79,6 +93,24 @@ class Layout:
         each = ("--nproc", str(self.ranks // self.nodes))
         answers = {"faults": {"write_rows": str(start_folder(written(job), len(job.fronts))), **faults}}
         return job.start_all(*each, answers=answers, topology=self.nodes > 1)
+
+
+def _rows_for(tuning: str, job: Job) -> Path:
+    """The job's rows, as pairs or rated answers if the objective needs them."""
+    if tuning not in ("dpo", "kto"):
+        return job.rows
+    file = job.rows.with_name(
+        f"{tuning}.jsonl"
+    )  # the same for all jobs: its name is part of what ranks record
+    rows = [json.loads(line) for line in job.rows.read_text().splitlines()]
+    for i, row in enumerate(rows):
+        if tuning == "kto":
+            row["label"] = bool(i % 3)
+        else:
+            answer = row.pop("completion")
+            row |= {"chosen": answer, "rejected": f"{answer} dog"}
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
 
 
 @dataclass(frozen=True)
@@ -153,6 +185,14 @@ MIX: dict[Layout, dict[Kind, int]] = {
     Layout("fsdp", 2, "lora", nodes=2): {"the head's front": 25},
 }
 """Fifty of each kind, over layouts and tunings."""
+
+PREFERENCES: dict[Layout, dict[Kind, int]] = {
+    Layout("ddp", 2, "dpo"): {"one rank": 5, "all ranks": 5, "the front": 5},
+    Layout("single", 1, "dpo"): {"one rank": 5, "the front": 5},
+    Layout("fsdp", 2, "kto"): {"one rank": 5, "all ranks": 5, "the front": 5},
+    Layout("ddp", 2, "kto"): {"all ranks": 5, "the front": 5},
+}
+"""Runs with a reference, which is computed before step 1 and read again after a kill."""
 
 
 def mix(each: int) -> dict[Layout, dict[Kind, int]]:

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from tests.resume.conftest import JobOf, Reference
-from tests.resume.killed_runs import MIX, Kind, Layout, Struck, beat, draw_blows
+from tests.resume.killed_runs import MIX, PREFERENCES, Kind, Layout, Struck, beat, draw_blows
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -19,6 +19,7 @@ FEW: dict[Layout, Each] = {
     Layout("fsdp", 2, "lora"): {"one rank": 2, "all ranks": 2, "the front": 2},
     Layout("single", 1, "lora"): {"the front": 1},
     Layout("ddp", 2, "full", nodes=2): {"the head's front": 5},
+    Layout("ddp", 2, "dpo"): {"one rank": 1, "all ranks": 1, "the front": 1},
 }
 
 
@@ -37,6 +38,15 @@ def test_a_run_that_is_killed_ends_bit_equal_to_the_undisturbed_one(
     job_of: JobOf, reference: Reference, layout: Layout
 ) -> None:
     _survives(job_of, reference, layout, FEW[layout])
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("layout", PREFERENCES, ids=lambda layout: layout.id)
+def test_many_kills_of_runs_with_a_reference_change_no_bit(
+    job_of: JobOf, reference: Reference, layout: Layout
+) -> None:
+    _survives(job_of, reference, layout, PREFERENCES[layout])
 
 
 @pytest.mark.long

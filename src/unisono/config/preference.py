@@ -53,7 +53,8 @@ class PreferenceSection(Section):
     reference: str = Field(
         default="auto",
         min_length=1,
-        description="for dpo and kto: the reference model; auto: the model without its adapter, or the starting weights; or a path",
+        description="for dpo and kto: the reference model, a path; auto: the model without its adapter (also with adapter.from; adapters of"
+        " adapter.merge are part of the model), or with full fine-tuning the starting weights",
     )
 
 

@@ -38,6 +38,7 @@ from unisono.train.rank0_work import on_rank0
 from unisono.train.run import Run, load_units
 
 _TOKENS = 8_192  # in a forward
+_TOKENS_WITH_LOGITS = 1_024  # in one of a model whose head gives the logits of all tokens at once
 _SIDES = (0, 1)
 
 Values = dict[Split, torch.Tensor]
@@ -153,7 +154,8 @@ def _compute(run: Run, forward: Forward, tables: dict[Split, TokenTable]) -> Val
     with torch.no_grad():
         for split, table in tables.items():
             values = torch.zeros(table.rows, len(_SIDES), device=run.device)
-            groups = list(_groups(table))
+            most = _TOKENS if forward.head == "chunked" else _TOKENS_WITH_LOGITS
+            groups = list(_groups(table, most=most))
             for first in range(0, len(groups), run.group.world_size):
                 faults.pause(run.plan, run.group.rank, run.state.step, "reference")
                 turn = groups[first : first + run.group.world_size]
@@ -173,12 +175,12 @@ def _compute(run: Run, forward: Forward, tables: dict[Split, TokenTable]) -> Val
     return found
 
 
-def _groups(table: TokenTable) -> Iterator[list[int]]:
-    """All units in order, in groups of up to `_TOKENS` tokens and at least one unit."""
+def _groups(table: TokenTable, *, most: int) -> Iterator[list[int]]:
+    """All units in order, in groups of up to `most` tokens and at least one unit."""
     group: list[int] = []
     size = 0
     for unit, length in enumerate(table.row_lengths().tolist()):
-        if group and size + length > _TOKENS:
+        if group and size + length > most:
             yield group
             group, size = [], 0
         group.append(unit)
