@@ -115,7 +115,7 @@ def test_the_switches_in_the_environment_have_their_options_named(
 
 
 def test_all_problems_come_at_once_with_their_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("x.yaml").write_text(TEXT + "quantization_bit: 4\nlearning_rat: 1\n")
+    Path("x.yaml").write_text(TEXT + "quantization_bit: 3\nlearning_rat: 1\n")
     code, _, err = run(capsys, "train", "x.yaml", "use_galore=true")
     assert code == 2
     assert "Traceback" not in err
@@ -194,7 +194,7 @@ def test_init_as_json_lists_every_key_with_its_fate(capsys: pytest.CaptureFixtur
 
 
 def test_init_as_json_lists_all_keys_also_if_one_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("x.yaml").write_text(TEXT + "quantization_bit: 4\nlearning_rat: 1\nhf_hub_token: hf_" + "a" * 30)
+    Path("x.yaml").write_text(TEXT + "quantization_bit: 3\nlearning_rat: 1\nhf_hub_token: hf_" + "a" * 30)
     code, out, err = run(capsys, "init", "--from-llamafactory", "x.yaml", "--json")
     found = json.loads(out)
     assert code == 2

@@ -92,6 +92,7 @@ WITH: dict[str, dict[str, Any]] = {  # what another key needs to have an effect
     "pissa_iter": {"pissa_init": True}, "loraplus_lr_embedding": {"loraplus_lr_ratio": 4.0},
     "create_new_adapter": {"adapter_name_or_path": "a"}, "gradient_checkpointing": {"disable_gradient_checkpointing": True},
     "fsdp_config": {"fsdp": "full_shard"}, "save_steps": {"save_strategy": "steps"},
+    "quantization_type": {"quantization_bit": 4}, "double_quantization": {"quantization_bit": 4},
     "swanlab_project": {"use_swanlab": True}, "max_samples": {"streaming": False},
     **dict.fromkeys(("pref_beta", "pref_ftx", "pref_bco_weight", "pref_loss", "dpo_label_smoothing", "ref_model", "ld_alpha"), PAIRS),
     **dict.fromkeys(("kto_chosen_weight", "kto_rejected_weight"), RATED),
@@ -105,7 +106,7 @@ VALUES: dict[str, Any] = {
     "eval_strategy": "epoch", "save_strategy": "epoch", "warmup_ratio": 0.1, "warmup_steps": 10, "deepspeed": "z3.json",
     "fsdp": "full_shard", "fsdp_config": {"offload_params": True}, "adam_beta1": 0.8, "adam_beta2": 0.99,
     "metric_for_best_model": "rouge", "infer_backend": "vllm", "freeze_trainable_layers": -1, "data_seed": 7,
-    "rope_scaling": "linear", "max_grad_norm": 0.5, "lora_dropout": 0.1, "label_smoothing_factor": 0.1,
+    "quantization_bit": 8, "rope_scaling": "linear", "max_grad_norm": 0.5, "lora_dropout": 0.1, "label_smoothing_factor": 0.1,
     "load_best_model_at_end": True, "bf16": True, "adam_epsilon": 1e-6, "save_steps": 100, "dpo_label_smoothing": 0.1,
 }  # fmt: skip
 
@@ -273,6 +274,10 @@ def test_what_llama_factory_does_by_default_is_written_out() -> None:
         ({"neftune_noise_alpha": 5}, "model.embedding_noise", 5.0),
         ({"rope_scaling": "yarn"}, "model.rope", {"kind": "yarn", "factor": "auto"}),
         ({"bf16": True}, "model.dtype", "bfloat16"),
+        ({"quantization_bit": 4}, "model.quantize", "nf4"),
+        ({"quantization_bit": 4, "quantization_type": "fp4"}, "model.quantize", "fp4"),
+        ({"quantization_bit": 4, "double_quantization": False}, "model.quantize_double", False),
+        ({"quantization_bit": 8}, "model.quantize", "int8"),
         ({"fp16": True}, "model.dtype", "auto"),
         ({"pure_bf16": True}, "model.dtype", "bfloat16"),
         ({"train_on_prompt": True}, "data.loss_on", "all"),
@@ -419,6 +424,9 @@ def test_a_value_is_carried_over(keys: dict[str, Any], ours: str, value: Any) ->
         ({"deepspeed": {"optimizer": {"type": "AdamW"}}}, "deepspeed: its own `optimizer`"),
         ({"deepspeed": {"gradient_clipping": 0.5}}, "deepspeed: `gradient_clipping` is 0.5, and max_grad_norm is 1"),
         ({"max_samples": 0}, "max_samples: must be at least 1"),
+        ({"quantization_bit": 3}, "`quantization_bit: 3` is not available"),
+        ({"quantization_bit": 4, "quantization_method": "hqq"}, "`quantization_method: hqq` is not available"),
+        ({"quantization_bit": 4, "finetuning_type": "full"}, "quantization_bit → model.quantize: nf4 weights cannot be trained"),
         ({"default_system": "a", "template": None}, "`default_system: a` is not available"),
         ({"repetition_penalty": 0}, "repetition_penalty: must be above 0"),
         ({"fsdp": "full_shard offload"}, "fsdp: offloading"),
@@ -481,7 +489,7 @@ def test_the_number_of_steps_is_compared_where_epochs_end_with_a_short_one(
 
 
 def test_all_problems_come_at_once_each_with_its_line() -> None:
-    text = TEXT + "quantization_bit: 4\nlearning_rat: 1\nlora_dropout: 2\nuse_kt: true\n"
+    text = TEXT + "use_galore: true\nlearning_rat: 1\nlora_dropout: 2\nuse_kt: true\n"
     raw, lines = parse_yaml(text, name="x.yaml")
     with pytest.raises(ConfigError) as caught:
         config_of(translate(raw, lines, "x.yaml", ("nonsense=1",)))

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -36,3 +37,36 @@ def test_two_ranks_train_on_ray_and_their_run_is_whole_where_the_command_was_typ
     ]
     assert (out / "adapter/adapter_model.safetensors").exists()
     cluster.nothing_left()
+
+
+@pytest.mark.slow
+def test_a_llamafactory_file_trains_on_ray(cluster: RayCluster, model_dir: Path, rows_file: Path) -> None:
+    """Its directories are relative to where it was typed; the fronts on the nodes get our config."""
+    here = cluster.on_disk(0, cluster.disk)
+    (here / "data").mkdir()
+    entry = {"file_name": str(rows_file), "columns": {"prompt": "prompt", "response": "completion"}}
+    (here / "data/dataset_info.json").write_text(json.dumps({"mine": entry}))
+    keys = {
+        "model_name_or_path": str(model_dir), "stage": "sft", "do_train": True, "finetuning_type": "lora", "dataset": "mine",
+        "template": "alpaca", "cutoff_len": 64, "output_dir": "lf", "save_steps": 2, "max_steps": 4, "learning_rate": 1e-2,
+        "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "use_cpu": True, "ray_num_workers": 2,
+    }  # fmt: skip
+    (here / "x.json").write_text(json.dumps(keys))
+    front = cluster.type(
+        "train",
+        "x.json",
+        "lora_rank=4",
+        "--launcher",
+        "ray",
+        "--nproc",
+        "2",
+        "--no-rehearse",
+        speaks_json=False,
+    )
+    assert front.wait(limit_s=600) == 0, front.text()
+    assert "x.json is a LLaMA-Factory file" in front.text()
+    assert "= 2 × 2 × 2 ranks" in front.text()
+    steps = [json.loads(line)["step"] for line in (here / "lf/metrics.jsonl").read_text().splitlines()]
+    assert steps == [1, 2, 3, 4]
+    settings = json.loads((here / "lf/adapter/adapter_config.json").read_text())
+    assert (settings["r"], settings["lora_alpha"]) == (4, 8)

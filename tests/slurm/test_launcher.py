@@ -3,6 +3,7 @@
 A real Slurm on network namespaces; skipped with the reason where there is none.
 """
 
+import json
 import stat
 
 import pytest
@@ -35,3 +36,26 @@ def test_a_job_of_two_nodes_is_written_submitted_followed_and_ends_with_its_code
     whole = "".join(path.read_text() for path in folder.iterdir())
     assert "UNISONO_TOKEN=" in whole
     assert "token_urlsafe(32))')" in script.read_text()  # what makes one, and none itself
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_a_llamafactory_file_is_trained_by_a_job(job: SlurmJob) -> None:
+    """The job gets the file as it is, with its directories relative to where it was submitted."""
+    home = job.home(0)
+    (home / "data").mkdir()
+    entry = {"file_name": str(job.rows), "columns": {"prompt": "prompt", "response": "completion"}}
+    (home / "data/dataset_info.json").write_text(json.dumps({"mine": entry}))
+    keys = {
+        "model_name_or_path": str(job.model), "stage": "sft", "do_train": True, "finetuning_type": "lora", "dataset": "mine",
+        "template": "alpaca", "cutoff_len": 64, "output_dir": str(job.out), "save_steps": 2, "max_steps": 4, "learning_rate": 1e-2,
+        "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "use_cpu": True, "overwrite_output_dir": True,
+    }  # fmt: skip
+    (home / "c.yaml").write_text(json.dumps(keys))
+    front = job.type("lora_rank=4", *TWO, "--nproc", "1", json=False)
+    assert front.wait(limit_s=1000) == 0, front.text()
+    assert "completed: step 4" in front.text()
+    assert "= 2 × 2 × 2 ranks" in front.text()
+    assert [line["step"] for line in job.metrics()] == [1, 2, 3, 4]
+    settings = json.loads((job.out / "adapter/adapter_config.json").read_text())
+    assert (settings["r"], settings["lora_alpha"]) == (4, 8)

@@ -35,6 +35,8 @@ def fill_model(draft: Draft) -> None:
     draft.put_if_set("model.embedding_noise", "neftune_noise_alpha")
     draft.put_if_set("model.trust_remote_code", "trust_remote_code")
     _rope(draft)
+    if draft.verb == "train":
+        _quantization(draft)
 
 
 def _dtype(draft: Draft) -> str:
@@ -49,6 +51,22 @@ def _rope(draft: Draft) -> None:
     kind = draft.values["rope_scaling"]
     if kind is not None:
         draft.put("model.rope", {"kind": kind, "factor": "auto"}, "rope_scaling")
+
+
+def _quantization(draft: Draft) -> None:
+    values = draft.values
+    bits, method = values["quantization_bit"], values["quantization_method"]
+    if bits is None:
+        return
+    if method != "bnb":
+        draft.refuse("quantization_method", "weights are quantized by bitsandbytes", "use bnb, or remove it")
+    elif bits not in (4, 8):
+        draft.refuse("quantization_bit", "bitsandbytes has 4 and 8", "set it to 4 or 8")
+    elif bits == 8:
+        draft.put("model.quantize", "int8", "quantization_bit")
+    else:
+        draft.put("model.quantize", values["quantization_type"], "quantization_bit", "quantization_type")
+        draft.put("model.quantize_double", values["double_quantization"], "double_quantization")
 
 
 def fill_method(draft: Draft) -> None:

@@ -70,7 +70,7 @@ def _refuse_of_preferences(draft: Draft, objective: str) -> None:
             fix = "merge it with `unisono export ADAPTER OUT --merge`, and set ref_model to OUT"
             draft.refuse("ref_model_adapters", "a reference is a model of its own", fix)
         if values["ref_model_quantization_bit"] is not None:
-            draft.refuse("ref_model_quantization_bit", "weights are not quantized", "remove it")
+            draft.refuse("ref_model_quantization_bit", "a reference is loaded as its files are", "remove it")
 
 
 def _optim(draft: Draft) -> None:
