@@ -1,5 +1,6 @@
 """Runs whole plans in this process, on a random model of 30,000 parameters, so that one import of torch serves many runs."""
 
+import gc
 import json
 import random
 import signal
@@ -20,7 +21,7 @@ from tests.needs import pytest_addoption, pytest_sessionfinish
 from tests.nodes.network_namespaces import Ground, Loopback, Namespaces, why_no_namespaces
 from tests.processes import mark, pytest_runtest_protocol, refuse_processes
 from tests.session_server import pytest_collection_finish, pytest_configure, pytest_unconfigure
-from tests.sharing import Sharing
+from tests.sharing import Sharing, is_long
 from unisono.config import RunConfig
 from unisono.events import Reporter
 from unisono.plan import DataSummary, DeviceChoice, ModelFacts, PlanInputs, ResumePoint, RunPlan, resolve_plan
@@ -288,4 +289,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     dear = {
         item.path for item in items if item.get_closest_marker("slow") or item.get_closest_marker("ranks")
     }
-    items.sort(key=lambda item: item.path not in dear)
+    items.sort(key=lambda item: (not is_long(item.nodeid), item.path not in dear))
+    gc.freeze()  # no collection looks at a million objects of modules and tests again

@@ -10,6 +10,13 @@ _TOGETHER = {
 """A file, and the other with which it goes: session fixtures make their runs once in a process."""
 _ROOMS = ("tests/ray/", "tests/slurm/")
 """All files of such a room go together: two clusters at a time would be more than a small machine can carry."""
+_LONG = ("tests/examples/test_demo.py", *_ROOMS, "tests/ranks/test_equality.py", "tests/ranks/test_resume.py")
+"""What takes a process the longest by itself; it begins first, and the others are done beside it."""
+
+
+def is_long(nodeid: str) -> bool:
+    """Whether a test belongs to what begins first."""
+    return nodeid.startswith(_LONG)
 
 
 class Sharing(LoadFileScheduling):

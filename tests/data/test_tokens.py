@@ -3,6 +3,8 @@
 Run: .venv/bin/python -m pytest tests/data/test_tokens.py
 """
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -79,3 +81,26 @@ def test_neither_cut_nor_padded_whatever_the_tokenizer_was_set_to(
     tokenizer.backend_tokenizer.enable_padding(length=50)
     short, long = encode_texts(tokenizer, ["a", "a b c d e f g"], special=special)
     assert (len(short.ids), len(long.ids) > 4) == (1, True)
+
+
+PROGRAM = """import sys
+import numpy as np
+from pathlib import Path
+from unisono.data.token_table import Encoded, TokenTable, TokenWriter, write_meta, write_split
+
+folder = Path(sys.argv[1])
+with TokenWriter(folder / "tokens.arrow") as writer:
+    writer.add(Encoded(np.arange(4, dtype=np.int32), np.array([False, True, True, True])))
+columns = {name: np.array([value]) for name, value in dict(stored=0, length=4, loss=3, file=0, number=0).items()}
+write_split(folder, "train", columns, [[0]])
+write_meta(folder, {}, files=[("rows.jsonl", True)])
+print(TokenTable.open(folder, "train").row(0)[0].tolist(), "pandas" in sys.modules)
+"""
+
+
+def test_tokens_are_written_and_read_without_pandas(tmp_path: Path) -> None:
+    """Its import would take longer than all others of a forked rank or task; `pa.array` and `to_numpy` of pyarrow need it."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "[0, 1, 2, 3] False\n", done.stderr

@@ -16,10 +16,10 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 INJECTED = {"PYTHONPATH": str(Path(injected.__file__).parent)}
 
 
-def training(job: Job, *, restarts: int = 0, nproc: int = 2) -> Front:
+def training(job: Job, *, restarts: int = 0, nproc: int = 2, env: dict[str, str] | None = None) -> Front:
     """A run without a near end, that has begun."""
     job.config(duration="5000 steps", restarts=restarts, checkpoint={"every": "3 steps"})
-    front = job.start(0, "--nproc", str(nproc), topology=False, env=INJECTED)
+    front = job.start(0, "--nproc", str(nproc), topology=False, env=env)
     job.waits_for_step(3)
     return front
 
@@ -38,7 +38,7 @@ def training(job: Job, *, restarts: int = 0, nproc: int = 2) -> Front:
 def test_the_rank_that_ended_is_named_and_the_other_does_not_outlive_it(
     solo: Job, number: int, code: int | None, cause: str | None
 ) -> None:
-    front = training(solo)
+    front = training(solo, env=None if number == signal.SIGKILL else INJECTED)
     sent = time.monotonic()
     solo.ranks()[1].send_signal(number)
     assert front.wait(limit_s=60) in ([code] if code else [2, 3, 5]), front.text()

@@ -26,9 +26,9 @@ def diagnosed(run: Path, *words: str) -> dict[str, Any]:
     return found
 
 
-def training(job: Job) -> Front:
+def training(job: Job, env: dict[str, str] | None = None) -> Front:
     job.config(duration="5000 steps", restarts=0, checkpoint={"every": "3 steps"})
-    front = job.start(0, "--nproc", "2", topology=False, env=INJECTED)
+    front = job.start(0, "--nproc", "2", topology=False, env=env)
     job.waits_for_step(4)
     return front
 
@@ -71,7 +71,7 @@ def test_the_verdict_that_the_run_left_is_given_as_it_is(solo: Job) -> None:
 
 @pytest.mark.long
 def test_an_exception_is_found_in_the_events_where_the_front_left_no_verdict(solo: Job) -> None:
-    front = training(solo)
+    front = training(solo, INJECTED)
     solo.ranks()[1].send_signal(injected.RAISE)
     front.wait(limit_s=60)
     run = solo.out

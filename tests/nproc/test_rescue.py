@@ -39,9 +39,9 @@ def configure(job: Job, *, strategy: str = "auto", restarts: int = 20, steps: in
     )  # fmt: skip
 
 
-def start(job: Job, nproc: int, *words: str, json: bool = True) -> Front:
+def start(job: Job, nproc: int, *words: str, json: bool = True, env: dict[str, str] | None = None) -> Front:
     ranks = ["--nproc", str(nproc)] if nproc > 1 else []
-    return job.start(0, *ranks, "--no-rehearse", *words, topology=False, env=INJECTED, json=json)
+    return job.start(0, *ranks, "--no-rehearse", *words, topology=False, env=env, json=json)
 
 
 def outcome(job: Job) -> Outcome:
@@ -160,7 +160,7 @@ def test_no_step_is_lost_to_a_rank_that_stalls_until_the_watch_ends_the_ranks(
 
 def test_a_run_that_ends_with_an_exception_continues_from_its_last_step(solo: Job) -> None:
     configure(solo, restarts=0)
-    front = start(solo, 2, "parallel.strategy=ddp", json=False)
+    front = start(solo, 2, "parallel.strategy=ddp", json=False, env=INJECTED)
     solo.waits_for_step(4)
     solo.ranks()[1].send_signal(injected.RAISE)
     assert front.wait() == 5, front.text()

@@ -192,14 +192,19 @@ def _damage_with_path(path: Path) -> Iterator[None]:
 def _block(batch: Any) -> TokenBlock:
     ids, targets = batch.column("ids"), batch.column("targets")
     return TokenBlock(
-        ends=ids.offsets.to_numpy(zero_copy_only=True),
-        ids=ids.values.to_numpy(zero_copy_only=True),
-        targets=targets.values.to_numpy(zero_copy_only=True),
+        ends=_values(ids.offsets),
+        ids=_values(ids.values),
+        targets=_values(targets.values),
     )
 
 
+def _values(column: Any) -> Any:
+    """A numpy array over the same memory; see `_column`."""
+    return np.from_dlpack(column)
+
+
 def _ints(column: Any) -> Ints:
-    values: Ints = column.to_numpy(zero_copy_only=True)
+    values: Ints = _values(column)
     return values if values.dtype == np.int64 else values.astype(np.int64)
 
 
@@ -347,9 +352,7 @@ class TokenWriter:
         self.highest = max(self.highest, int(ids.max()))
         for part in (ends, ids, targets):
             self.digest.update(np.ascontiguousarray(part).data)
-        columns = [
-            pa.LargeListArray.from_arrays(pa.array(ends), pa.array(values)) for values in (ids, targets)
-        ]
+        columns = [pa.LargeListArray.from_arrays(_column(ends), _column(values)) for values in (ids, targets)]
         self._file.write_batch(pa.RecordBatch.from_arrays(columns, schema=_SCHEMA))
         self._waiting.clear()
 
@@ -372,17 +375,26 @@ def write_split(
         rows: `stored`, `length`, `loss`, `file`, `number`, and `label` of rated answers, one entry per row.
         sequences: rows of each sequence.
     """
-    _write(directory / f"{split}-rows.arrow", {name: pa.array(values) for name, values in rows.items()})
+    _write(directory / f"{split}-rows.arrow", {name: _column(values) for name, values in rows.items()})
     flat = np.fromiter((row for sequence in sequences for row in sequence), dtype=np.int64)
     ends = np.cumsum([0, *map(len, sequences)], dtype=np.int64)
     _write(
         directory / f"{split}-sequences.arrow",
         {
-            "rows": pa.LargeListArray.from_arrays(pa.array(ends), pa.array(flat)),
-            "tokens": pa.array(_sums(rows["length"][flat], ends)),
-            "loss_tokens": pa.array(_sums(rows["loss"][flat], ends)),
+            "rows": pa.LargeListArray.from_arrays(_column(ends), _column(flat)),
+            "tokens": _column(_sums(rows["length"][flat], ends)),
+            "loss_tokens": _column(_sums(rows["loss"][flat], ends)),
         },
     )
+
+
+def _column(values: npt.NDArray[Any]) -> Any:
+    """An Arrow array over the same memory.
+
+    `pa.array` and `to_numpy` of pyarrow import pandas, which would take longer than all other imports of a forked rank or task.
+    """
+    kind = pa.from_numpy_dtype(values.dtype)
+    return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(np.ascontiguousarray(values))])
 
 
 def _sums(values: Ints, ends: Ints) -> Ints:

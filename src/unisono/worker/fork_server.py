@@ -386,10 +386,17 @@ def _load() -> str:
         with unisono.child.loading_modules():
             for name in _MODULES:
                 importlib.import_module(name)
+            _compile_conversions()
         show_as(sys.orig_argv, _initial_environment())
     except Exception as error:  # noqa: BLE001 - a fresh process meets the same, and says so as it always did
         return f"{type(error).__name__}: {error}"
     return obstacle_to_forking(known_fds)
+
+
+def _compile_conversions() -> None:
+    """Transformers compiles a thousand regular expressions, those of all models, when it loads the first one."""
+    with contextlib.suppress(ImportError, AttributeError):  # an older one keeps no table of them
+        importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("llama")
 
 
 def _initial_environment() -> dict[str, str]:
