@@ -128,6 +128,49 @@ def test_noise_is_added_to_the_embeddings_of_its_own_tokens(kind: str) -> None:
     assert not torch.allclose(found, forward.loss(rows, count=9), rtol=1e-3)
 
 
+@pytest.mark.parametrize("kind", _EXPECTED)
+def test_common_beginnings_are_computed_once_with_the_same_loss_and_gradient(kind: str) -> None:
+    loaded = _loaded(kind)
+    plain = copy.deepcopy(loaded.base)
+    forward = _choose(loaded)
+    assert forward.merges == (_EXPECTED[kind][0] == "flat"), forward.why
+    rows, alone = _rows([7, 9, 140, 131, 3, 3])
+    common = [0, 4, 0, 129, 0, 3]
+    for number, length in enumerate(common):
+        alone[number][:length] = alone[number - 1][:length]
+    ids = torch.cat(alone)
+    rows = dataclasses.replace(rows, input_ids=ids, labels=ids[rows.label_index + 1], common=common)
+    tokens: list[int] = []
+    loaded.base.get_input_embeddings().register_forward_hook(lambda _m, _i, out: tokens.append(out.shape[1]))
+    count = len(rows.labels)
+
+    found = forward.loss(rows, count=count)
+    wanted = _reference(plain, alone, count=count)
+    assert torch.allclose(found, wanted, rtol=1e-5)
+    if forward.merges:
+        assert tokens == [len(ids) - sum(common)]
+
+    found.backward()
+    wanted.backward()
+    for (name, mine), (_, theirs) in zip(
+        loaded.base.named_parameters(), plain.named_parameters(), strict=True
+    ):
+        if theirs.grad is not None:
+            assert mine.grad is not None, name
+            assert (mine.grad - theirs.grad).abs().max() <= 1e-4 * theirs.grad.abs().max() + 1e-9, name
+
+
+def test_noise_is_different_in_equal_beginnings() -> None:
+    loaded = _loaded("llama")
+    forward = _choose(loaded)
+    rows, _ = _rows([9, 9])
+    ids = torch.cat([rows.input_ids[:9], rows.input_ids[:9]])
+    noise = torch.randn(18, 32, generator=torch.Generator().manual_seed(4))
+    rows = dataclasses.replace(rows, input_ids=ids, labels=ids[rows.label_index + 1], noise=noise)
+    merged = dataclasses.replace(rows, common=[0, 9])
+    assert torch.equal(forward.loss(rows, count=4), forward.loss(merged, count=4))
+
+
 def test_gradient_checkpointing_changes_nothing() -> None:
     rows, _ = _rows([7, 2, 140, 31])
     gradients = []

@@ -219,6 +219,7 @@ class Batch:
         label_index: (N,) int64, the positions whose hidden state predicts a loss token.
         labels: (N,) int64, the token to predict at each.
         loss_counts: loss tokens of each row; they sum to N.
+        common: for each row, how many of its first tokens are those of the side before it; 0 for a first side.
         units: rows of the table, in order; each gives a row here for each side that was requested.
         row_ids: the origin of each row of tokens.
     """
@@ -229,6 +230,7 @@ class Batch:
     label_index: Ints
     labels: Ints
     loss_counts: list[int]
+    common: list[int]
     units: list[int]
     row_ids: list[str]
 
@@ -266,9 +268,20 @@ def collate_units(table: TokenTable, units: Sequence[int], sides: Sequence[int] 
         label_index=predicted - 1,  # the state before a token predicts it
         labels=np.concatenate([np.zeros(0, np.int64), *(table.labels(*row) for row in rows)]),
         loss_counts=[int(np.count_nonzero(wanted)) for _, wanted in parts],
+        common=[
+            0 if number % len(sides) == 0 else _common(parts[number - 1][0], ids)
+            for number, (ids, _) in enumerate(parts)
+        ],
         units=list(units),
         row_ids=[table.row_id(unit) for unit, _ in rows],
     )
+
+
+def _common(one: npt.NDArray[np.int32], other: npt.NDArray[np.int32]) -> int:
+    """The number of first tokens that are equal."""
+    length = min(len(one), len(other))
+    differs = np.flatnonzero(one[:length] != other[:length])
+    return int(differs[0]) if len(differs) else length
 
 
 _SCHEMA = pa.schema([("ids", pa.large_list(pa.int32())), ("targets", pa.large_list(pa.uint8()))])

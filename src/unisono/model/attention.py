@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from unisono.model.prefixes import Keep, Merged, Spread
+
 FLAT_ATTENTION = "unisono_flat"
 
 
@@ -74,9 +76,12 @@ def flat_attention(
     sliding_window: int | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
     max_length_q: int | None = None,
+    merged: Merged | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention function that transformers calls. query (1, H, T, D), key and value (1, K, T, D) → (1, T, H, D).
+
+    With `merged` there are S tokens instead of T.
 
     Raises:
         UnsupportedAttentionError: for soft-capped scores, attention sinks, dropout on probabilities, or an attention that is not causal.
@@ -99,10 +104,14 @@ def flat_attention(
     # Under autocast rotary embeddings give float32 queries and keys beside bfloat16 values; one dtype for all three.
     q, k, v = (tensor[0].transpose(0, 1).to(value.dtype) for tensor in (query, key, value))
     with torch.autocast(query.device.type, enabled=False):
+        if merged is not None:
+            q, k, v = (Spread.apply(tensor, merged) for tensor in (q, k, v))
         if query.is_cuda:
             out = _flash(q, k, v, cu_seq_lens_q, max_length_q or 0, scale, sliding_window)
         else:
             out = RowAttention.apply(q, k, v, cu_seq_lens_q.diff().tolist(), scale, sliding_window)
+        if merged is not None:
+            out = Keep.apply(out, merged)
     return out[None], None
 
 

@@ -24,6 +24,7 @@ from unisono.errors import ModelError
 from unisono.model.attention import FLAT_ATTENTION, UnsupportedAttentionError, register
 from unisono.model.head import head_log_probs, head_loss, logits_log_probs, logits_loss
 from unisono.model.load import DTYPES, SCORE, LoadedModel
+from unisono.model.prefixes import Merged, merge
 from unisono.model.quantization import speed_up_quantized_lora
 from unisono.model.rope import scale_rows_apart, scale_rows_together
 
@@ -44,6 +45,7 @@ class Rows:
         labels: (N,) int64, the tokens to predict.
         noise: (T, E) float32, added to the input embeddings; None for none.
         loss_counts: loss tokens of each row; they sum to N. Needed by sums of rows only.
+        common: for each row, how many of its first tokens are those of the row before it, which has none itself; empty: none are known.
     """
 
     input_ids: torch.Tensor
@@ -53,6 +55,7 @@ class Rows:
     labels: torch.Tensor
     noise: torch.Tensor | None = None
     loss_counts: list[int] = field(default_factory=list)
+    common: list[int] = field(default_factory=list)
 
     def sums(self, values: torch.Tensor) -> torch.Tensor:
         """(R,): the sums of values (N,) at the loss tokens of each row; 0 for a row without any."""
@@ -74,6 +77,8 @@ class Forward:
     """Why the fast implementation is not used, if so."""
     rows_apart: list[torch.nn.Module] = field(default_factory=list)
     """Modules of dynamic RoPE, which is scaled row by row except in generation."""
+    merges: bool = False
+    """Whether the common beginnings of rows are computed once."""
     root: torch.nn.Module | None = None
     """Set if weights are sharded over ranks: every use of them goes through it (`model.sharding`)."""
     quick: bool = False
@@ -167,16 +172,26 @@ class Forward:
         """(N, E): the last hidden states at the positions that predict loss tokens."""
         body = getattr(self.loaded.base, self.loaded.base.base_model_prefix)
         if self.layout == "flat":
-            return body(**_flat_inputs(rows)).last_hidden_state[0][rows.label_index]
+            merged = self._merged(rows)
+            hidden = body(**_flat_inputs(rows, merged)).last_hidden_state[0]
+            return hidden[rows.label_index if merged is None else merged.place[rows.label_index]]
         ids, row, column = _padded_inputs(rows)
         return body(input_ids=ids, use_cache=False).last_hidden_state[row, column]
 
     def _logits(self, rows: Rows) -> torch.Tensor:
         """(N, V): the logits of the model's own head."""
         if self.layout == "flat":
-            return self.loaded.base(**_flat_inputs(rows), logits_to_keep=rows.label_index).logits[0]
+            merged = self._merged(rows)
+            index = rows.label_index if merged is None else merged.place[rows.label_index]
+            return self.loaded.base(**_flat_inputs(rows, merged), logits_to_keep=index).logits[0]
         ids, row, column = _padded_inputs(rows)
         return self.loaded.base(input_ids=ids, use_cache=False).logits[row, column]
+
+    def _merged(self, rows: Rows) -> Merged | None:
+        """Which tokens are computed; None for all."""
+        if not self.merges or rows.noise is not None or not any(rows.common):
+            return None
+        return merge(rows.lengths, rows.common, rows.input_ids.device)
 
     @contextlib.contextmanager
     def ready_to_generate(self) -> Any:
@@ -237,6 +252,8 @@ def choose_forward(
             forward.within(lambda: _try_head(forward, wanted))
         if not loaded.is_reward or forward.head == "chunked":
             forward.within(lambda: _try_flat(forward, wanted))
+        if forward.layout == "flat" and not forward.rows_apart:
+            forward.within(lambda: _try_merging(forward))
     loaded.model.train(was_training)
     if forward.rows_apart and forward.layout == "padded":
         raise ModelError.of(
@@ -378,6 +395,23 @@ def _try_flat(forward: Forward, wanted: torch.Tensor) -> None:
     base.set_attn_implementation(forward.own_attention)
 
 
+def _try_merging(forward: Forward) -> None:
+    """Computes common beginnings of rows once only if that gives the values of complete rows."""
+    rows = _probe_rows(forward.loaded.base, first=11)
+    ids = torch.cat([rows.input_ids[:6], rows.input_ids[:4], rows.input_ids[10:]])
+    rows = replace(rows, input_ids=ids, common=[0, 4])
+    values = forward._hidden if forward.head == "chunked" else forward._logits  # noqa: SLF001 - same module
+    try:
+        with forward._precision():  # noqa: SLF001
+            complete = values(rows).float()
+            forward.merges = True
+            merged = values(rows).float()
+    except (RuntimeError, TypeError, ValueError, IndexError):
+        forward.merges = False
+    else:
+        forward.merges = _alike(merged, complete, forward.dtype)
+
+
 def _alike(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether they are equal up to rounding: the root mean square of the difference is small compared with the spread of the logits.
 
@@ -387,14 +421,18 @@ def _alike(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> boo
     return bool((found - wanted).square().mean().sqrt() <= tolerance * wanted.std().clamp_min(1e-6))
 
 
-def _flat_inputs(rows: Rows) -> dict[str, Any]:
-    """The keyword arguments of transformers for packed rows: (1, T) ids, and the boundaries of rows."""
+def _flat_inputs(rows: Rows, merged: Merged | None) -> dict[str, Any]:
+    """The keyword arguments of transformers for packed rows: (1, T) ids, or (1, S) of merged rows, and the boundaries of rows."""
     lengths = torch.tensor([0, *rows.lengths], dtype=torch.int32, device=rows.input_ids.device)
     ends = lengths.cumsum(0, dtype=torch.int32)
     longest = max(rows.lengths)
+    ids, positions = rows.input_ids, rows.position_ids
+    if merged is not None:
+        ids, positions = ids[merged.kept], positions[merged.kept]
     return {
-        "input_ids": rows.input_ids[None],
-        "position_ids": rows.position_ids[None],
+        **({} if merged is None else {"merged": merged}),
+        "input_ids": ids[None],
+        "position_ids": positions[None],
         "use_cache": False,
         "cu_seq_lens_q": ends,
         "cu_seq_lens_k": ends,

@@ -195,6 +195,7 @@ def load_units(
         to_device(batch.label_index),
         to_device(batch.labels),
         loss_counts=list(batch.loss_counts),
+        common=list(batch.common),
     )
     micro = Micro(
         rows,
