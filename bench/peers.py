@@ -1,13 +1,18 @@
-"""LoRA fine-tuning by TRL's SFTTrainer and by unisono, in turn in one run, on the same rows.
+"""LoRA fine-tuning by TRL's trainers and by unisono, in turn in one run, on the same rows.
 
-    python bench/peers.py --peers-python PATH [--model m15|m135] [--threads 1] [--steps 12] [--repetitions 2]
+    python bench/peers.py [sft | dpo | memory] [--model m15 | m135] [--threads 1] [--steps 12] [--repetitions 2] [--peers-python PATH]
 
-PATH is the Python of an environment with trl, peft and the same torch (pip install torch==2.13.0 trl==1.16.0). Each repetition runs every
-arm once, so that a busy hour hits all of them. The headline is real (non-padding) tokens per CPU second in the steady state;
-wall time, peak memory and the time to the first step are kept too. Results go to bench/results/peers-MODEL-tTHREADS.json.
+PATH is the Python of an environment with trl, peft and the same torch (pip install torch==2.13.0 trl==1.16.0); the test extra has them. Each
+repetition runs every arm once, so that a busy hour hits all of them. Results go to bench/results/peers-….json.
+
+- sft, dpo: rows of mixed length. The headline is real (non-padding) tokens per CPU second in the steady state; wall time, peak memory and the
+  time to the first step are kept too. Tokens of dpo are those of both sides. Its headline includes the forward passes of the reference model
+  for one epoch, wherever they are made: before the first step, or in each step.
+- memory: rows of exactly MAX_LENGTH tokens, the same tokens in a micro batch for sft (both sides as rows of their own) and dpo.
 """
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -18,85 +23,157 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 STARTED = time.time()
-ARMS = {
-    "trl default": {},
-    "trl best": {"gradient_checkpointing": False, "bf16_weights": True, "group_by_length": True},
-    "trl packing": {"gradient_checkpointing": False, "bf16_weights": True, "packing": True},
-    "unisono": {},
-}
 MAX_LENGTH = 512
 
 
-def trl_arm(model: str, data: str, batch: int, options: dict[str, bool]) -> dict[str, Any]:
-    """Runs in the peers' Python: SFTTrainer over all rows once; gives the end, tokens and CPU time of each step."""
+@dataclass(frozen=True)
+class Arm:
+    """A trainer with its settings."""
+
+    objective: str = "sft"
+    is_ours: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+_TUNED = {"gradient_checkpointing": False, "bf16_weights": True}
+COMPARISONS = {
+    "sft": {
+        "trl default": Arm(),
+        "trl best": Arm(options={**_TUNED, "group_by_length": True}),
+        "trl packing": Arm(options={**_TUNED, "packing": True}),
+        "unisono": Arm(is_ours=True),
+    },
+    "dpo": {
+        "trl default": Arm("dpo"),
+        "trl grouped": Arm("dpo", options={**_TUNED, "group_by_length": True}),
+        "trl precompute": Arm("dpo", options={**_TUNED, "group_by_length": True, "precompute": True}),
+        "unisono": Arm("dpo", is_ours=True),
+    },
+    "memory": {
+        "trl sft": Arm(options=_TUNED),
+        "trl dpo": Arm("dpo", options={**_TUNED, "precompute": True}),
+        "unisono sft": Arm(is_ours=True),
+        "unisono dpo": Arm("dpo", is_ours=True),
+    },
+}
+
+
+# ---- arms, each in a process of its own
+
+
+def trl_arm(model: str, data: str, batch: int, arm: Arm) -> dict[str, Any]:
+    """Runs in the peers' Python: TRL's trainer over all rows once; gives the end, CPU time and tokens of each step."""
     import torch
     from datasets import Dataset
     from peft import LoraConfig
     from transformers import AutoTokenizer, TrainerCallback
-    from trl import SFTConfig, SFTTrainer
+    from transformers.trainer_pt_utils import LengthGroupedSampler
+    from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
     rows = [json.loads(line) for line in Path(data).read_text().splitlines()]
-    dataset = Dataset.from_list(
-        [
-            {
-                "prompt": [
-                    {"role": "user", "content": r["instruction"] + ("\n" + r["input"] if r["input"] else "")}
-                ],
-                "completion": [{"role": "assistant", "content": r["output"]}],
-            }
-            for r in rows
-        ]
-    )
     steps: list[tuple[float, float, int]] = []
-    seen = [0]
+    seen, reference = [0], [0.0]
+    trainer_class, config_class = (
+        (SFTTrainer, SFTConfig) if arm.objective == "sft" else (DPOTrainer, DPOConfig)
+    )
 
-    class Counting(SFTTrainer):
+    class Counting(trainer_class):  # type: ignore[misc, valid-type]
         def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             mask = inputs.get("attention_mask")
             seen[0] += int(mask.sum()) if mask is not None else inputs["input_ids"].numel()
             return super().training_step(model, inputs, *args, **kwargs)
+
+        def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+            if arm.objective == "dpo" and arm.options.get("group_by_length"):
+                # Its own sampler asks for a column that its collator's columns do not include.
+                return LengthGroupedSampler(batch, lengths=lengths_of(self.train_dataset))
+            return super()._get_train_sampler(*args, **kwargs)
+
+        def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
+            torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+            began = time.process_time()
+            found = super()._precompute_ref_logps(*args, **kwargs)
+            reference[0] += time.process_time() - began
+            return found
 
     class Clock(TrainerCallback):
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             steps.append((time.time(), time.process_time(), seen[0]))
             seen[0] = 0
 
-    extra: dict[str, Any] = {}
-    if "gradient_checkpointing" in options:
-        extra["gradient_checkpointing"] = options["gradient_checkpointing"]
-    if options.get("bf16_weights"):
-        extra["model_init_kwargs"] = {"dtype": "bfloat16"}
-    if options.get("group_by_length"):
-        extra["train_sampling_strategy"] = "group_by_length"
-    if options.get("packing"):
-        extra["packing"] = True
     with tempfile.TemporaryDirectory() as out:
-        config = SFTConfig(
-            output_dir=out, per_device_train_batch_size=max(1, batch // 3) if options.get("packing") else batch, num_train_epochs=1,
-            bf16=True, use_cpu=True, report_to="none", save_strategy="no", lr_scheduler_type="constant", max_length=MAX_LENGTH, **extra,
+        config = config_class(
+            output_dir=out, num_train_epochs=1, bf16=True, use_cpu=True, report_to="none", save_strategy="no",
+            lr_scheduler_type="constant", max_length=MAX_LENGTH, **trl_settings(arm, batch),
         )  # fmt: skip
         lora = LoraConfig(
             r=8, lora_alpha=16, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM"
         )
         trainer = Counting(
-            model=model, args=config, train_dataset=dataset, peft_config=lora, processing_class=AutoTokenizer.from_pretrained(model),
-            callbacks=[Clock()],
+            model=model, args=config, train_dataset=Dataset.from_list([trl_row(row) for row in rows]), peft_config=lora,
+            processing_class=AutoTokenizer.from_pretrained(model), callbacks=[Clock()],
         )  # fmt: skip
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         trainer.train()
-    return {"steps": steps, "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    return {
+        "steps": steps,
+        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "reference_cpu_s": reference[0],
+    }
 
 
-def unisono_arm(model: str, data: str, batch: int, out: Path) -> dict[str, Any]:
-    """`unisono train` as a user runs it; the figures are those of its metrics.jsonl."""
+def trl_settings(arm: Arm, batch: int) -> dict[str, Any]:
+    """An arm's settings in TRL's words."""
+    options = arm.options
+    found: dict[str, Any] = {
+        "per_device_train_batch_size": max(1, batch // 3) if options.get("packing") else batch
+    }
+    if "gradient_checkpointing" in options:
+        found["gradient_checkpointing"] = options["gradient_checkpointing"]
+    if options.get("bf16_weights"):
+        found["model_init_kwargs"] = {"dtype": "bfloat16"}
+    if options.get("group_by_length") and arm.objective == "sft":
+        found["train_sampling_strategy"] = "group_by_length"
+    if options.get("packing"):
+        found["packing"] = True
+    if options.get("precompute"):
+        found["precompute_ref_log_probs"] = True
+        found["precompute_ref_batch_size"] = 1  # fewer pads than in larger batches
+    return found
+
+
+def trl_row(row: dict[str, str]) -> dict[str, Any]:
+    """A row in TRL's columns."""
+
+    def message(role: str, text: str) -> list[dict[str, str]]:
+        return [{"role": role, "content": text}]
+
+    if "chosen" in row:
+        sides = {side: message("assistant", row[side]) for side in ("chosen", "rejected")}
+        return {"prompt": message("user", row["prompt"]), **sides}
+    asked = row["instruction"] + ("\n" + row["input"] if row["input"] else "")
+    return {"prompt": message("user", asked), "completion": message("assistant", row["output"])}
+
+
+def lengths_of(dataset: Any) -> list[int]:
+    """Of each of TRL's pairs, the tokens of the longer side, to which both are padded."""
+    return [
+        min(MAX_LENGTH, len(row["prompt_ids"]) + max(len(row["chosen_ids"]), len(row["rejected_ids"])))
+        for row in dataset
+    ]
+
+
+def unisono_arm(model: str, data: str, batch: int, arm: Arm, out: Path) -> dict[str, Any]:
+    """`unisono train` as a user runs it; the figures are those of its metrics.jsonl and events."""
     config = out / "bench.yaml"
     run = out / "run"
     config.write_text(
-        f"model: {{path: {model}, dtype: bfloat16}}\nadapter: {{rank: 8, alpha: 16}}\n"
+        f"model: {{path: {model}, dtype: bfloat16}}\nadapter: {{rank: 8, alpha: 16}}\nobjective: {arm.objective}\n"
         f"data: {{train: {data}, max_length: {MAX_LENGTH}, too_long: cut, packing: false}}\n"
         f"optim: {{lr: 2.0e-5, schedule: constant}}\nduration: 1 epoch\nbatch: {{global: {batch}, micro: {batch}}}\n"
         f"device: cpu\ncheckpoint: {{every: 100000 steps}}\noutput_dir: {run}\n"
@@ -104,6 +181,7 @@ def unisono_arm(model: str, data: str, batch: int, out: Path) -> dict[str, Any]:
     command = [sys.executable, "-m", "unisono", "train", str(config), "--quiet"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    events = [json.loads(line) for line in (run / "events" / "rank-00000.jsonl").read_text().splitlines()]
     at, cpu, steps, before = 0.0, 0.0, [], 0
     for line in lines:
         at, cpu = at + line["step_time_s"], cpu + line["cpu_time_s"]
@@ -113,44 +191,48 @@ def unisono_arm(model: str, data: str, batch: int, out: Path) -> dict[str, Any]:
     return {
         "steps": steps,
         "peak_bytes": max(line["memory_bytes"] for line in lines),
+        "reference_cpu_s": sum(event["cpu_time_s"] for event in events if event["kind"] == "reference"),
         "first_step_ended": first,
     }
 
 
 def figures(outcome: dict[str, Any], *, warmup: int) -> dict[str, float]:
-    """Tokens per CPU second and per second after the first steps."""
+    """Tokens per CPU second and per second after the first steps; per CPU second with the reference of one epoch."""
     steps = outcome["steps"]
     (wall0, cpu0, _), (wall1, cpu1, _) = steps[warmup - 1], steps[-1]
-    tokens = sum(step[2] for step in steps[warmup:])
+    tokens, all_tokens = sum(step[2] for step in steps[warmup:]), sum(step[2] for step in steps)
+    of_steps, of_reference = (cpu1 - cpu0) / tokens, outcome["reference_cpu_s"] / all_tokens
     return {
-        "tokens_per_cpu_s": tokens / (cpu1 - cpu0), "tokens_per_s": tokens / (wall1 - wall0), "peak_bytes": outcome["peak_bytes"],
+        "tokens_per_cpu_s": 1 / (of_steps + of_reference), "tokens_per_cpu_s_of_steps": 1 / of_steps,
+        "tokens_per_s": tokens / (wall1 - wall0), "reference_cpu_s": outcome["reference_cpu_s"], "peak_bytes": outcome["peak_bytes"],
         "tokens": tokens,
     }  # fmt: skip
 
 
+# ---- the comparison
+
+
 def run_arm(name: str, args: argparse.Namespace, model: Path, data: Path) -> dict[str, float]:
     """One arm in a process of its own."""
+    arm = COMPARISONS[args.comparison][name]
     environment = dict(
         os.environ, OMP_NUM_THREADS=str(args.threads), MKL_NUM_THREADS=str(args.threads), HF_HUB_OFFLINE="1"
     )
     with tempfile.TemporaryDirectory() as out:
-        python = sys.executable if name == "unisono" else args.peers_python
-        command = [
-            python,
-            __file__,
-            "--arm",
-            name,
-            "--rows",
-            str(data),
-            "--model-dir",
-            str(model),
-            "--out",
-            out,
-            "--batch",
-            str(args.batch),
-        ]
+        python = sys.executable if arm.is_ours else args.peers_python
+        sides = 2 if args.comparison == "memory" and arm.objective == "sft" else 1
+        hidden = {
+            "--arm": name,
+            "--rows": data,
+            "--model-dir": model,
+            "--out": out,
+            "--batch": args.batch * sides,
+        }
+        command = [python, __file__, args.comparison, *itertools.chain(*hidden.items())]
         began = time.time()
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [str(word) for word in command], env=environment, capture_output=True, text=True, check=False
+        )
         if done.returncode:
             raise SystemExit(f"{name} failed:\n{done.stderr[-3000:]}")
         outcome = json.loads(done.stdout.splitlines()[-1])
@@ -176,64 +258,99 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("comparison", choices=list(COMPARISONS), nargs="?", default="sft")
     parser.add_argument("--peers-python", default=sys.executable)
     parser.add_argument("--model", choices=["m15", "m135"], default="m15")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=8, help="rows or pairs of a step")
     parser.add_argument("--repetitions", type=int, default=2)
-    parser.add_argument("--arms", default=",".join(ARMS))
+    parser.add_argument("--arms", help="names, with commas between them; else all")
     parser.add_argument("--work", type=Path, help="a folder that keeps the workload; else a new one")
     for hidden in ("--arm", "--rows", "--model-dir", "--out"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.arm:
-        if args.arm == "unisono":
-            outcome = unisono_arm(args.model_dir, args.rows, args.batch, Path(args.out))
+        arm = COMPARISONS[args.comparison][args.arm]
+        if arm.is_ours:
+            outcome = unisono_arm(args.model_dir, args.rows, args.batch, arm, Path(args.out))
         else:
-            outcome = trl_arm(args.model_dir, args.rows, args.batch, ARMS[args.arm])
+            outcome = trl_arm(args.model_dir, args.rows, args.batch, arm)
         print(json.dumps(outcome))
         return
     with tempfile.TemporaryDirectory() as temporary:
         compare(args, args.work or Path(temporary))
 
 
-def compare(args: argparse.Namespace, work: Path) -> None:
-    """All arms, repetition by repetition; prints the table and writes the result."""
-    if not (work / "alpaca.jsonl").exists():
+def rows_of(args: argparse.Namespace, work: Path) -> dict[str, Path]:
+    """The rows of each objective of a comparison, as files."""
+    if not (work / "pairs.jsonl").exists():
         from workload import make  # type: ignore[import-not-found]  # beside this script
 
         make(work)
-    lines = (work / "alpaca.jsonl").read_text().splitlines()
+    name = "alpaca" if args.comparison == "sft" else "pairs"
+    lines = (work / f"{name}.jsonl").read_text().splitlines()
     random.Random(7).shuffle(lines)
-    data = work / f"rows-{args.steps * args.batch}.jsonl"
-    data.write_text("\n".join(lines[: args.steps * args.batch]) + "\n")
+    rows = [json.loads(line) for line in lines]
+    number = args.steps * args.batch
+    if args.comparison == "memory":
+        rows = [full_pair(rows, first) for first in range(number)]
+    found = {args.comparison if args.comparison != "memory" else "dpo": rows[:number]}
+    if args.comparison == "memory":
+        found["sft"] = [
+            {"instruction": row["prompt"], "input": "", "output": row[side]}
+            for row in found["dpo"]
+            for side in ("chosen", "rejected")
+        ]
+    files = {}
+    for objective, chosen in found.items():
+        files[objective] = work / f"{args.comparison}-{objective}-{number}.jsonl"
+        files[objective].write_text("".join(json.dumps(row) + "\n" for row in chosen))
+    return files
+
+
+def full_pair(rows: list[dict[str, str]], first: int) -> dict[str, str]:
+    """A pair whose sides are both longer than MAX_LENGTH: its answers are those of several pairs."""
+    own = [rows[(first + i) % len(rows)] for i in range(20)]
+    sides = {side: " ".join(row[side] for row in own) for side in ("chosen", "rejected")}
+    return {"prompt": own[0]["prompt"], **sides}
+
+
+def compare(args: argparse.Namespace, work: Path) -> None:
+    """All arms, repetition by repetition; prints the table and writes the result."""
+    data = rows_of(args, work)
+    arms = COMPARISONS[args.comparison]
+    names = args.arms.split(",") if args.arms else list(arms)
     found: dict[str, list[dict[str, float]]] = {}
     for repetition in range(args.repetitions):
-        for name in args.arms.split(","):
-            found.setdefault(name, []).append(run_arm(name, args, work / args.model, data))
-            last = found[name][-1]
+        for name in names:
+            last = run_arm(name, args, work / args.model, data[arms[name].objective])
+            found.setdefault(name, []).append(last)
             print(
-                f"{repetition} {name:12s} {last['tokens_per_cpu_s']:8.0f} tok/cpu-s {last['tokens_per_s']:8.0f} tok/s",
+                f"{repetition} {name:14s} {last['tokens_per_cpu_s']:8.0f} tok/cpu-s {last['tokens_per_s']:8.0f} tok/s "
+                f"{last['peak_bytes'] / 1e6:8.0f} MB",
                 flush=True,
             )
     medians = {
         name: {key: statistics.median(f[key] for f in all_) for key in all_[0]}
         for name, all_ in found.items()
     }
-    base = medians["trl default"]
-    print(f"\n{'':12s} tok/cpu-s  ratio   tok/s  ratio  peak MB  first step")
+    base = medians[names[0]]
+    print(f"\n{'':14s} tok/cpu-s  ratio   tok/s  ratio  peak MB  ratio  first step")
     for name, m in medians.items():
         print(
-            f"{name:12s} {m['tokens_per_cpu_s']:9.0f} {m['tokens_per_cpu_s'] / base['tokens_per_cpu_s']:6.2f} {m['tokens_per_s']:7.0f} "
-            f"{m['tokens_per_s'] / base['tokens_per_s']:6.2f} {m['peak_bytes'] / 1e6:8.0f} {m['first_step_s']:8.1f} s"
+            f"{name:14s} {m['tokens_per_cpu_s']:9.0f} {m['tokens_per_cpu_s'] / base['tokens_per_cpu_s']:6.2f} {m['tokens_per_s']:7.0f} "
+            f"{m['tokens_per_s'] / base['tokens_per_s']:6.2f} {m['peak_bytes'] / 1e6:8.0f} {m['peak_bytes'] / base['peak_bytes']:6.2f} "
+            f"{m['first_step_s']:8.1f} s"
         )
     result = {
-        "schema": 1, "command": f"python bench/peers.py --model {args.model} --threads {args.threads} --steps {args.steps} "
-        f"--batch {args.batch} --repetitions {args.repetitions}", "machine": machine(), "medians": medians, "all": found,
+        "schema": 1, "command": f"python bench/peers.py {args.comparison} --model {args.model} --threads {args.threads} --steps {args.steps} "
+        f"--warmup {args.warmup} --batch {args.batch} --repetitions {args.repetitions}" + (f" --arms '{args.arms}'" if args.arms else ""),
+        "machine": machine(), "medians": medians, "all": found,
     }  # fmt: skip
-    target = Path(__file__).parent / "results" / f"peers-{args.model}-t{args.threads}.json"
+    kind = "" if args.comparison == "sft" else f"{args.comparison}-"
+    target = Path(__file__).parent / "results" / f"peers-{kind}{args.model}-t{args.threads}.json"
     target.write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -1,6 +1,6 @@
-"""Makes what the comparison trains on: a tokenizer, two random Llama models (12 M and 135 M parameters), Alpaca-like rows.
+"""Makes what the comparison trains on: a tokenizer, two random Llama models (12 M and 135 M parameters), Alpaca-like rows, pairs.
 
-Row lengths are lognormal, as those of instruction data are. Everything follows from a seed.
+Row lengths are lognormal, as those of instruction data are; both answers of a pair have a length of their own. Everything follows from a seed.
 """
 
 import argparse
@@ -85,7 +85,7 @@ class Writer:
 
 
 def make(out: Path, *, rows: int = 2000, seed: int = 0) -> None:
-    """Writes m15/, m135/ and alpaca.jsonl into `out`."""
+    """Writes m15/, m135/, alpaca.jsonl and pairs.jsonl into `out`."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -128,6 +128,13 @@ def make(out: Path, *, rows: int = 2000, seed: int = 0) -> None:
                 "output": writer.text(max(2, int(answer / tokens_per_word))),
             }
             file.write(json.dumps(row) + "\n")
+    with (out / "pairs.jsonl").open("w") as file:
+        for _ in range(rows):
+            prompt = writer.text(max(3, int(writer.length(55, 0.7, 20, 300) / tokens_per_word)))
+            chosen, rejected = (
+                writer.text(max(2, int(writer.length(70, 0.95, 5, 400) / tokens_per_word))) for _ in range(2)
+            )
+            file.write(json.dumps({"prompt": prompt, "chosen": chosen, "rejected": rejected}) + "\n")
 
 
 if __name__ == "__main__":

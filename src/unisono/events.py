@@ -4,7 +4,8 @@ Kinds, and their fields besides `kind` and `time` (UTC, seconds):
 
     phase       phase, text; done, total (optional; units of work inside the phase)
     ready       facts: known only to the worker before step 1 (parameters, attention, memory, resume)
-    reference   computed, reused: units whose log-probabilities under the reference were computed, or read from the run's store
+    reference   computed, reused: units whose log-probabilities under the reference were computed, or read from the run's store;
+                if computed also seconds and cpu_time_s
     step        one line of metrics.jsonl; ranks other than 0 send the step alone
     eval        step, eval_loss, and more figures
     sample      step, prompt, text

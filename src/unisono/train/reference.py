@@ -8,6 +8,7 @@ so that the values are the same for any number of ranks.
 import contextlib
 import hashlib
 import json
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -66,13 +67,20 @@ def set_reference(run: Run) -> None:
         run.report.warning(
             "reference_damaged", f"{path}: {why}; the values of the reference are computed again"
         )
+    began, cpu_began = time.perf_counter(), time.process_time()
     with _reference_forward(run) as (forward, restore):
         run.reference = _compute(run, forward, tables)
         restore()
     if run.group.is_main:
         with whole_file(path) as temporary:
             temporary.write_bytes(_encode(run.reference, key))
-    run.report.send("reference", computed=sum(table.rows for table in tables.values()), reused=0)
+    run.report.send(
+        "reference",
+        computed=sum(table.rows for table in tables.values()),
+        reused=0,
+        seconds=time.perf_counter() - began,
+        cpu_time_s=time.process_time() - cpu_began,
+    )
 
 
 def reference_key(run: Run) -> str:
