@@ -130,11 +130,11 @@ def make(out: Path, *, rows: int = 2000, seed: int = 0) -> None:
             file.write(json.dumps(row) + "\n")
     with (out / "pairs.jsonl").open("w") as file:
         for _ in range(rows):
-            prompt = writer.text(max(3, int(writer.length(55, 0.7, 20, 300) / tokens_per_word)))
+            asked = writer.text(max(3, int(writer.length(55, 0.7, 20, 300) / tokens_per_word)))
             chosen, rejected = (
                 writer.text(max(2, int(writer.length(70, 0.95, 5, 400) / tokens_per_word))) for _ in range(2)
             )
-            file.write(json.dumps({"prompt": prompt, "chosen": chosen, "rejected": rejected}) + "\n")
+            file.write(json.dumps({"prompt": asked, "chosen": chosen, "rejected": rejected}) + "\n")
 
 
 if __name__ == "__main__":
