@@ -294,5 +294,5 @@ def unusable_path(error: BaseException, *, has_started: bool) -> UsageError | No
     return UsageError.of(
         f"a path cannot be used: {storage_words(error)}",
         where=str(path),
-        fix="give a different path, or make this one usable",
+        fix="set a different path, or make this one usable",
     )

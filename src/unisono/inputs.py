@@ -89,7 +89,7 @@ def fault_of(path: Path, name: str) -> Fault | None:
     except FileNotFoundError:
         if path.is_symlink():
             why = f"it is a symbolic link to {path.readlink()}, which does not exist"
-            return Fault(f"there is no file {name}", why, "fix the link, or give the file itself")
+            return Fault(f"there is no file {name}", why, "fix the link, or pass the file itself")
         why = "relative paths start at the working directory"
         return Fault(f"there is no file {name}", why, "check the path", is_missing=True)
     except (OSError, ValueError) as error:
@@ -98,15 +98,15 @@ def fault_of(path: Path, name: str) -> Fault | None:
         return None
     kind = next((words for is_kind, words in _KINDS if is_kind(mode)), "not a regular file")
     if stat.S_ISDIR(mode):
-        return Fault(f"{name} is a directory", "a file is required", "give a file in it", is_directory=True)
+        return Fault(f"{name} is a directory", "a file is required", "pass a file in it", is_directory=True)
     why = "only regular files can be read, since they are read twice: for the digest and for the content"
-    return Fault(f"{name} is {kind}", why, "write its content to a file, and give that file")
+    return Fault(f"{name} is {kind}", why, "write its content to a file, and pass that file")
 
 
 def _unseen(name: str, error: OSError | ValueError) -> Fault:
     code = error.errno if isinstance(error, OSError) else None
     if code == errno.ELOOP:
-        return Fault(f"{name} is a symbolic link loop", "", "give the file itself")
+        return Fault(f"{name} is a symbolic link loop", "", "pass the file itself")
     detail = (error.strerror if isinstance(error, OSError) else None) or str(error)
     fix = "check the permissions of the directories on its path" if code == errno.EACCES else "check the path"
     return Fault(f"{name} cannot be read", detail, fix)

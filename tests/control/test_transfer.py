@@ -136,7 +136,7 @@ def test_a_changed_byte_is_found_on_arrival_and_nothing_is_kept(
         ("short", "it has 10 bytes, 1000 were written"),
         ("link", "it cannot be read: Too many levels of symbolic links"),
         ("taken", "is there already"),
-        ("unknown kind", "the head knows no file of kind 'other'"),
+        ("unknown kind", "the head does not accept files of kind 'other'"),
         ("no such place", "the head does not wait for it any more"),
         ("link as place", "the head does not wait for it any more"),
         ("refused", "not for you"),
@@ -445,7 +445,7 @@ def test_a_file_of_which_nothing_comes_is_given_up_and_its_place_is_free(room: "
         for number in range(AT_ONCE + 1):
             sock.sendall(seal.close(encode(offer_body(number=number, name=f"f{number}"))))
         arrived = room.hears(head, FileReceived, AT_ONCE + 1)
-    assert {event.error for event in arrived} == {"nothing of it has come for 0.2 s"}
+    assert {event.error for event in arrived} == {"no part of it has arrived for 0.2 s"}
     assert not list(desk.iterdir())
 
 

@@ -287,7 +287,7 @@ def test_the_sides_of_a_pair_are_named(run: Run) -> None:
     assert "rows.jsonl:1 rejected: " in done.stdout
     assert "⟦yes<|im_end|>⟧" in done.stdout
     assert "⟦no<|im_end|>⟧" in done.stdout
-    assert "tokens a row, both sides together" in done.stdout
+    assert "tokens per row, both sides together" in done.stdout
     assert "1 rows = 1 used" in done.stdout
 
 

@@ -86,7 +86,7 @@ def test_a_rank_that_does_not_come_is_named_when_the_groups_patience_ends(absent
     results = _together([8, 8, 8], patience_s=8.0, absent=absent)
     assert len(results) == 2
     for words, cause, waited_s in results.values():
-        assert f"rank {absent} did not come to the first step within 8 s" in words
+        assert f"rank {absent} did not reach the first step within 8 s" in words
         assert cause == "rank_stalled"
         assert waited_s >= 7.9
 

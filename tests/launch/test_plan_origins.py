@@ -46,7 +46,7 @@ def test_a_reason_without_a_variable_or_without_words_is_refused(front: Any) -> 
     for text in ("it hangs", "NCCL_P2P_DISABLE=", "=it hangs"):
         done = front.run("--reason", text)
         assert done.returncode == 2, text
-        assert "names no variable, or gives no reason" in done.stderr
+        assert "has no variable, or no reason" in done.stderr
 
 
 def test_doctor_shows_the_reason_beside_what_it_warns_of(tmp_path: Path, front: Any) -> None:

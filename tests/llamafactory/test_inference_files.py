@@ -17,7 +17,7 @@ def test_a_config_of_ours_is_not_a_run(workspace: Workspace) -> None:
     done = workspace.run("chat", "train.yaml")
     assert done.code == 2
     assert "train.yaml is a config" in done.stderr
-    assert "give its run, runs/x" in done.stderr
+    assert "pass its run, runs/x" in done.stderr
 
 
 def test_overrides_need_a_file(workspace: Workspace) -> None:

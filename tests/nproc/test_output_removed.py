@@ -68,7 +68,7 @@ def test_a_run_that_ends_because_its_directory_is_replaced_reports_what_becomes_
         return
     (checkpoint,) = (elsewhere / "checkpoints").glob("step-????????")
     assert int(checkpoint.name.removeprefix("step-")) >= 4
-    assert f"give the same command with output_dir={elsewhere}" in front.text()
+    assert f"run the same command with output_dir={elsewhere}" in front.text()
     again = solo.start(0, "--nproc", "2", f"output_dir={elsewhere}", json=True, topology=False)
     assert again.wait() == 0, solo.transcript()
     assert again.messages("plan")[0]["resume"]["step"] == int(checkpoint.name.removeprefix("step-"))

@@ -210,7 +210,7 @@ def test_a_different_config_may_be_tried_where_no_step_was_made(tmp_path: Path) 
 def test_a_finished_run_is_not_written_over(flags: dict[str, Any], tmp_path: Path) -> None:
     root = tmp_path / "out"
     _write_run(root, step=100, total=100, outcome="completed")
-    with pytest.raises(UsageError, match="is finished: 100 steps, 3 epochs") as caught:
+    with pytest.raises(UsageError, match="is finished: 100 steps, duration 3 epochs") as caught:
         _decide(root, **flags)
     fix = caught.value.problems[0].fix
     assert all(remedy in fix for remedy in ("--resume", "--fresh", "a different output_dir"))

@@ -289,7 +289,7 @@ _RANK_FACTS: dict[str, tuple[str, str, tuple[str, ...]]] = {
         ),
     ),
     "data": ("data_mismatch", "data", ("let all ranks read the same files",)),
-    "seed": ("split_mismatch", "seeds", ("give all ranks the same seed where they split or shuffle data",)),
+    "seed": ("split_mismatch", "seeds", ("use the same seed on all ranks to split or shuffle data",)),
 }
 
 

@@ -339,7 +339,7 @@ LINTS: tuple[Lint, ...] = (
     Lint("NCCL_P2P_DISABLE", _peer_to_peer_off, "devices of one machine communicate through host memory: slow if they have NVLink",
          "unset it on all nodes, unless it fixes a hang"),
     Lint("NCCL_SHM_DISABLE", _peer_to_peer_off, "traffic inside the machine goes through the network: slow",
-         "unset it on all nodes; give a container --shm-size=8g"),
+         "unset it on all nodes; start a container with --shm-size=8g"),
     Lint("NCCL_ALGO", _no_ring, "without ring: since NCCL 2.24 collectives that support only ring have no fallback",
          "add ring, or unset it on all nodes"),
     Lint("NCCL_DEBUG", _is_verbose, "excessive output in a long run", "NCCL_DEBUG=WARN, or NCCL_DEBUG_FILE=/tmp/nccl.%h.%p"),

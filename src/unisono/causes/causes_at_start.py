@@ -689,7 +689,7 @@ RENDEZVOUS_CAUSES: tuple[Cause, ...] = (
             "`has timed out after 60000ms while trying to connect to (HOST, PORT)`",
         ),
         neighbours=(
-            ("dns_failure", "a `gai error` stands above: the name has no address"),
+            ("dns_failure", "a `gai error` above it: the name has no address"),
             ("hostname_loopback", "the address that was tried is a loopback one"),
             ("user_code_error", "the missing rank's log ends in an exception: that is the cause"),
             ("node_missing", "it is known which node was missing"),

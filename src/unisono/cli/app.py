@@ -193,7 +193,7 @@ def _refuse_without_directory(words: list[str]) -> None:
             f"the working directory cannot be used: {error.strerror}",
             where="working directory",
             why="paths are relative to it; it was removed or renamed, or may not be read",
-            fix="cd into a directory that exists, and give the command again",
+            fix="cd into a directory that exists, and run the command again",
         ) from None
 
 

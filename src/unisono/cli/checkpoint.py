@@ -160,7 +160,7 @@ def _print_pruned(store: "CheckpointStore", deleted: list[Path], removed: list[P
     for path in deleted:
         printer.result(f"deleted {path.name}")
     for path in removed:
-        printer.result(f"removed {path.name}, which a dead writer had left")
+        printer.result(f"removed {path.name}, which a killed writer had left")
     printer.result(
         f"{len(kept)} checkpoint{'s' * (len(kept) != 1)} stay{'s' * (len(kept) == 1)} in {store.root}"
     )
@@ -193,7 +193,7 @@ def _refuse_damaged_plan(files: "RunDir") -> None:
         raise UsageError.of(
             "the run's plan cannot be read, so no checkpoint is deleted",
             where=str(files.plan),
-            why=f"{why}; it says which checkpoints are kept",
+            why=f"{why}; it defines which checkpoints are kept",
             fix="restore plan.json from a copy",
         )
 

@@ -80,7 +80,7 @@ def _read(run: Path, step: int | None, *, may_be_none: bool) -> "list[Reading]":
         raise UsageError.of(
             "there is no checkpoint to verify" if step is None else f"there is no checkpoint of step {step}",
             where=str(store.root),
-            fix=f"`unisono checkpoint ls {run}` lists those that are there",
+            fix=f"`unisono checkpoint ls {run}` lists the checkpoints that exist",
         )
     readings = [read_through(path, key=key) for path in paths]
     there = [

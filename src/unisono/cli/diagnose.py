@@ -58,7 +58,7 @@ def _of_logs(paths: list[str]) -> "Diagnosis":
         sources = find_sources(paths)
     except FileNotFoundError as error:
         raise UsageError.of(
-            f"{error} does not exist", where=str(error), fix="give a log, or a directory with logs"
+            f"{error} does not exist", where=str(error), fix="pass a log, or a directory with logs"
         ) from None
     line = ReadingLine(sum(source.size for source in sources))
     try:
@@ -71,12 +71,12 @@ def _of_logs(paths: list[str]) -> "Diagnosis":
         raise UsageError.of(
             "there is no log that can be read",
             where=" ".join(paths),
-            fix="give a log, or a directory with logs",
+            fix="pass a log, or a directory with logs",
         )
     for report in read.reports:
         if report.language == "other":
             printer.warn(
-                f"{plain(report.name)}: a language that diagnose does not know: only English and Chinese words and log lines were read"
+                f"{plain(report.name)}: an unsupported language: only English and Chinese words and log lines were read"
             )
     return diagnose_logs(read.scanned, read.recordings, read.reports)
 
@@ -316,14 +316,16 @@ def _explain_symptom(text: str, name: str | None) -> None:
     from unisono.errors import UsageError
 
     if name is not None:
-        raise UsageError.of("a name and --symptom exclude each other", where=name, fix="give one of them")
+        raise UsageError.of(
+            "a name and --symptom exclude each other", where=name, fix="pass only one of them"
+        )
     language = language_of(text)
     features = find_features("symptom", sentences_of(text))
     if not features:
         raise UsageError.of(
-            "these words are not known here",
+            "nothing in these words is recognized",
             where=text,
-            fix='say what happens and when, in English or Chinese, e.g. "hangs after the model is loaded, 2 nodes"',
+            fix='describe what happens and when, in English or Chinese, e.g. "hangs after the model is loaded, 2 nodes"',
         )
     ranking = rank(features, is_failure=True)
     body: dict[str, object] = {
@@ -332,7 +334,7 @@ def _explain_symptom(text: str, name: str | None) -> None:
         "hypotheses": [one.to_json() for one in ranking.hypotheses],
         "questions": [one.zh if language == "zh" else one.en for one in ranking.questions],
     }
-    lines = list(ranking_lines(ranking, language=language)) or ["no failure in these words"]
+    lines = list(ranking_lines(ranking, language=language)) or ["these words describe no failure"]
     redacted_lines = [redacted(line) for line in ("These causes fit, most likely first:", *lines)]
     _show_entry(redacted_json(body), redacted_lines)
 

@@ -24,7 +24,7 @@ def first_screen(plan: RunPlan, facts: Mapping[str, Any]) -> list[str]:
         ("model", _model(plan)),
         ("trained", _trained(plan, facts)),
         ("data", _data(plan)),
-        ("", f"{plan.data.template}; {plan.data.cache_reason}"),
+        ("", f"template: {plan.data.template} · cache: {plan.data.cache_reason}"),
         ("batch", _batch(plan)),
         ("steps", _steps(plan, facts)),
         ("memory", _memory(plan, facts)),
@@ -172,8 +172,11 @@ def _batch(plan: RunPlan) -> str:
 
 def _steps(plan: RunPlan, facts: Mapping[str, Any]) -> str:
     every = f"evaluation every {plan.eval_every}" if plan.eval_every else ""
+    total = f"{plan.total_steps:,}"
+    if plan.config.duration != f"{plan.total_steps} steps":
+        total += f" = {plan.config.duration}"
     parts = [
-        f"{plan.total_steps:,} = {plan.config.duration}, {plan.steps_per_epoch:.4g} per epoch",
+        f"{total}, {plan.steps_per_epoch:.4g} per epoch",
         f"warmup {plan.warmup_steps}",
         every,
         f"checkpoint every {plan.checkpoint_every}",

@@ -113,7 +113,7 @@ def generate(
     prompt, overrides = split_prompt(prompt, overrides)
     if prompt is not None and file is not None:
         raise UsageError.of(
-            "a prompt and a file of prompts are given", where="--file", fix="give one of them"
+            "a prompt and a file of prompts are given", where="--file", fix="pass only one of them"
         )
     if stop and not all(stop):
         raise UsageError.of(

@@ -165,11 +165,11 @@ def _write_new(path: Path, text: str) -> None:
             file.write(text)
     except FileExistsError:
         raise UsageError.of(
-            f"{path} exists", why="nothing is overwritten", fix="give a different name"
+            f"{path} exists", why="nothing is overwritten", fix="choose a different name"
         ) from None
     except OSError as error:
         raise UsageError.of(
-            f"{path} cannot be written", why=str(error), fix="give a file in a directory that you may write"
+            f"{path} cannot be written", why=str(error), fix="choose a file in a writable directory"
         ) from error
 
 
@@ -321,8 +321,8 @@ def _row_lines(row: dict[str, Any]) -> list[Line]:
     from unisono.text import one_line, plain
 
     share = row["loss_tokens"] / max(1, row["tokens"])
-    counts = ", ".join(f"{run['tokens']} {'in the loss' if run['loss'] else 'not'}" for run in row["runs"])
-    head = f"── {one_line(row['row'])}: {row['tokens']} tokens, {row['loss_tokens']} in the loss ({share:.0%}): {counts}"
+    spans = " + ".join(f"{run['tokens']}{' in the loss' if run['loss'] else ''}" for run in row["runs"])
+    head = f"── {one_line(row['row'])}: {row['tokens']} tokens, {row['loss_tokens']} in the loss ({share:.0%}) = {spans}"
     lines: list[Line] = [[(head, False)], []]
     for run in row["runs"]:
         first, *rest = plain(run["text"]).split("\n")
@@ -338,7 +338,7 @@ def _is_unit(rows: list[dict[str, Any]]) -> bool:
 def _length_lines(classes: list[dict[str, int]], width: int, *, is_unit: bool) -> list[str]:
     longest = min(_BAR, max(1, width - _BESIDE_BAR)) if width else _BAR
     most = max(entry["rows"] for entry in classes)
-    lines = ["tokens a row" + (", both sides together" if is_unit else "")]
+    lines = ["tokens per row" + (", both sides together" if is_unit else "")]
     for entry in classes:
         bar = "█" * -(-longest * entry["rows"] // most)
         lines.append(f"{entry['first']:>7}–{entry['last']:<7} {entry['rows']:>9,} {bar}".rstrip())

@@ -137,8 +137,8 @@ def read_inference_file(target: str, overrides: list[str]) -> InferenceFile | No
         raise UsageError.of(
             f"{target} is a config",
             where=target,
-            why="it says how to train, not what was trained",
-            fix=f"give its run, {raw.get('output_dir') or 'the output_dir in it'}",
+            why="the file describes a training, not a trained model",
+            fix=f"pass its run, {raw.get('output_dir') or 'the output_dir in it'}",
         )
     words = [text for text in overrides if "=" not in text]
     if words:

@@ -139,7 +139,7 @@ def _as_override(text: str) -> str:
     name, _, why = text.partition("=")
     if not (name.isidentifier() and why.strip()):
         raise UsageError.of(
-            f"--reason {text!r} names no variable, or gives no reason",
+            f"--reason {text!r} has no variable, or no reason",
             where="command line",
             fix="as in --reason NCCL_P2P_DISABLE='hangs on these boards, ticket 4711'",
         )

@@ -134,7 +134,7 @@ def _unknown(name: str, info: _Info, where: str) -> Problem:
         f"there is no dataset {one_line(repr(name), limit=80)} in {info.name}",
         where,
         f"it has {len(info.entries)}: {one_line(known, limit=160)}",
-        f"did you mean `{near}`?" if near else f"add it to {info.name}, or name one of these",
+        f"did you mean `{near}`?" if near else f"add it to {info.name}, or use one of these",
     )
 
 
@@ -307,7 +307,7 @@ class _Entry:
         samples = self._value.get("num_samples")
         if isinstance(samples, int) and samples < 1:
             self._add(
-                f"num_samples of the dataset {self._name} is {samples}", "num_samples", fix="give at least 1"
+                f"num_samples of the dataset {self._name} is {samples}", "num_samples", fix="set at least 1"
             )
         if self._formatting not in _FORMATTINGS:
             fix = _suggestion(str(self._formatting), _FORMATTINGS)
@@ -378,9 +378,9 @@ class _Entry:
         elif key in ("ms_hub_url", "om_hub_url"):
             hub = "ModelScope" if key == "ms_hub_url" else "OpenMind"
             self._add(
-                f"the dataset {self._name} comes from {hub}, from which unisono does not download",
+                f"the dataset {self._name} comes from {hub}, and unisono does not download from there",
                 key,
-                fix="give its hf_hub_url, or download it and name the file in file_name",
+                fix="set its hf_hub_url, or download it and name the file in file_name",
             )
 
     def _check_file(self, value: str) -> None:

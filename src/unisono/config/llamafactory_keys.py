@@ -335,7 +335,7 @@ def _of_data(values: Values, verb: str) -> list[Rule]:
             and len(probabilities) != len(names),
             "interleave_probs",
             f"{len(probabilities or [])} probabilities for {len(names)} datasets",
-            "give one for each dataset",
+            "set one for each dataset",
         ),
         (
             values["train_sampling_strategy"] == "sequential",

@@ -27,7 +27,7 @@ def fill_model(draft: Draft) -> None:
     draft.put("model.dtype", _dtype(draft), "bf16", "fp16", "pure_bf16")
     if values["fp16"]:
         draft.warnings.append(
-            "fp16: float16 needs loss scaling, which is not here; model.dtype is auto: bfloat16 where the device has it, else float32"
+            "fp16: float16 needs loss scaling, which is not supported; model.dtype is auto: bfloat16 where the device has it, else float32"
         )
     if values["train_from_scratch"]:
         draft.put("model.weights", "random", "train_from_scratch")

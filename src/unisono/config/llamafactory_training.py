@@ -68,7 +68,7 @@ def _refuse_of_preferences(draft: Draft, objective: str) -> None:
     if has_reference and values["ref_model"] is not None:
         if values["ref_model_adapters"] is not None:
             fix = "merge it with `unisono export ADAPTER OUT --merge`, and set ref_model to OUT"
-            draft.refuse("ref_model_adapters", "a reference is a model of its own", fix)
+            draft.refuse("ref_model_adapters", "the reference is a separate model", fix)
         if values["ref_model_quantization_bit"] is not None:
             draft.refuse("ref_model_quantization_bit", "a reference is loaded as its files are", "remove it")
 
@@ -144,7 +144,7 @@ def _schedule_kwargs(draft: Draft, name: str) -> None:
         draft.refuse("lr_scheduler_type", "it needs its end", "add lr_scheduler_kwargs: {min_lr_rate: 0.1}")
     for key, value in given.items():
         if key not in known or not isinstance(value, int | float):
-            choice = f"it takes {', '.join(known)}" if known else f"{name} takes none"
+            choice = f"{name} has {', '.join(known)}" if known else f"{name} has none"
             draft.refuse("lr_scheduler_kwargs", f"`{key}` is not known; {choice}", "remove it")
             continue
         ours, factor = known[key]
@@ -257,7 +257,9 @@ def _machine(draft: Draft) -> None:
     draft.put_if_set("deterministic", "full_determinism")
     draft.put("seed", values["seed"], "seed")
     if values["data_seed"] not in (None, values["seed"]):
-        draft.refuse("data_seed", "one seed decides the order and all else", "set seed, and remove data_seed")
+        draft.refuse(
+            "data_seed", "one seed determines the order and everything else", "set seed, and remove data_seed"
+        )
     _trackers(draft)
     if values["output_dir"] is None and draft.verb in ("train", "predict"):
         problem = Problem("the key `output_dir` is missing", draft.name, "it has no default", "add it")
@@ -410,5 +412,5 @@ def _mapping(value: Any, key: str) -> dict[str, Any]:
         except ValueError as error:
             raise _Refused(f"{key}: {value} is not JSON", str(error), "fix the file") from None
     if not isinstance(value, dict):
-        raise _Refused(f"{key}: {_NO_JSON}", "", "give a JSON file or a mapping")
+        raise _Refused(f"{key}: {_NO_JSON}", "", "set it to a JSON file or a mapping")
     return value

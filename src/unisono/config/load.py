@@ -70,7 +70,7 @@ def read_llamafactory(path: Path, overrides: tuple[str, ...] = ()) -> Translatio
             f"{path} is not a file of LLaMA-Factory",
             where=str(path),
             why="it has no `model_name_or_path` with one of its other keys",
-            fix="give such a file; our own config needs no translation",
+            fix="pass such a file; our own config needs no translation",
         )
     return _translated(raw, lines, path, overrides)
 
@@ -195,7 +195,7 @@ def _replaced(base: Any, key: KeyPath, value: Any, text: str) -> Any:
             raise ConfigError.of(
                 f"{text!r} does not match: it is a list of {len(base)} items",
                 where=COMMAND_LINE,
-                fix=f"give the index of an item, 0 to {len(base) - 1}",
+                fix=f"use the index of an item, 0 to {len(base) - 1}",
             )
         return [
             _replaced(item, tuple(rest), value, text) if i == head else item for i, item in enumerate(base)

@@ -557,11 +557,11 @@ def contradictions(config: RunConfig) -> list[str]:
     rules = [
         (
             batch.per_rank is not None and "global_" in set_in_batch,
-            "batch.per_rank: `global` already says how many sequences a step has; remove one of them",
+            "batch.per_rank: `global` already sets the number of sequences per step; remove one of them",
         ),
         (
             batch.per_rank is not None and micro != "auto",
-            "batch.micro: `per_rank` already says how many sequences a forward has; remove one of them",
+            "batch.micro: `per_rank` already sets the number of sequences per forward; remove one of them",
         ),
         (
             batch.per_rank is None and batch.accumulate is not None,
@@ -580,7 +580,7 @@ def contradictions(config: RunConfig) -> list[str]:
             config.adapter is not None
             and config.adapter.init == "pissa"
             and config.adapter.from_ is not None,
-            "adapter.init: pissa begins with new weights, `adapter.from` with those of another adapter; remove one of them",
+            "adapter.init: pissa creates new weights, and `adapter.from` continues with those of another adapter; remove one of them",
         ),
         (
             config.adapter is not None and config.adapter.init == "pissa" and config.adapter.kind == "dora",
@@ -596,7 +596,7 @@ def contradictions(config: RunConfig) -> list[str]:
         ),
         (
             config.train_only is not None and bool(config.freeze),
-            "train_only: `freeze` says the opposite of the same; remove one of them",
+            "train_only: `freeze` also selects the trained parameters; remove one of them",
         ),
         (
             has_adapter and config.model.weights == "random",
@@ -624,15 +624,15 @@ def contradictions(config: RunConfig) -> list[str]:
         ),
         (
             config.data.thinking is not True and lf_name(config.data.template) is None,
-            "data.thinking: only templates of LLaMA-Factory take it; set `data.template: lf:NAME`, or remove it",
+            "data.thinking: only templates of LLaMA-Factory use it; set `data.template: lf:NAME`, or remove it",
         ),
         (
             config.data.date is not None and lf_name(config.data.template) is None,
-            "data.date: only templates of LLaMA-Factory take it; set `data.template: lf:NAME`, or remove it",
+            "data.date: only templates of LLaMA-Factory use it; set `data.template: lf:NAME`, or remove it",
         ),
         (
             config.data.system is not None and lf_name(config.data.template) is None,
-            "data.system: only templates of LLaMA-Factory take it; set `data.template: lf:NAME`, or remove it",
+            "data.system: only templates of LLaMA-Factory use it; set `data.template: lf:NAME`, or remove it",
         ),
         (
             config.objective == "pretrain" and config.data.loss_on == "last-answer",
@@ -671,9 +671,9 @@ def _objective_contradictions(config: RunConfig) -> list[str]:
     objective, data, used = config.objective, config.data, keys_of(config.objective)
     is_preference = objective in PREFERENCE
     set_keys = sorted(config.preference.model_fields_set - set(used))
-    takes = f"it takes {', '.join(used)}" if used else "it takes none of `preference`"
+    others = f" (objective {objective} uses {', '.join(used)})" if used else ""
     found = [
-        f"preference.{key}: objective {objective} does not use it; {takes}; remove it" for key in set_keys
+        f"preference.{key}: objective {objective} does not use it; remove it{others}" for key in set_keys
     ]
     rules = [
         (
@@ -733,7 +733,7 @@ def _source_contradictions(data: DataSection) -> list[str]:
         ),
         (
             mix.probabilities is not None and len(given) != count,
-            f"data.mix.probabilities: {len(given)} probabilities for {count} sources; give one for each source of data.train",
+            f"data.mix.probabilities: {len(given)} probabilities for {count} sources; set one for each source of data.train",
         ),
         (
             bool(given) and abs(sum(given) - 1) > _ROUNDING,
@@ -754,11 +754,11 @@ def _rules_of_source(source: SourceSection, key: str, data: DataSection) -> list
         ),
         (
             weighted and source.samples is not None,
-            f"{key}.weight: `samples` already says how many rows there are; remove one of them",
+            f"{key}.weight: `samples` already sets the number of rows; remove one of them",
         ),
         (
             weighted and not is_eval and data.mix.strategy != "concat",
-            f"{key}.weight: {data.mix.strategy} already says how often rows occur; remove it, or set `data.mix.strategy: concat`",
+            f"{key}.weight: {data.mix.strategy} already sets how often rows occur; remove it, or set `data.mix.strategy: concat`",
         ),
         (
             source.tags is not None and source.format not in _FORMATS_WITH_TAGS,

@@ -73,7 +73,7 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
         raise ConfigError.of(
             f"{path} is not a config: it has more than {_LIMIT_BYTES:,} bytes",
             where=str(path),
-            fix="give the YAML file of the run; data belongs in separate files, listed in data.train",
+            fix="pass the YAML file of the run; data belongs in separate files, listed in data.train",
         )
     text = decode_text(data, str(path))
     if not isinstance(text, str):
@@ -89,7 +89,7 @@ def _unreadable(path: Path, error: OSError | ValueError) -> ConfigError:
     if fault is None or path.is_fifo():
         why = getattr(error, "strerror", None) or str(error)
         return ConfigError.of(
-            f"{path} cannot be read", where=str(path), why=why, fix="give a UTF-8 text file"
+            f"{path} cannot be read", where=str(path), why=why, fix="pass a UTF-8 text file"
         )
     fix = "check the path, or create a config with `unisono init`" if fault.is_missing else fault.fix
     return ConfigError.of(fault.what, where=str(path), why=fault.why, fix=fix)

@@ -342,7 +342,7 @@ def unreachable_error(me: str, address: str, why: str, waited_s: float) -> Disag
         why=f"tried for {waited_s:.0f} s",
         fix=(
             f"check that node 0 runs and listens there; from this node: nc -vz {host} {port}",
-            "refused: start the head first; no answer: open the firewall, or give an address that both nodes can reach",
+            "refused: start the head first; no answer: open the firewall, or pass an address that both nodes can reach",
         ),
     )
 
@@ -355,7 +355,7 @@ def unknown_host_error(me: str, host: str, why: str, waited_s: float) -> Disagre
         where=host,
         why=f"looked up for {waited_s:.0f} s",
         fix=(
-            f"give an IP address: --head IP:PORT; `getent hosts {host}` must answer on this node",
+            f"pass an IP address: --head IP:PORT; `getent hosts {host}` must answer on this node",
             "or add the name to DNS or /etc/hosts of every node",
         ),
     )
@@ -394,7 +394,7 @@ def token_error(me: str, host: str, address: str) -> Disagreed:
         where=address,
         hosts=(host,),
         fix=(
-            "give the same token to all nodes: --token-file FILE, or UNISONO_TOKEN",
+            "pass the same token on all nodes: --token-file FILE, or UNISONO_TOKEN",
             "if it is the same, an earlier start of the job still listens there: end it",
         ),
     )
@@ -408,14 +408,14 @@ _CAUSE_OF = {
 }
 _FIX_OF = {
     "duplicate": (
-        "give each node its own rank: --node-rank 0, 1, 2 …",
+        "pass a different rank on each node: --node-rank 0, 1, 2 …",
         "if that process is left over, end it by its pid",
     ),
     "stale": ("end this process and start the command again",),
     "left_out": (
         "when the job has ended, start it again on all nodes: it resumes from its newest checkpoint",
     ),
-    "misfit": ("give the same --nodes to all nodes, and each its own --node-rank from 0",),
+    "misfit": ("pass the same --nodes on all nodes, and a different --node-rank on each, from 0",),
 }
 
 

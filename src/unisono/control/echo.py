@@ -90,7 +90,7 @@ class EchoSession:
         body = await self.reader.readexactly(length)
         wanted = hmac.digest(self.key, self.receives + self._received.to_bytes(8, "big") + body, "sha256")
         if not hmac.compare_digest(mac, wanted):
-            raise ForeignPeer("a message whose proof does not fit")
+            raise ForeignPeer("a message with a wrong authentication code")
         self._received += 1
         return body
 

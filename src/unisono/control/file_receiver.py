@@ -201,7 +201,7 @@ class FileReceiver:
         offer = incoming.offer
         place = self._places.get(offer.label["kind"])
         if place is None:
-            raise OfferRefused(f"the head knows no file of kind {offer.label['kind']!r:.40}")
+            raise OfferRefused(f"the head does not accept files of kind {offer.label['kind']!r:.40}")
         try:
             path = place(offer)
         except (KeyError, TypeError, ValueError) as error:
@@ -241,7 +241,7 @@ class FileReceiver:
         try:
             return incoming.items.get(timeout=self._silent_s)
         except queue.Empty:
-            return _StopReason(f"nothing of it has come for {show_seconds(self._silent_s)}")
+            return _StopReason(f"no part of it has arrived for {show_seconds(self._silent_s)}")
 
     def _more(self, incoming: _Incoming, pieces: int) -> None:
         incoming.grant(pieces)
@@ -277,7 +277,7 @@ def _part_of(path: Path, size: int) -> Iterator[tuple[int, Callable[[], None]]]:
     try:
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
-        raise OfferRefused(f"the head does not wait for it any more: {path.parent} is not there") from None
+        raise OfferRefused(f"the head no longer waits for it: {path.parent} is not there") from None
     part = f".{path.name}.part"
     try:
         if _is_in(folder, path.name):

@@ -188,7 +188,7 @@ class _Dial:
         except ForeignPeer as foreign:
             return self._ended("stranger", str(foreign))
         except TimeoutError:
-            return self._ended("timed_out", "the connection was accepted, and then nothing came")
+            return self._ended("timed_out", "the connection was accepted, but no data arrived")
         except (OSError, EOFError):
             return self._ended("stranger", "the connection was accepted and closed without our answer")
         return await self._exchange(session, sock)
@@ -214,7 +214,7 @@ class _Dial:
         began = time.perf_counter()
         await session.send(body)
         if await session.body(*await session.length()) != body:
-            raise ForeignPeer("other bytes came back")
+            raise ForeignPeer("different bytes came back")
         if size == SIZES[0]:
             taken = time.perf_counter() - began
             self.rtt_s = taken if self.rtt_s is None else min(taken, self.rtt_s)

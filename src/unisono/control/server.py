@@ -174,7 +174,7 @@ def bind_port(host: str, port: int, *, backlog: int) -> socket.socket:
     if host in _ALL_ADDRESSES:
         raise UsageError.of(
             f"the head cannot listen on `{host}`: that is every network of this machine",
-            fix="give the address on which the other nodes reach this one: --head HOST:PORT",
+            fix="pass the address on which the other nodes reach this one: --head HOST:PORT",
         )
     family, address = _resolve(host, port)
     sock = socket.socket(family, socket.SOCK_STREAM)
@@ -219,7 +219,7 @@ def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
             "dns_failure",
             f"the head cannot resolve its own name `{host}`: {why}",
             where=host,
-            fix=("give an IP address that the other nodes reach: --head IP:PORT",),
+            fix=("pass an IP address that the other nodes reach: --head IP:PORT",),
         ) from error
     return found[0][0], found[0][4]
 
@@ -234,12 +234,12 @@ def _cannot_bind(error: OSError, host: str, port: int) -> Exception:
             f"the head cannot listen on {address}: no interface of this machine has this address",
             where=address,
             fix=(
-                "start node 0 on the machine with this address, or give --head an address of this machine: `ip -br addr`",
+                "start node 0 on the machine with this address, or pass --head with an address of this machine: `ip -br addr`",
             ),
         )
     why = one_line(error.strerror or str(error)).lower()
     return UsageError.of(
-        f"the head cannot listen on {address}: {why}", fix="give a port above 1023: --head HOST:PORT"
+        f"the head cannot listen on {address}: {why}", fix="pass a port above 1023: --head HOST:PORT"
     )
 
 

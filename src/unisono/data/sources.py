@@ -359,7 +359,7 @@ def _write_hub(section: SourceSection, key: str, kept: Path, splits: list[str]) 
             f"{path} is neither a file on this machine nor an accessible dataset of the hub",
             where=key,
             why=f"{type(error).__name__}: {one_line(redact(str(error)), limit=300)}",
-            fix="check the spelling, the network and the source's `split` and `subset`; for a file give its path with its suffix",
+            fix="check the spelling, the network and the source's `split` and `subset`; for a file, set its path with its suffix",
         ) from error
     assert rows is not None
     tables = rows.with_format("arrow")

@@ -352,7 +352,7 @@ class _PickleReader:
         if asks in ("GLOBAL", "INST"):
             names = self._data[self.place : self.place + 200].split(b"\n")[:2]
             asks += " " + ".".join(name.decode("utf-8", "replace") for name in names)
-        return f"byte {self.place - 1}: it asks for {asks}; a recording holds plain values only, and nothing of it was run"
+        return f"byte {self.place - 1}: it asks for {asks}; a recording contains only plain values, and none of it was executed"
 
 
 def _pickled_pairs(items: list[Any]) -> dict[Hashable, Any]:

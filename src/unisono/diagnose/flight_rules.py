@@ -116,7 +116,7 @@ class _Run:
         if not states["started"] > states["scheduled"] > 0:
             return None
         late = sorted(rank for rank, entry in entries.items() if entry.state == "scheduled")
-        why = f"all ranks called {self._called(place)}, and on {_ranks(late)} the GPU has not begun it: it still works on, or hangs in, an earlier operation"
+        why = f"all ranks called {self._called(place)}, but on {_ranks(late)} the GPU has not begun it: the GPU still executes an earlier operation, or hangs in it"
         return Hypothesis("rank_stalled", why, self._evidence(late, place), tuple(late), confidence=0.6)
 
     def _idle(self, place: _Place, ranks: list[int]) -> Hypothesis | None:
@@ -194,7 +194,7 @@ class _Run:
         last = "; ".join(
             f"rank {rank}'s last was {self._last(rank, place[0])}" for rank in late[:_MOST_SHOWN]
         )
-        why = f"{_ranks(self.waits[place])} wait in {self._called(place)}, to which {_ranks(late)} did not come: {last}"
+        why = f"{_ranks(self.waits[place])} wait in {self._called(place)}, which {_ranks(late)} did not reach: {last}"
         return Hypothesis(
             "rank_stalled",
             why,

@@ -315,7 +315,7 @@ def find_undetermined(view: View) -> list[Hypothesis]:
         return [
             Hypothesis(
                 "undetermined",
-                "processes ended, and no line says why",
+                "processes ended, and no line shows why",
                 tuple(one.event for one in ends[:4]),
                 confidence=0.3,
                 missing=("the logs of all ranks", "dmesg of their hosts"),
@@ -326,7 +326,7 @@ def find_undetermined(view: View) -> list[Hypothesis]:
         return [
             Hypothesis(
                 "undetermined",
-                "something failed, and the line that says what is not here",
+                "something failed, and the line that shows the cause is missing",
                 tuple(errors[:4]),
                 confidence=0.3,
                 missing=("the log from its beginning", "the logs of all ranks"),

@@ -205,7 +205,7 @@ def _loopback(finding: Hypothesis, facts: RunFacts) -> list[str]:
 
 def _dns(finding: Hypothesis, facts: RunFacts) -> list[str]:
     return [
-        "Make the name resolve on every node (`getent hosts NAME`): an entry in /etc/hosts or in DNS; or give an IP address in MASTER_ADDR. In Kubernetes wait for the headless service."
+        "Make the name resolve on every node (`getent hosts NAME`): an entry in /etc/hosts or in DNS; or pass an IP address in MASTER_ADDR. In Kubernetes wait for the headless service."
     ]
 
 

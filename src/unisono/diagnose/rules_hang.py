@@ -287,7 +287,7 @@ def _undecided(view: View, waiting: list[Collective]) -> list[Hypothesis]:
         return [
             Hypothesis(
                 "unequal_steps",
-                "ranks waited in vain near the end of the data",
+                "ranks waited for a peer near the end of the data",
                 (*_lines(waiting), *lines),
                 confidence=0.55,
                 step=view.facts.step,

@@ -258,7 +258,7 @@ def _unknown_model(traces: list[Traceback]) -> Hypothesis:
     kind = traces[0].message.strip("'\"")
     return Hypothesis(
         "version_mismatch",
-        f"the installed transformers do not know the model type {kind}: they are older than the model",
+        f"the installed transformers does not support the model type {kind}: it is older than the model",
         tuple(trace.event for trace in traces[:3]),
         confidence=0.85,
         facts={"package": "transformers"},

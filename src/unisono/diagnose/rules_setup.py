@@ -251,7 +251,7 @@ def find_interfaces(view: View) -> list[Hypothesis]:
         return [
             Hypothesis(
                 "nccl_socket_iface",
-                "a rank gave the address of an interface that another host cannot reach",
+                "a rank announced the address of an interface that another host cannot reach",
                 first_of_each(far),
                 confidence=0.85,
             )

@@ -322,7 +322,7 @@ def judge_names(
                 "fail",
                 lines[1],
                 lines[0],
-                fix=["give an IP address on every node: --head IP:PORT", hosts_fix.replace("{name}", head)],
+                fix=["pass an IP address on every node: --head IP:PORT", hosts_fix.replace("{name}", head)],
             )
         if not literal and not is_head and all(map(is_loopback, head_addresses)):
             return found(

@@ -286,7 +286,7 @@ def _refuse_elastic(request: RunRequest, job: Job) -> None:
             raise UsageError.of(
                 f"{origin} {text}: `run` needs a fixed number of nodes",
                 where="command line",
-                why="all nodes compare their settings before the start, and must know how many nodes there are",
+                why="all nodes compare their settings before the start, and must know the number of nodes",
                 fix=f"{origin} {high}",
             )
 

@@ -130,7 +130,7 @@ class UnisonoRendezvous(RendezvousHandler):
     def _together(self) -> "Store":
         if self._node_rank < 0:
             _leave(
-                "torchrun --rdzv-backend unisono: nothing says which node this is; pass --node-rank R (or --rdzv-conf rank=R)",
+                "torchrun --rdzv-backend unisono: the rank of this node is unknown; pass --node-rank R (or --rdzv-conf rank=R)",
                 2,
             )
         guard, guard_process = self._guard, None
@@ -144,7 +144,7 @@ class UnisonoRendezvous(RendezvousHandler):
             _leave("", code)
         if answer is None:
             raise RendezvousTimeoutError(
-                f"unisono: node {self._node_rank} had no answer of the other nodes; the lines above say who was waited for"
+                f"unisono: node {self._node_rank} got no answer from the other nodes; the lines above show the missing ones"
             )
         if not answer.agreed:
             _leave("", answer.exit_code)

@@ -160,9 +160,9 @@ def _missing_ranks(ranks: Sequence[int], world: World) -> Verdict:
         phase="agree.ranks",
         ranks=tuple(ranks),
         confidence=0.9,
-        summary=f"{number_list('rank', ranks)} did not come to the first step within {world.patience_s:.0f} s",
+        summary=f"{number_list('rank', ranks)} did not reach the first step within {world.patience_s:.0f} s",
         fix=(
-            "look at what that rank printed last; if preparing the data takes longer, raise the process group's timeout",
+            "look at the last output of that rank; if preparing the data takes longer, raise the process group's timeout",
         ),
     )
 

@@ -160,7 +160,7 @@ class AttemptEnd:
             )
             if RunsDisk(now_at, self.show).write("what the ranks kept in memory", work) is True:
                 text = f"the newest step of this run, {attempt.saved_step}, is in {now_at}"
-                self._warn(text, f"to continue from it, give the same command with output_dir={now_at}")
+                self._warn(text, f"to continue from it, run the same command with output_dir={now_at}")
                 return
         text = f"step {max(steps)}, which the ranks kept in memory, is lost with the run's directory"
         self._warn(text, "")

@@ -228,7 +228,7 @@ def _fix(ranks: tuple[int, ...], equal_at: int | None) -> tuple[str, ...]:
     if equal_at is not None:
         return (
             f"go back to a checkpoint of step {equal_at} or before: move the later folders out of checkpoints/, since they may hold weights that"
-            " have drifted, and give the same command",
+            " have drifted, and run the same command",
             *general[1:],
         )
     return general

@@ -96,7 +96,7 @@ def adapter_directory(name: str, key: str) -> Path:
         why=f"neither it nor its folder `adapter` has {ADAPTER_SETTINGS} and {ADAPTER_FILE}"
         if directory.is_dir()
         else "there is no such directory; relative paths start at the working directory",
-        fix="give the directory of an adapter in peft's layout, or of a finished run",
+        fix="pass the directory of an adapter in peft's layout, or of a finished run",
     )
 
 

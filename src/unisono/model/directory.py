@@ -56,7 +56,7 @@ def locate_model(path: str, revision: str | None = None, *, key: str = "model.pa
                 f"{path} is not a model directory",
                 where=str(directory),
                 why="there is no config.json in it",
-                fix="give the directory with config.json, the weights and the tokenizer",
+                fix="pass the directory with config.json, the weights and the tokenizer",
             )
         return directory.resolve()
     if _is_path(path):

@@ -242,9 +242,11 @@ def read_safetensors_header(file: Path) -> list[TensorHeader]:
     end = max((tensor.end for tensor in tensors), default=_LENGTH_BYTES + length)
     if end != size:
         raise ModelError.of(
-            "a weight file is truncated" if size < end else "a weight file is longer than its header says",
+            "a weight file is truncated"
+            if size < end
+            else "a weight file is longer than its header declares",
             where=str(file),
-            why=f"it has {size} bytes; its header says {end}",
+            why=f"it has {size} bytes; its header declares {end}",
             fix="copy or download it again",
         )
     return tensors

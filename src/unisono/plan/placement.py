@@ -49,7 +49,7 @@ def choose_devices(
     if requested == "cpu":
         if named:
             raise UsageError.of(
-                f"--devices {','.join(named)} names an accelerator, but the config says `device: cpu`",
+                f"--devices {','.join(named)} selects an accelerator, but the config has `device: cpu`",
                 where="command line",
                 fix="omit --devices, or pass device=cuda",
             )
@@ -146,7 +146,7 @@ def _why_none(machine: Machine, gpus: list[Gpu], visible: str | None, torch_vers
     if not machine.gpus:
         return machine.gpu_note or "no accelerator was found"
     if not gpus:
-        return f"CUDA_VISIBLE_DEVICES={visible} hides the {len(machine.gpus)} that are here"
+        return f"CUDA_VISIBLE_DEVICES={visible} hides all {len(machine.gpus)} devices of this machine"
     if "+cpu" in torch_version:
         return f"torch {torch_version} is built without CUDA"
     return ""

@@ -344,7 +344,7 @@ def _seldom_kept(config: RunConfig, data: DataSummary) -> list[str]:
         return []
     return [
         f"checkpoint.keep_every is {wanted} steps and checkpoint.every {every}: only at every {math.lcm(every, wanted)} steps"
-        " is there a checkpoint to keep forever"
+        " can a checkpoint be kept forever"
     ]
 
 

@@ -301,7 +301,7 @@ class _Reader:
     def _first_of_hosts(self) -> tuple[int, str, int]:
         if self.request.node_rank:
             raise UsageError.of(
-                f"--hosts starts the other nodes from node 0, and --node-rank says {self.request.node_rank}",
+                f"--hosts starts the other nodes from node 0, but --node-rank is {self.request.node_rank}",
                 where="command line",
                 fix="omit --node-rank, and run the command on the first host",
             )

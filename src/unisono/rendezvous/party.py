@@ -288,7 +288,7 @@ def _read_private(path: Path) -> bytes:
         raise UsageError.of(
             f"the token file {path} can be read or changed by other users",
             where="--token-file",
-            why=f"its mode is {stat.S_IMODE(mode):04o}; whoever has the token controls this job",
+            why=f"its mode is {stat.S_IMODE(mode):04o}; anyone who has the token controls this job",
             fix=f"chmod 600 {path}",
         )
     return line

@@ -176,7 +176,7 @@ def find_head(topology: Topology, network: NetworkProbe) -> Topology:
             "--hosts: this machine has different source addresses towards these hosts",
             where="command line",
             why=ways,
-            fix=f"give the address that all of them reach: --head {addresses[0]}",
+            fix=f"pass an address that all of them can reach: --head {addresses[0]}",
         )
     origins = {**topology.origins, "head": "this machine's source address towards --hosts"}
     return replace(topology, head_host=addresses[0], head_port=0, origins=origins)

@@ -298,5 +298,5 @@ def _unknown(word: str, known: list[str]) -> Problem:
     if near is None and same:
         near = same[0]
     names = ", ".join(NAMES)
-    fix = f"did you mean `{near}`?" if near else f"give a config key, e.g. optim.lr, or one of {names}"
+    fix = f"did you mean `{near}`?" if near else f"pass a config key, e.g. optim.lr, or one of {names}"
     return Problem(what, "command line", "", fix)

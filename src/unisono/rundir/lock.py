@@ -214,7 +214,9 @@ class RunLock:
         """Watches for heartbeats of a holder on a different node, by our clock and not by its clock."""
         patience_s = self._beat_s * _BEATS_OF_PATIENCE
         if on_wait is not None:
-            on_wait(f"{self.path.name} is of {earlier}: watching {patience_s:.0f} s whether it lives")
+            on_wait(
+                f"{self.path.name} belongs to {earlier}: checking for {patience_s:.0f} s whether it is alive"
+            )
         first = _beat_of(fd)
         limit = time.monotonic() + patience_s
         while time.monotonic() < limit:

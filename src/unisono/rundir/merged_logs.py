@@ -72,7 +72,7 @@ def merged_logs(root: Path, *, on_skip: Callable[[str], None] = lambda _: None) 
             f"{root} has no logs",
             where=str(root),
             why="there is neither logs/ nor events/ with anything in it",
-            fix="give the output_dir of a run that has been started",
+            fix="pass the output_dir of a run that has been started",
         )
     yield from sources.more(whole=False)
     sources.report_skipped(on_skip)
@@ -275,10 +275,23 @@ def _sizes(path: Path) -> list[tuple[float, int]]:
 
 
 def _as_text(message: dict[str, Any]) -> str:
-    shown = {
-        k: v for k, v in message.items() if k not in ("kind", "time", "traceback") and v not in (None, "")
-    }
-    return one_line(f"{message['kind']}: " + ", ".join(f"{name} {value}" for name, value in shown.items()))
+    """`phase load_model: loading builtin:tiny`; of other events the kind, and each field with its value."""
+    fields = {name: value for name, value in message.items() if name not in ("kind", "time", "traceback")}
+    if message["kind"] == "phase":
+        head = f"phase {fields.pop('phase', '')}"
+        text = [str(fields.pop("text"))] if fields.get("text") else []
+    else:
+        head, text = str(message["kind"]), []
+    return one_line(f"{head}: " + ", ".join([*text, *_pairs(fields)]))
+
+
+def _pairs(fields: dict[str, Any]) -> Iterator[str]:
+    """`step 12`; the fields of an object stand without its name."""
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            yield from _pairs(value)
+        elif value not in (None, ""):
+            yield f"{name} {value:.6g}" if isinstance(value, float) else f"{name} {value}"
 
 
 def is_time(value: object) -> TypeGuard[float]:

@@ -68,7 +68,7 @@ def decide_start(
     """
     if resume and fresh:
         raise UsageError.of(
-            "--resume and --fresh exclude each other", where="command line", fix="give one of them"
+            "--resume and --fresh exclude each other", where="command line", fix="pass only one of them"
         )
     _check_place(run.root)
     plan = _plan_of(run)
@@ -134,7 +134,7 @@ def refuse_if_shrunk(decision: StartDecision, *, done_steps: int, total_steps: i
             f"the duration comes to {total_steps} steps, and {done} are done",
             where="duration",
             why="a run can be resumed or extended, but not lose steps",
-            fix="give a longer duration, or a different output_dir, or pass --fresh",
+            fix="set a longer duration, or a different output_dir, or pass --fresh",
         )
 
 
@@ -307,12 +307,12 @@ def _decide_finished(
         return StartDecision(
             "extend",
             str(plan["run_id"]),
-            f"extends the finished run here, {done} steps, to {config.duration}",
+            f"extends the finished run here from {done} steps to {config.duration}",
             done,
         )
-    longer = "give a longer duration and --resume to extend it"
+    longer = "set a longer duration and --resume to extend it"
     raise UsageError.of(
-        f"the run in {run.root} is finished: {done} steps, {before.duration}",
+        f"the run in {run.root} is finished: {done} steps, duration {before.duration}",
         where="output_dir",
         why=f"the requested duration is {config.duration}" if resume else "a finished run is not overwritten",
         fix=f"{longer}, or set a different output_dir, or pass --fresh: it renames this one to {next_old(run.root).name}",

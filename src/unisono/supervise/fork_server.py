@@ -282,7 +282,7 @@ class ForkServer:
         try:
             code = self._server.wait(1.0)
         except subprocess.TimeoutExpired:
-            return f"it gave no answer within {waited_s:.0f} s"
+            return f"it did not answer within {waited_s:.0f} s"
         if self._printed is None:
             return "it has ended"
         size = os.fstat(self._printed.fileno()).st_size

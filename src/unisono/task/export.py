@@ -62,7 +62,7 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
             f"{len(target.merged) + 1} adapters are not one adapter",
             where="adapter_name_or_path",
             why="they are merged into the model, one after the other",
-            fix="add --merge, or give one adapter",
+            fix="add --merge, or pass one adapter",
         )
     report.phase("export", f"writing {out}")
     with whole_directory(out) as directory:

@@ -254,7 +254,7 @@ def _prompts(request: dict[str, Any]) -> list[Prompt]:
         raise UsageError.of(
             "the prompt is empty",
             where="PROMPT",
-            fix="give it on the command line, pipe it in, or use --file",
+            fix="pass it on the command line, pipe it in, or use --file",
         )
     return [Prompt("", request["prompt"])]
 

@@ -121,7 +121,7 @@ def find_target(name: str, *, step: int | None = None, base: str | None = None) 
         raise UsageError.of(
             "no run or model is given",
             where="RUN|MODEL",
-            fix="give a run's directory, a model's directory, or a hub id",
+            fix="pass a run's directory, a model's directory, or a hub id",
         )
     try:
         found = _find(name, directory, step)
@@ -153,7 +153,7 @@ def _find(name: str, directory: Path, step: int | None) -> Target:
         raise UsageError.of(
             f"{name} is not a run, so it has no step {step}",
             where="--step",
-            fix="give the directory of a run, or omit --step",
+            fix="pass the directory of a run, or omit --step",
         )
     if directory.is_dir():
         _refuse_other_places(name, directory.resolve())
@@ -233,7 +233,7 @@ def _refuse_other_places(name: str, directory: Path) -> None:
             f"{name} is neither a run nor a model",
             where=str(directory),
             why="it has no plan.json, config.json or adapter_config.json",
-            fix="give a run's directory (output_dir of its config), or a model's with config.json, weights and tokenizer",
+            fix="pass a run's directory (output_dir of its config), or a model's with config.json, weights and tokenizer",
         )
 
 

@@ -169,7 +169,7 @@ def _straggler_verdict(run_view: RunView, spans: Mapping[int, _Mark], rank: int)
     phase = "data" if shares["data_s"] > shares["compute_s"] else "computing"
     place = run_view.places[rank]
     summary = (
-        f"{place.label} takes {own * 1000:.0f} ms a step where the median takes {middle * 1000:.0f} ms, over {spans[rank].step} steps;"
+        f"{place.label} takes {own * 1000:.0f} ms per step, and the median rank {middle * 1000:.0f} ms, over {spans[rank].step} steps;"
         f" it loses the time in {phase}, and the others wait for it"
     )
     evidence = [

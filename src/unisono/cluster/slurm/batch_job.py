@@ -191,7 +191,7 @@ _STATE_TEXTS = {
     "BOOT_FAIL": "a node did not start",
     "OUT_OF_MEMORY": "its memory on a node was exhausted",
     "FAILED": "its script failed",
-    "GONE": "the controller no longer knows it",
+    "GONE": "the controller no longer has this job",
 }
 _TAIL = 6
 

@@ -196,7 +196,7 @@ _MAKE_TOKEN = "import secrets; print(secrets.token_urlsafe(32))"  # noqa: S105 -
 _BODY = """\
 umask 077
 mkdir -p -m 700 -- {folder}
-# The nodes' shared secret: made here for each start and passed in srun's environment. It is in no file and no command line.
+# The nodes' shared secret: made here for each start and passed in srun's environment. It is not in any file or command line.
 UNISONO_TOKEN="$({python} -c {make_token})"; export UNISONO_TOKEN
 newest() {{ ls -- {checkpoints} 2>/dev/null | grep -E '^step-[0-9]+$' | sort | tail -n 1; }}
 before="$(newest)"
