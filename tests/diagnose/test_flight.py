@@ -132,7 +132,7 @@ def test_a_malicious_pickle_is_refused_and_the_message_reports_what_it_wanted(tm
     assert is_recording(evil)
     with pytest.raises(
         NotARecordingError,
-        match=r"x is not a readable flight recording.*GLOBAL posix\.system.*nothing of it was run",
+        match=r"x is not a readable flight recording.*GLOBAL posix\.system.*none of it was executed",
     ):
         read_recording("x", evil)
 

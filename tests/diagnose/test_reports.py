@@ -278,7 +278,7 @@ def test_a_language_without_a_dictionary_is_reported(
     file.write_text("Обучение зависает после загрузки модели на двух узлах", encoding="utf-8")
     with pytest.raises(SystemExit):
         main(["diagnose", str(file)])
-    assert "r.md: a language that diagnose does not know" in capsys.readouterr().err
+    assert "r.md: an unsupported language" in capsys.readouterr().err
 
 
 def test_ask_needs_a_terminal(
