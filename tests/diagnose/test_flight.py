@@ -40,7 +40,7 @@ def with_status(case: str, change: Any) -> list[Hypothesis]:
 @pytest.mark.parametrize(
     ("case", "cause", "ranks", "words"),
     [
-        ("missing", "rank_stalled", (1,), "ranks 0, 2 wait in all_reduce #4 [[1000]] of group 0:default_pg, to which rank 1 did not come"),
+        ("missing", "rank_stalled", (1,), "ranks 0, 2 wait in all_reduce #4 [[1000]] of group 0:default_pg, which rank 1 did not reach"),
         ("kind", "collective_mismatch", (2,), "rank 2: all_gather #4 [[3]], rank 0: all_reduce #4 [[3]]"),
         ("size", "collective_mismatch", (), "rank 0: all_reduce #4 [[1000]], rank 1: all_reduce #4 [[992]]"),
         ("chain", "rank_stalled", (2,), "rank 0 in all_reduce #1 [[6]] of group 1:undefined; rank 1 in all_reduce #1 [[5]]"),
