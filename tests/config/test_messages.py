@@ -129,8 +129,14 @@ def test_contradictions_come_together_each_at_its_own_line(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("batch", "what"),
     [
-        ("{per_rank: 2, global: 16}", "batch.per_rank: `global` already sets the number of sequences per step"),
-        ("{per_rank: 2, micro: 2}", "batch.micro: `per_rank` already sets the number of sequences per forward"),
+        (
+            "{per_rank: 2, global: 16}",
+            "batch.per_rank: `global` already sets the number of sequences per step",
+        ),
+        (
+            "{per_rank: 2, micro: 2}",
+            "batch.micro: `per_rank` already sets the number of sequences per forward",
+        ),
         ("{accumulate: 2}", "batch.accumulate: it counts forwards of `per_rank` sequences"),
     ],
 )
