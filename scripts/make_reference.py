@@ -17,7 +17,7 @@ from unisono.agree.environment_rules import LAUNCH, LINTS, ONLY_WARN
 from unisono.agree.reports import enumerate_words
 from unisono.agree.rules import NEED_MEANING, NETWORK_RULES, NODE_RULES, PREPARED_RULES, RANK_RULES, Rule
 from unisono.agree.version_rules import KNOWN_BAD, VERSION_RULES
-from unisono.causes.catalogue import ALL_CAUSES
+from unisono.causes import ALL_CAUSES
 from unisono.causes.variables import GROUP_MEANING, VARIABLES, Variable
 from unisono.causes.verdict import EXIT_CODES, Cause
 from unisono.cli.app import build_app

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from unisono.causes.catalogue import ALL_CAUSES, CATALOGUE, find_cause
+from unisono.causes import ALL_CAUSES, CATALOGUE, find_cause
 from unisono.causes.variables import GROUP_MEANING, VARIABLES, find_variable
 from unisono.causes.verdict import Cause
 

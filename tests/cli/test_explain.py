@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from unisono.causes.catalogue import ALL_CAUSES
+from unisono.causes import ALL_CAUSES
 from unisono.causes.variables import VARIABLES
 from unisono.cli.app import main
 from unisono.cli.diagnose import cause_lines, variable_lines

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.cli.test_explain import run
-from unisono.causes.catalogue import CATALOGUE
+from unisono.causes import CATALOGUE
 from unisono.cli.app import main
 from unisono.diagnose.hypotheses import DENIED_SHARE, NO_FAILURE, default_table, rank, scores
 from unisono.diagnose.report_terms import Feature, feature_names, find_features, pattern_of

@@ -128,7 +128,7 @@ def test_cases_that_were_written_are_reported_right() -> None:
 
 
 def test_every_cause_that_logs_show_is_reached() -> None:
-    from unisono.causes.catalogue import ALL_CAUSES
+    from unisono.causes import ALL_CAUSES
 
     reported = {known(place)[0] for place in range(len(EVERY))}
     of_logs = {case["class"] for case in EVERY}

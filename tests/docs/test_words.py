@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import typer.main
 
-from unisono.causes.catalogue import ALL_CAUSES
+from unisono.causes import ALL_CAUSES
 from unisono.causes.variables import VARIABLES
 from unisono.causes.verdict import EXIT_CODES
 from unisono.cli.app import build_app

@@ -4,7 +4,7 @@ import ast
 from collections import defaultdict
 from pathlib import Path
 
-from unisono.causes.catalogue import CATALOGUE as CAUSES
+from unisono.causes import CATALOGUE as CAUSES
 from unisono.doctor.check import AREAS
 from unisono.doctor.examination import CATALOGUE, REGISTRY
 

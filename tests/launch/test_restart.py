@@ -3,8 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.causes import Verdict
-from unisono.causes.catalogue import ALL_CAUSES
+from unisono.causes import ALL_CAUSES, Verdict
 from unisono.config import RunConfig
 from unisono.launch.restarts import Death, may_restart
 

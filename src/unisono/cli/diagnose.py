@@ -284,7 +284,7 @@ def explain(
     ] = None,
 ) -> None:
     """Describe a cause of failure or an environment variable: its meaning, signs and fix."""
-    from unisono.causes.catalogue import find_cause
+    from unisono.causes import find_cause
     from unisono.causes.variables import find_variable
     from unisono.errors import UsageError
 
@@ -410,7 +410,7 @@ def _show_entry(value: dict[str, object], lines: list[str]) -> None:
 
 
 def _list_all() -> None:
-    from unisono.causes.catalogue import ALL_CAUSES
+    from unisono.causes import ALL_CAUSES
     from unisono.causes.variables import VARIABLES
 
     causes = [{"id": cause.id, "title": cause.title} for cause in ALL_CAUSES]
@@ -426,7 +426,7 @@ def _list_all() -> None:
 
 
 def _nearest(name: str) -> str | None:
-    from unisono.causes.catalogue import CATALOGUE
+    from unisono.causes import CATALOGUE
     from unisono.causes.variables import VARIABLES
     from unisono.text import nearest
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any, Literal
 
-from unisono.causes.catalogue import CATALOGUE, remedy_for_foreign_program
+from unisono.causes import CATALOGUE, remedy_for_foreign_program
 from unisono.causes.verdict import OwnRunOnly
 from unisono.diagnose.line_prefixes import split_prefix
 from unisono.diagnose.report_terms import Feature

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from unisono.causes.catalogue import resume_hint
+from unisono.causes import resume_hint
 from unisono.causes.signatures import match_line
 from unisono.causes.verdict import Evidence, Verdict
 from unisono.diagnose.judge import Diagnosis

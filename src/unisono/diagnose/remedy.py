@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from unisono.causes.catalogue import find_cause, remedy_for_foreign_program
+from unisono.causes import find_cause, remedy_for_foreign_program
 from unisono.diagnose.run_facts import Hypothesis, RunFacts
 from unisono.text import one_line
 

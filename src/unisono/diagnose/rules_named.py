@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from unisono.causes.catalogue import find_cause
+from unisono.causes import find_cause
 from unisono.diagnose.line_prefixes import split_prefix
 from unisono.diagnose.process_ends import exception_of
 from unisono.diagnose.run_facts import WRAPPERS, Event, Hypothesis, Traceback, View, hosts_of, ranks_of

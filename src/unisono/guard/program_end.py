@@ -9,8 +9,7 @@ from types import FrameType
 from typing import Any, Self
 
 from unisono.agree.reports import name_node
-from unisono.causes import Evidence, Verdict, find_cause
-from unisono.causes.catalogue import remedy_for_foreign_program
+from unisono.causes import Evidence, Verdict, find_cause, remedy_for_foreign_program
 from unisono.causes.signatures import match_line
 from unisono.facts.nvidia import KernelLine
 from unisono.guard.command import Command

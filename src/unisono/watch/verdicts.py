@@ -3,8 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from unisono.causes import Evidence, Verdict, find_cause
-from unisono.causes.catalogue import MORE_PATIENCE, RESUMES
+from unisono.causes import MORE_PATIENCE, RESUMES, Evidence, Verdict, find_cause
 from unisono.text import one_line
 from unisono.watch.beat import PHASES, phase_named
 from unisono.watch.rank_record import Beat
