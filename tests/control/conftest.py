@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import pytest
 
 from tests import front_server
-from unisono.control.link import NodeLink
-from unisono.control.server import HeadServer
+from unisono.control.channel_ends import HeadServer, NodeLink
 
 if TYPE_CHECKING:
     from unisono.control.events import Event

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.ports import free_port
-from unisono.control.link import NodeLink
+from unisono.control.channel_ends import NodeLink
 from unisono.control.protocol import ANSWERS, Greeting, fresh_nonce, preamble
 from unisono.errors import Disagreed, UsageError
 

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from unisono.control.channel_ends import HeadServer, allow_open_files
 from unisono.control.events import Joined, Left, NodeMessage, Rejected
 from unisono.control.head import PROOF_S, SPARE_CONNECTIONS
 from unisono.control.protocol import (
@@ -34,7 +35,6 @@ from unisono.control.protocol import (
     preamble,
     session_seal,
 )
-from unisono.control.server import HeadServer, allow_open_files
 from unisono.errors import Disagreed, UnfitError
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from tests import needs
 from tests.control.test_security import dial, greeted, hello, rest
+from unisono.control.channel_ends import HeadServer
 from unisono.control.events import FileReceived, Left, NodeMessage
 from unisono.control.file_receiver import AT_ONCE, MAX_OPEN, PER_NODE, WINDOW, FileReceiver
 from unisono.control.file_sender import Content, FileSender, Offer, OfferRefused, TransferOutcome
@@ -35,7 +36,6 @@ from unisono.control.protocol import (
     hello_seal,
     session_seal,
 )
-from unisono.control.server import HeadServer
 
 if TYPE_CHECKING:
     from tests.control.conftest import Room

@@ -357,7 +357,7 @@ def test_a_taken_port_is_named_with_its_owner(job: Job) -> None:
 
 def test_a_report_that_cannot_be_read_is_other_code(job: Job) -> None:
     """A node of another version: it sends a field that this head does not know."""
-    from unisono.control.link import NodeLink
+    from unisono.control.channel_ends import NodeLink
 
     job.nodes = 2
     head = job.start(0)

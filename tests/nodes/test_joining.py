@@ -44,7 +44,7 @@ print("called", flush=True)
 
 _STALE = """
 import sys
-from unisono.control.link import NodeLink
+from unisono.control.channel_ends import NodeLink
 from unisono.errors import Disagreed
 try:
     NodeLink.connect(host=sys.argv[1], port=int(sys.argv[2]), token=sys.argv[3].encode(), node_rank=1, node_host="bob",

@@ -13,11 +13,11 @@ from typing import Self
 
 import xxhash
 
+from unisono.control.channel_ends import HeadServer
 from unisono.control.events import FileReceived
 from unisono.control.file_sender import Content, Offer, OfferRefused
 from unisono.control.head import IncomingConnection
 from unisono.control.protocol import Body, Malformed, Piece
-from unisono.control.server import HeadServer
 from unisono.text import one_line, show_bytes, show_seconds
 
 WINDOW = 8

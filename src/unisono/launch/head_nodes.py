@@ -33,7 +33,7 @@ from unisono.supervise.rank_supervisor import Attempt
 from unisono.text import validation_words
 
 if TYPE_CHECKING:
-    from unisono.control.server import HeadServer
+    from unisono.control.channel_ends import HeadServer
     from unisono.rendezvous.meeting import Meeting
     from unisono.rendezvous.party import MakeRestartReport, RestartQuestion
 

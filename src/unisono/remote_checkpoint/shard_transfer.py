@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from unisono.checkpoint.manifest import is_file_name
+from unisono.control.channel_ends import HeadServer
 from unisono.control.events import FileReceived
 from unisono.control.file_receiver import FileReceiver
 from unisono.control.file_sender import Content, FileSender, Offer, OfferRefused, TransferOutcome
-from unisono.control.server import HeadServer
 from unisono.events import Message
 from unisono.plan import RunPlan
 from unisono.text import one_line

@@ -6,8 +6,8 @@ from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar
 
 from unisono.agree.reports import NodeReport
+from unisono.control.channel_ends import NodeLink
 from unisono.control.events import Left, NodeMessage
-from unisono.control.link import NodeLink
 from unisono.errors import Disagreed, UnisonoError
 from unisono.events import Message, Show
 from unisono.rendezvous import meeting_rules

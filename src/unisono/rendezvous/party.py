@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, Generic, Protocol, TypeVar
 
 from unisono.agree.reports import NodeReport
+from unisono.control.channel_ends import HeadServer
 from unisono.control.protocol import new_token
-from unisono.control.server import HeadServer
 from unisono.errors import UsageError
 from unisono.events import Message, Show
 from unisono.facts.network import NetworkProbe, SystemNetwork

@@ -28,7 +28,7 @@ from unisono.text import one_line
 from unisono.watch import RunView
 
 if TYPE_CHECKING:
-    from unisono.control.server import HeadServer
+    from unisono.control.channel_ends import HeadServer
 
 
 class RunObserver(Protocol):

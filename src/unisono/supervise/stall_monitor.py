@@ -13,7 +13,7 @@ from unisono.watch.judge import judge
 from unisono.watch.pace import Pace, Patience
 
 if TYPE_CHECKING:
-    from unisono.control.server import HeadServer
+    from unisono.control.channel_ends import HeadServer
 
 
 _EVERY_S = 0.2  # as often as its callers poll

@@ -12,10 +12,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from unisono.control.channel_ends import HeadServer, NodeLink
 from unisono.control.events import Left
 from unisono.control.file_sender import Content, FileSender
-from unisono.control.link import NodeLink
-from unisono.control.server import HeadServer
 
 TOKEN = b"the secret of this job, 32 bytes"
 
