@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from unisono.control.file_sender import Content, Offer, OfferRefused
-from unisono.remote_checkpoint.shard_transfer import ShardArrivals
+from unisono.remote_checkpoint.transfers import ShardArrivals
 
 LIMIT_S = 30.0
 STEP = "step-00000001.tmp-a"

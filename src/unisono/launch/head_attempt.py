@@ -67,7 +67,7 @@ class HeadAttempts:
         key = user_key(self.local_node.environment.settings_dir)
         shards = None
         if server is not None:  # one node alone needs no channel
-            from unisono.remote_checkpoint.shard_transfer import receiving_shards
+            from unisono.remote_checkpoint.transfers import receiving_shards
 
             shards = receiving_shards(plan, server, self.run.checkpoints)
         return run_attempt(

@@ -20,7 +20,7 @@ from unisono.launch.node_report import look_again
 from unisono.launch.planning import LocalNode, accept_plan, prepare
 from unisono.launch.train_request import TrainRequest
 from unisono.plan import RunPlan
-from unisono.remote_checkpoint.shard_transfer import clear_parts
+from unisono.remote_checkpoint.transfers import clear_parts
 from unisono.rendezvous.member_side import MemberSide, join_meeting, rejoin_as_member
 from unisono.rendezvous.party import ChannelFacts, MakeReport, Party, RestartQuestion
 from unisono.rundir import RunDir

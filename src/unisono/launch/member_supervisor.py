@@ -20,7 +20,7 @@ from unisono.launch.outcome import NOTHING_DONE, Ending, result_of
 from unisono.launch.run_records import read_progress, writing_for_head
 from unisono.plan import RunPlan
 from unisono.remote_checkpoint.rescue import MemorySender
-from unisono.remote_checkpoint.shard_transfer import ShardSender
+from unisono.remote_checkpoint.transfers import ShardSender
 from unisono.rundir import RunDir
 from unisono.rundir.lock import Holder, RunLock
 from unisono.rundir.records import RunResult, set_verdict, write_result

@@ -18,7 +18,7 @@ from unisono.facts import Environment
 from unisono.files import make_private_dir, read_text, write_text
 from unisono.launch.train_request import TrainRequest
 from unisono.plan import ResumePoint, RunPlan
-from unisono.remote_checkpoint.download import remove_partial_download
+from unisono.remote_checkpoint.transfers import remove_partial_download
 from unisono.rundir import RunDir
 from unisono.rundir.lock import RunLock
 from unisono.rundir.plan_changes import check_same_run, unused_allowances
