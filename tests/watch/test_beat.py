@@ -26,7 +26,7 @@ from unisono.watch.beat import (
     RESTING_S,
     beat_while_collecting,
 )
-from unisono.watch.rank_record import read_beat
+from unisono.watch.views import read_beat
 
 HAMMERING_S = 3.0
 STANDIN = str(Path(__file__).parent / "standins" / "beating_rank.py")
@@ -83,7 +83,7 @@ def test_the_digest_of_a_batch_is_the_same_in_every_process_and_a_different_for_
     memory: BeatMemory,
 ) -> None:
     code = (
-        "from unisono.watch.beat import Beats\nfrom unisono.watch.beat import RECORD_BYTES\nfrom unisono.watch.rank_record import read_beat\n"
+        "from unisono.watch.beat import Beats\nfrom unisono.watch.beat import RECORD_BYTES\nfrom unisono.watch.views import read_beat\n"
         "m = bytearray(RECORD_BYTES); b = Beats(m); b.note_batch([3, 1, 2]); b.enter('data'); print(read_beat(m).digest)"
     )
     reported = subprocess.run(

@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from unisono.watch.rank_record import BeatMemory
+    from unisono.watch.views import BeatMemory
 
 VARIABLE = "UNISONO_GUARD"
 """The only variable of the border: the path of guard.json."""
@@ -354,7 +354,7 @@ def memory_of(folder: Path, pid: int) -> "BeatMemory":
     Raises:
         OSError: if the rank has not created them.
     """
-    from unisono.watch.rank_record import BeatMemory
+    from unisono.watch.views import BeatMemory
 
     with contextlib.ExitStack() as stack:
         opened = [

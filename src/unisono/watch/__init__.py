@@ -9,8 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from unisono.watch.beat import PHASES, Beats, Phase, Pulse, phase_named
-    from unisono.watch.rank_record import Beat, BeatMemory
-    from unisono.watch.views import Collective, Look, NodeView, ProcessView, RankView, RunView, Suspicion
+    from unisono.watch.views import (
+        Beat,
+        BeatMemory,
+        Collective,
+        Look,
+        NodeView,
+        ProcessView,
+        RankView,
+        RunView,
+        Suspicion,
+    )
 
 __all__ = [
     "PHASES",

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from unisono.causes import Evidence, Verdict
 from unisono.text import parse_seconds
 from unisono.watch.beat import PHASES, phase_named
-from unisono.watch.rank_record import Beat
 from unisono.watch.verdicts import verdict
-from unisono.watch.views import RankView, RunView
+from unisono.watch.views import Beat, RankView, RunView
 
 _SUSPECT_S = 3.0
 _NAME_S = 4.5

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from unisono.causes import MORE_PATIENCE, RESUMES, Evidence, Verdict, find_cause
 from unisono.text import one_line
 from unisono.watch.beat import PHASES, phase_named
-from unisono.watch.rank_record import Beat
-from unisono.watch.views import Collective, Look, RankView, RunView
+from unisono.watch.views import Beat, Collective, Look, RankView, RunView
 
 _STACK_LINES = 6
 _MOST_WAITING = 4
