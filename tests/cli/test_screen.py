@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.cli.first_screen import first_screen
 from unisono.cli.output import Output
 from unisono.cli.screen import Pace, PlainLine, Screen, ending
+from unisono.cli.terminal import first_screen
 from unisono.config import RunConfig
 from unisono.plan import (
     DataSummary,
@@ -243,7 +243,7 @@ def test_where_the_directory_was_taken_away_the_end_does_not_report_that_nothing
 
 def test_on_a_terminal_one_line_is_redrawn_and_gone_at_the_end() -> None:
     script = (
-        "from unisono.cli.progress import LiveLine\n"
+        "from unisono.cli.terminal import LiveLine\n"
         "line = LiveLine()\n"
         "for n in range(1, 101): line.show(f'[bold]step {n}', share=n / 100)\n"
         "line.above('a line [red]that stays')\n"

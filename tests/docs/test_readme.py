@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from unisono.causes.verdict import EXIT_CODES
-from unisono.cli.first_screen import first_screen
+from unisono.cli.terminal import first_screen
 from unisono.config import load_config
 from unisono.config.load import build_config
 from unisono.config.schema import RunConfig

@@ -52,7 +52,7 @@ def chat(
 ) -> None:
     """Chat with a model. Commands: /clear, /save FILE, /exit, /help; Ctrl-C ends an answer, Ctrl-D the conversation."""
     from unisono.cli.llamafactory_file import read_inference_request
-    from unisono.cli.progress import Progress
+    from unisono.cli.terminal import Progress
     from unisono.supervise.task_process import TaskProcess
 
     sampling = {

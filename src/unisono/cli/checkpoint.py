@@ -32,7 +32,7 @@ def export(
 ) -> None:
     """Write the adapter, or the whole model, with tokenizer, chat template and generation_config."""
     from unisono.cli.llamafactory_file import read_inference_file, split_prompt
-    from unisono.cli.progress import Progress
+    from unisono.cli.terminal import Progress
     from unisono.errors import UsageError
     from unisono.supervise.task_process import run_task
 

@@ -91,7 +91,7 @@ def _read(run: Path, step: int | None, *, may_be_none: bool) -> "list[Reading]":
 
 
 def _replay(run: Path, step: int | None, steps: int) -> "Replayed":
-    from unisono.cli.progress import Progress
+    from unisono.cli.terminal import Progress
     from unisono.launch.replay import Replay
     from unisono.rundir import RunDir
 

@@ -48,7 +48,7 @@ def diagnose(
 
 
 def _of_logs(paths: list[str]) -> "Diagnosis":
-    from unisono.cli.progress import ReadingLine
+    from unisono.cli.terminal import ReadingLine
     from unisono.diagnose.reading import diagnose_logs, find_sources, read_all
     from unisono.errors import UsageError
     from unisono.text import plain

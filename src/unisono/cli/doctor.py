@@ -171,7 +171,7 @@ def drill(
 
 
 def _carry_out(chosen: "tuple[Drill, ...]") -> "list[DrillResult]":
-    from unisono.cli.progress import Progress
+    from unisono.cli.terminal import Progress
     from unisono.drill.execution import run_drills
     from unisono.drill.results import result_line
 

@@ -10,7 +10,7 @@ from unisono.cli.app import refuse_unwritable
 from unisono.cli.output import output, silence, terminal_width
 
 if TYPE_CHECKING:
-    from unisono.cli.progress import Progress
+    from unisono.cli.terminal import Progress
 
 
 Target = Annotated[
@@ -150,7 +150,7 @@ def _prompt(prompt: str | None) -> str:
 
 
 def _run(request: dict[str, Any], *, streams: bool) -> dict[str, Any]:
-    from unisono.cli.progress import Progress
+    from unisono.cli.terminal import Progress
     from unisono.supervise.task_process import run_task
 
     with Progress(output()) as progress:
@@ -295,7 +295,7 @@ def evaluate(
 
 
 def _run_task(name: str, request: dict[str, Any]) -> dict[str, Any]:
-    from unisono.cli.progress import Progress
+    from unisono.cli.terminal import Progress
     from unisono.supervise.task_process import run_task
 
     with Progress(output()) as progress:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from unisono.causes import Verdict
-from unisono.cli.first_screen import first_screen
 from unisono.cli.output import Output, terminal_width
+from unisono.cli.terminal import first_screen
 from unisono.errors import Problem
 from unisono.events import Message
 from unisono.plan import RunPlan
@@ -309,7 +309,7 @@ def _near(path: str, cwd: Path) -> str:
 
 def _line_for(printer: Output) -> Line:
     if sys.stderr.isatty() and not printer.quiet:
-        from unisono.cli.progress import LiveLine
+        from unisono.cli.terminal import LiveLine
 
         return LiveLine()
     return PlainLine(printer.warn)

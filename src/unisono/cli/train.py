@@ -160,8 +160,8 @@ def _train(request: "TrainRequest") -> int:
 
 
 def _show_plan(request: "TrainRequest") -> None:
-    from unisono.cli.first_screen import first_screen
     from unisono.cli.screen import Screen
+    from unisono.cli.terminal import first_screen
     from unisono.cluster.launchers import plan_only
     from unisono.launch.outcome import dry_result
 
