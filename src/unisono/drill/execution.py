@@ -1,6 +1,7 @@
 """Execution of one drill: a real run, the fault, and what the run reported."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, Self
 
+from unisono.child import end_with_front
 from unisono.drill.drills import Drill
 from unisono.drill.leftovers import Traces
 from unisono.drill.results import (
@@ -28,7 +30,12 @@ from unisono.drill.results import (
     skipped_result,
 )
 from unisono.drill.sandbox import Sandbox
-from unisono.facts import read_environment
+from unisono.errors import UnisonoError
+from unisono.events import Message
+from unisono.facts import Probes, read_environment
+from unisono.launch.outcome import refused_result
+from unisono.launch.session import train
+from unisono.launch.train_request import TrainRequest
 from unisono.supervise.child_process import child_environment
 
 _KILLED_S = 10.0
@@ -207,7 +214,7 @@ class DrillRun:
         for node in range(self.sandbox.nodes):
             request = self.folder / f"request-{node}.json"
             request.write_text(json.dumps(self._request(node)))
-            words = [sys.executable, "-m", "unisono.drill.front", str(request)]
+            words = [sys.executable, "-m", "unisono.drill.execution", str(request)]
             front = FrontProcess(
                 self.sandbox.words(node, words),
                 node=node,
@@ -340,3 +347,53 @@ def _data_row(number: int) -> dict[str, str]:
         "prompt": f"count to {number % 7 + 2}",
         "completion": " ".join(map(str, range(1, number % 7 + 3))),
     }
+
+
+@dataclasses.dataclass(frozen=True)
+class JumpingClock:
+    """The wall clock of this machine, which jumps as soon as a rank has created its mark."""
+
+    marks: Path
+    seconds: float
+
+    def wall(self) -> float:
+        """Seconds since 1970, plus the jump."""
+        return time.time() + (self.seconds if any(self.marks.iterdir()) else 0.0)
+
+    def monotonic(self) -> float:
+        """The real monotonic clock, without the jump."""
+        return time.monotonic()
+
+
+def main(path: Path) -> int:
+    """Trains as the request file says; returns the exit code."""
+    fields = json.loads(path.read_text(encoding="utf-8"))
+    end_with_front(fields.pop("parent"))
+    try:
+        return int(train(_request(fields), _show)["exit_code"])
+    except UnisonoError as error:
+        body = error.to_json()
+        verdict = error.verdict.to_json() if error.verdict else None
+        if verdict:
+            _show({"kind": "verdict", **verdict})
+        _show({"kind": "result", **refused_result(error.exit_code, body["problems"], verdict)})  # type: ignore[arg-type]
+        return error.exit_code
+
+
+def _request(fields: dict[str, Any]) -> TrainRequest:
+    """The TrainRequest of the file: its fields, and `clock_jump_s`."""
+    jump_s = fields.pop("clock_jump_s")
+    request = TrainRequest(Path(fields.pop("config_path")), rehearse=False, **fields)
+    if not jump_s:
+        return request
+    clock = JumpingClock(Path(request.faults["marks"]), jump_s)
+    return dataclasses.replace(request, probes=dataclasses.replace(Probes(), clock=clock))
+
+
+def _show(message: Message) -> None:
+    sys.stdout.write(json.dumps(message) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))
