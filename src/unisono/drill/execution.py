@@ -1,4 +1,4 @@
-"""Execution of one drill: a real run, the fault, and what the run reported."""
+"""Execution of one drill: a real run, the fault, and what the run reported. `python -m unisono.drill.execution REQUEST.json` is the front of that run; it prints JSON lines."""
 
 import contextlib
 import dataclasses

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from unisono.checkpoint.store import CheckpointStore
-from unisono.remote_checkpoint import download
+from unisono.remote_checkpoint import transfers
 
 moment = sys.argv.pop(1)
-place = download._Download._place
+place = transfers._Download._place
 
 
 def die(*_: object) -> Any:
@@ -28,5 +28,5 @@ def place_and_die(bringing: Any, beside: Path) -> None:
 
 if moment == "fetched":
     setattr(CheckpointStore, "adopt", die)  # noqa: B010 - a method of a class is replaced on purpose
-setattr(download._Download, "_place", die if moment == "adopted" else place_and_die)  # noqa: B010 - as above
+setattr(transfers._Download, "_place", die if moment == "adopted" else place_and_die)  # noqa: B010 - as above
 runpy.run_path(str(Path(__file__).with_name("front.py")), run_name="__main__")
