@@ -13,8 +13,8 @@ import pytest
 
 from tests import fuse
 from tests.needs import small_disk
+from unisono.facts.path_probes import file_system_of, is_network
 from unisono.facts.storage import is_nonce, leave_nonce, probe_storage, remove_nonce, sees_nonce
-from unisono.facts.storage_probe import file_system_of, is_network
 
 
 def test_a_folder_that_can_be_written_is_left_as_it_was(tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_file_systems_of_several_machines_are_known() -> None:
 
 def test_a_name_that_appears_late_on_a_network_file_system_is_still_seen(tmp_path: Path) -> None:
     """As with NFS, whose clients keep for seconds what they knew of a folder."""
-    from unisono.facts.storage_probe import wait_for_file
+    from unisono.facts.path_probes import wait_for_file
 
     def late() -> None:
         with contextlib.suppress(OSError):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unisono.facts import storage_probe
+from unisono.facts import path_probes
 from unisono.files import write_text
 from unisono.text import one_line
 
@@ -65,7 +65,7 @@ def probe_storage(
         ),
         shared=answer.get("shared"),
         free_bytes=answer.get("free_bytes"),
-        file_system=str(answer.get("file_system") or storage_probe.file_system_of(folder)),
+        file_system=str(answer.get("file_system") or path_probes.file_system_of(folder)),
     )
 
 
@@ -127,7 +127,7 @@ _TOUCH = (
 )
 
 # Isolated and without site: nothing of the user's own setup is imported, and it starts in a hundredth of a second.
-_PROBE = (sys.executable, "-I", "-S", storage_probe.__file__)
+_PROBE = (sys.executable, "-I", "-S", path_probes.__file__, "storage")
 
 
 def _run_child(command: list[str], limit_s: float | None) -> tuple[dict[str, Any], bool]:

@@ -19,7 +19,7 @@ from unisono.causes import Verdict
 from unisono.errors import UsageError
 from unisono.events import Show, notify
 from unisono.facts import Environment, Machine, Probes
-from unisono.facts.path_monitor import Identity, PathMonitor, identity_of
+from unisono.facts.path_probes import Identity, PathMonitor, identity_of
 from unisono.files import make_private_dir, read_object, write_json
 from unisono.guard.local_program import LocalProgram, Program
 from unisono.guard.program_end import SignalQueue

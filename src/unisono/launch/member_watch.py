@@ -6,7 +6,7 @@ from typing import Literal
 
 from unisono.causes import Evidence, Verdict
 from unisono.events import Message, Show
-from unisono.facts.path_monitor import PathMonitor, PathState, identity_of
+from unisono.facts.path_probes import PathMonitor, PathState, identity_of
 from unisono.files import read_object
 from unisono.launch.output_watch import CAUSE, HeldFiles, device_of, growing, warning_of
 from unisono.plan import RankPlace, RunPlan

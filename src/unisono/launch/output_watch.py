@@ -15,7 +15,7 @@ from typing import Literal
 
 from unisono.causes import Evidence, Verdict, find_cause
 from unisono.events import Message, Show
-from unisono.facts.path_monitor import Identity, PathMonitor, PathState, identity_of
+from unisono.facts.path_probes import Identity, PathMonitor, PathState, identity_of
 from unisono.files import make_private_dir, whole_file
 from unisono.launch.outcome import Ending
 from unisono.plan import RankPlace, RunPlan
