@@ -39,8 +39,17 @@ __all__ = [
 ]
 _HOME = {
     "beat": ("PHASES", "Beats", "Phase", "Pulse", "phase_named"),
-    "rank_record": ("Beat", "BeatMemory"),
-    "views": ("Collective", "Look", "NodeView", "ProcessView", "RankView", "RunView", "Suspicion"),
+    "views": (
+        "Beat",
+        "BeatMemory",
+        "Collective",
+        "Look",
+        "NodeView",
+        "ProcessView",
+        "RankView",
+        "RunView",
+        "Suspicion",
+    ),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
