@@ -5,7 +5,16 @@ from pathlib import Path
 import pytest
 
 import measure_house
-from measure_house import TARGETS, Report, code_lines, imports_between, measure, read_modules, repeated_names
+from measure_house import (
+    ROOM_BUDGETS,
+    TARGETS,
+    Report,
+    code_lines,
+    imports_between,
+    measure,
+    read_modules,
+    repeated_names,
+)
 
 FILES = {
     "__init__.py": '"""A package."""\n',
@@ -83,3 +92,20 @@ def test_a_missed_target_fails_only_the_check(
 def test_the_check_passes_where_every_target_is_met() -> None:
     report = Report({target.figure: target.bound for target in TARGETS}, {})
     assert report.missed() == []
+
+
+def test_no_room_is_over_its_budget() -> None:
+    """Raise a budget together with docs/decisions/0024-size-of-the-package.md."""
+    report = measure(read_modules())
+    assert report.details["rooms over their budget"] == ""
+    assert {module.room for module in read_modules()} == ROOM_BUDGETS.keys()
+
+
+def test_a_room_over_its_budget_is_named_with_both_numbers(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    budgets = dict.fromkeys((".", "cli", "train", "plan", "data"), 6)
+    monkeypatch.setattr(measure_house, "ROOM_BUDGETS", budgets)
+    report = measure(read_modules(package))
+    assert report.figures["rooms over their budget"] == 1
+    assert report.details["rooms over their budget"] == "train 11 of 6"

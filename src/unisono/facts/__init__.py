@@ -17,12 +17,14 @@ from unisono.facts.environment import (
 from unisono.facts.machine import DeviceProbe, Machine, probe_nvidia, read_machine
 from unisono.facts.network import InfinibandPort, NetworkProbe, SystemNetwork, read_infiniband
 from unisono.facts.nvidia import DetailsProbe, probe_details
+from unisono.facts.path_probes import identity_of
 
 __all__ = [
     "Environment",
     "Machine",
     "Probes",
     "all_variables",
+    "identity_of",
     "package_versions",
     "read_environment",
     "read_machine",

@@ -9,8 +9,7 @@ from unisono.checkpoint.manifest import user_key
 from unisono.checkpoint.store import CheckpointStore
 from unisono.data.token_table import TokenTable
 from unisono.events import Reporter
-from unisono.facts import read_environment
-from unisono.facts.path_probes import identity_of
+from unisono.facts import identity_of, read_environment
 from unisono.model.directory import locate_tokenizer
 from unisono.model.forward import Forward, choose_forward
 from unisono.model.load import SCORE, LoadedModel, load_for_training
