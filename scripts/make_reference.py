@@ -239,11 +239,11 @@ def llamafactory_page() -> list[str]:
     counts = {fate: sum(key.fate == fate and not key.same_as for key in KEYS.values()) for fate in FATES}
     lines = [
         "# LLaMA-Factory's keys", "",
-        "Every key of LLaMA-Factory 0.9.5, and of Hugging Face's TrainingArguments that it takes, with its default there and its fate here."
+        "Every key of LLaMA-Factory 0.9.5, and of Hugging Face's TrainingArguments that it takes, with its default there and what unisono does with it."
         " How to use it: [from LLaMA-Factory](../how-to/from-llamafactory.md).", "",
         *(f"- **{fate}** ({counts[fate]} keys): {meaning}" for fate, meaning in FATES.items()), "",
-        "A refused key at its default does no harm. An unknown key is refused with the nearest. "
-        "`unisono init --from-llamafactory FILE --json` shows the fate of each key of a file.",
+        "A refused key is accepted at its default. For an unknown key, the error shows the nearest known one. "
+        "`unisono init --from-llamafactory FILE --json` shows the handling of each key of a file.",
     ]  # fmt: skip
     for group in dict.fromkeys(key.group for key in KEYS.values()):
         rows = [key_row(key) for key in KEYS.values() if key.group == group]
@@ -251,27 +251,33 @@ def llamafactory_page() -> list[str]:
             "",
             f"## {GROUP_TITLES[group]}",
             "",
-            *table(["key", "default", "fate", "here", "note"], rows),
+            *table(["key", "default", "handling", "unisono", "note"], rows),
         ]
     lines += [
         "",
         "## Environment variables",
         "",
-        "Variables that its launcher reads, and what they are here.",
+        "Variables that LLaMA-Factory's launcher reads, and how unisono handles them.",
         "",
     ]
-    lines += table(["variable", "here"], [[f"`{name}`", text] for name, text in SWITCHES.items()])
-    lines += ["", "## Files of the generation v1", "", "They are refused; these are our keys for theirs.", ""]
+    lines += table(["variable", "unisono"], [[f"`{name}`", text] for name, text in SWITCHES.items()])
+    lines += [
+        "",
+        "## Files of the generation v1",
+        "",
+        "These files are refused. The table shows the key of unisono for each of their keys.",
+        "",
+    ]
     return lines + table(
-        ["key", "here"], [[f"`{name}`", f"`{ours}`" if ours else "none"] for name, ours in V1_KEYS.items()]
+        ["key", "unisono"], [[f"`{name}`", f"`{ours}`" if ours else "none"] for name, ours in V1_KEYS.items()]
     )
 
 
 FATES = {
-    "carried": "the same value in our key",
-    "translated": "the same meaning in our keys",
-    "ignored": "it does no harm, and is listed once",
-    "refused": "known, but not here: exit code 2, with what to use instead",
+    "carried": "the same value, in a key of unisono",
+    "translated": "the same meaning, in keys of unisono",
+    "ignored": "has no effect on the result, and is listed once",
+    "refused": "known, but not supported: exit code 2, with the alternative",
 }
 
 

@@ -95,7 +95,7 @@ def test_two_reports_of_one_number_and_a_process_that_reports_twice_are_found() 
 
 
 def test_nodes_that_are_not_here_are_unknown() -> None:
-    assert "node 1 not here" in check(compare_nodes([node(0, nodes=2)]), "nodes", "unknown").text
+    assert "node 1 absent" in check(compare_nodes([node(0, nodes=2)]), "nodes", "unknown").text
 
 
 # Devices

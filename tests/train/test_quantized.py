@@ -262,7 +262,7 @@ def test_a_missing_or_old_library_is_refused_with_the_command_that_installs_it(
     monkeypatch.setattr(quantized_files, "installed", lambda _name: version)
     with pytest.raises(ModelError) as error:
         train_here(model={"quantize": "nf4"})
-    assert "pip install 'unisono[quantize]'" in error.value.problems[0].fix
+    assert "pip install bitsandbytes accelerate" in error.value.problems[0].fix
 
 
 @pytest.mark.parametrize(

@@ -83,9 +83,7 @@ def judge_nodes(members: Members) -> Agreement:
         return violation(rule, summary, people=outside, fix=fix)
     if len(present) < wanted:
         missing = (number for number in range(min(wanted, max(present) + 1000)) if number not in present)
-        text = (
-            f"{len(present):,} of {count(wanted, 'node')} compared; {number_list('node', missing)} not here"
-        )
+        text = f"{len(present):,} of {count(wanted, 'node')} compared; {number_list('node', missing)} absent"
         return Agreement.noted(rule.id, "unknown", text)
     return Agreement.noted(rule.id, "pass", f"all {wanted:,} here" if wanted > 1 else "one node")
 

@@ -77,7 +77,7 @@ def fill_method(draft: Draft) -> None:
         _adapter(draft)
         return
     if kind == "oft":
-        draft.refuse("finetuning_type", "OFT is not here", "use lora, full or freeze")
+        draft.refuse("finetuning_type", "OFT is not supported", "use lora, full or freeze")
     draft.put("adapter", None, "finetuning_type")
     if kind == "freeze":
         _train_only(draft)

@@ -27,7 +27,7 @@ def _objective(draft: Draft) -> None:
     values = draft.values
     stage, loss = values["stage"], values["pref_loss"]
     if stage == "ppo":
-        draft.refuse("stage", "PPO is not here", "use sft, dpo or kto, or rm for a reward model")
+        draft.refuse("stage", "PPO is not supported", "use sft, dpo or kto, or rm for a reward model")
     if stage == "dpo" and loss == "kto_pair":
         draft.refuse(
             "pref_loss",
@@ -58,7 +58,7 @@ def _objective(draft: Draft) -> None:
 
 
 def _refuse_of_preferences(draft: Draft, objective: str) -> None:
-    """Refuses keys that change the loss or the reference in a way that is not here."""
+    """Refuses keys that change the loss or the reference in a way that is not supported."""
     values = draft.values
     has_reference = "reference" in keys_of(objective)
     if objective == "dpo" and values["pref_bco_weight"] > 1e-6:

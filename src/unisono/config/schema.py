@@ -83,7 +83,7 @@ class ModelSection(Section):
     quantize: Literal["nf4", "fp4", "int8"] | None = Field(
         default=None,
         description="with an adapter: keep the linear layers of the base model in 4 or 8 bits (QLoRA, arXiv:2305.14314; needs"
-        " `pip install 'unisono[quantize]'`); embeddings, head and norms stay in `dtype`; null: as in the model's files",
+        " `pip install bitsandbytes accelerate`); embeddings, head and norms stay in `dtype`; null: as in the model's files",
     )
     quantize_double: bool = Field(
         default=True, description="with nf4 and fp4: quantize the scales of blocks of weights, too"

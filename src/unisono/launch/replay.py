@@ -317,7 +317,7 @@ def changed_versions(run: RunDir, now: Mapping[str, str]) -> list[str]:
         return ["environment.json cannot be read, so the package versions of the run are unknown"]
     before, after = decisive_versions(packages), decisive_versions(now)
     return [
-        f"{name} is {one_line(after.get(name, 'not here'), limit=60)}, and was {one_line(str(before[name]), limit=60)}"
+        f"{name} is {one_line(after.get(name, 'not installed'), limit=60)}, and was {one_line(str(before[name]), limit=60)}"
         for name in sorted(before)
         if before[name] != after.get(name)
     ]

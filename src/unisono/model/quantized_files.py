@@ -11,7 +11,7 @@ from unisono.errors import ModelError
 Kind = Literal["nf4", "fp4", "int8", "gptq", "awq"]
 _LIBRARIES = {"bitsandbytes": (0, 50), "accelerate": (1, 1)}
 """What transformers needs to quantize weights and to read quantized ones, with the first tested version."""
-_INSTALL = "pip install 'unisono[quantize]'"
+_INSTALL = "pip install bitsandbytes accelerate"
 
 
 @dataclass(frozen=True)
