@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.diagnose.scoring import Score, by_command, cases, is_surely_wrong, score, verdict
+from tests.diagnose.scoring import Score, by_command, cases, is_surely_wrong, mark, verdict
 
 CASES = Path(__file__).parent / "cases"
 CAUSE, CULPRIT, REMEDY = 0.98, 0.95, 0.95
@@ -25,8 +26,14 @@ TOOLS = ("tools_read.jsonl", "tools_kept.jsonl", "tools_after.jsonl")
 
 
 @functools.cache
+def said(name: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """The cases of a file, each with its verdict."""
+    return [(case, verdict(case)) for case in cases(CASES / name)]
+
+
+@functools.cache
 def scored(name: str) -> Score:
-    return score(CASES / name)
+    return Score(tuple(mark(case, printed) for case, printed in said(name)))
 
 
 @pytest.mark.parametrize(
@@ -48,7 +55,7 @@ def test_the_remedy_names_what_has_to_be_changed(name: str) -> None:
 
 def test_no_verdict_on_logs_of_tools_is_sure_and_wrong() -> None:
     for name in TOOLS:
-        wrong = [case["id"] for case in cases(CASES / name) if is_surely_wrong(case, verdict(case))]
+        wrong = [case["id"] for case, printed in said(name) if is_surely_wrong(case, printed)]
         assert not wrong, name
 
 

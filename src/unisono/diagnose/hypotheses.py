@@ -143,6 +143,17 @@ class Table:
         odds = math.log(max(chance, 1e-12) / max(1 - chance, 1e-12))
         return 1 / (1 + math.exp(-(self.slope * odds + self.shift)))
 
+    @functools.cached_property
+    def answers(self) -> Mapping[Question, tuple[Mapping[str, float], frozenset[str]]]:
+        """By question: how probable a yes is with each cause, and the lines of logs that answer it."""
+        return {
+            question: (
+                {cause: _chance(self.weight(cause, question.feature)) for cause in self.entries},
+                frozenset(_shown_by(question.feature, self)),
+            )
+            for question in self.questions
+        }
+
     def weight(self, cause: str, feature: str) -> float:
         """How much a feature speaks for a cause, in log odds; negative: against."""
         kind, _, name = feature.partition(":")
@@ -343,10 +354,13 @@ def _devices(features: Sequence[Feature]) -> str:
 def _questions(features: Sequence[Feature], found: Mapping[str, float], table: Table) -> tuple[Question, ...]:
     """The questions with the largest expected gain of information, for those that the text does not answer."""
     seen = {name for feature in features for name in (feature.id, feature.id.removeprefix("not:"))}
+    whole = sum(found.values())
+    shares = {cause: chance / whole for cause, chance in found.items()}
+    entropy = _entropy(shares.values())
     gains = {
-        question: _gain(question.feature, found, table)
-        for question in table.questions
-        if question.feature not in seen and not (_shown_by(question.feature, table) & seen)
+        question: _gain(yes, shares, entropy)
+        for question, (yes, shown_by) in table.answers.items()
+        if question.feature not in seen and shown_by.isdisjoint(seen)
     }
     best = sorted(gains, key=lambda question: -gains[question])
     return tuple(question for question in best if gains[question] > 0.01)[:_MOST_QUESTIONS]
@@ -366,15 +380,18 @@ def _shown_by(feature: str, table: Table) -> set[str]:
     )
 
 
-def _gain(feature: str, chances: Mapping[str, float], table: Table) -> float:
-    """The expected fall of entropy, in nats, if a question is answered with yes or no."""
-    whole = sum(chances.values())
-    found = {cause: chance / whole for cause, chance in chances.items()}
-    yes = {cause: _chance(table.weight(cause, feature)) for cause in found}
-    share = sum(found[cause] * yes[cause] for cause in found)
-    after_yes = [found[cause] * yes[cause] / share for cause in found]
-    after_no = [found[cause] * (1 - yes[cause]) / (1 - share) for cause in found]
-    return _entropy(found.values()) - share * _entropy(after_yes) - (1 - share) * _entropy(after_no)
+def _gain(yes: Mapping[str, float], shares: Mapping[str, float], entropy: float) -> float:
+    """The expected fall of entropy, in nats, if a question is answered with yes or no.
+
+    Args:
+        yes: how probable a yes is with each cause.
+        shares: of the causes; they sum to 1.
+        entropy: of the shares.
+    """
+    share = sum(part * yes[cause] for cause, part in shares.items())
+    after_yes = [part * yes[cause] / share for cause, part in shares.items()]
+    after_no = [part * (1 - yes[cause]) / (1 - share) for cause, part in shares.items()]
+    return entropy - share * _entropy(after_yes) - (1 - share) * _entropy(after_no)
 
 
 def _chance(weight: float) -> float:
