@@ -91,6 +91,14 @@ def test_settings_of_other_sections_that_do_not_go_with_preferences_are_refused(
     assert f"c.yaml:{7 if more else 4}" in err
 
 
+def test_random_weights_are_not_compared_with_another_model(capsys: pytest.CaptureFixture[str]) -> None:
+    write("dpo", [PAIR], "preference: {reference: builtin:tiny}")
+    code, _, err = run(capsys, "train", "c.yaml", "model.weights=random", "adapter=null")
+    assert code == 2
+    assert "preference.reference: random weights" in err
+    assert "c.yaml:7" in err
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("objective", "rows", "line", "words"),

@@ -13,6 +13,10 @@ import pytest
 import yaml
 
 from tests.ports import free_port
+from unisono.config import RunConfig
+from unisono.config.preference import PreferenceSection
+from unisono.launch.node_report import flat_config
+from unisono.launch.train_request import with_absolute_paths
 from unisono.rundir.lock import RunLock
 
 
@@ -66,6 +70,26 @@ def test_the_kept_config_is_absolute_and_is_the_same_run(front: Any) -> None:
     )  # fmt: skip
     assert again.returncode == 0, again.stderr
     assert front.steps() == [1, 2, 3, 4, 5, 6]
+
+
+def test_paths_of_adapters_and_of_a_reference_are_absolute(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    config = RunConfig.model_validate(
+        {
+            "model": "some/model", "data": {"train": "rows"}, "output_dir": "out", "objective": "dpo",
+            "adapter": {"from": "there", "merge": ["there", "hub/adapter"]}, "preference": {"reference": "there"},
+        }
+    )  # fmt: skip
+    kept = with_absolute_paths(config, tmp_path)
+    assert kept.adapter is not None
+    assert kept.adapter.from_ == str(tmp_path / "there")
+    assert kept.adapter.merge == [str(tmp_path / "there"), "hub/adapter"]
+    assert kept.preference.reference == str(tmp_path / "there")
+    auto = config.model_copy(update={"preference": PreferenceSection()})
+    assert with_absolute_paths(auto, tmp_path).preference.reference == "auto"
+    # Nodes compare the contents of files, not their paths; that one has a reference and the other none is a difference.
+    assert "preference.reference" not in flat_config(kept)
+    assert flat_config(auto)["preference.reference"] == "auto"
 
 
 def test_the_first_screen_reports_what_will_happen_in_at_most_twelve_lines(front: Any) -> None:

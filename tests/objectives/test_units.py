@@ -20,8 +20,11 @@ from torch.utils._pytree import tree_leaves
 
 from unisono.data.build import pack
 from unisono.data.token_table import TokenBlock, TokenTable, collate
+from unisono.objectives.kto import Kto
 from unisono.plan import Stream
+from unisono.train import rank_run
 from unisono.train.run import TrainingData, counts_of
+from unisono.watch import Beats
 
 Train = Callable[..., Any]
 _VOCABULARY = 20_000
@@ -236,3 +239,29 @@ def test_a_batch_of_desirable_answers_has_no_metrics_of_others(
     unseen = [json.loads(line) for line in rated_files[1].read_text().splitlines()]
     wanted = {row["completion"] for row in unseen if row["label"]}
     assert {sample["reference"] for sample in run.of_kind("sample")} == wanted
+
+
+def test_the_pass_before_the_loss_is_rehearsed_is_seen_as_computing_and_ends_at_a_stop_request(
+    train_here: Train, rated_files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of KTO, for the divergence. Its phase decides how long it may take, and an evaluation is not worth the grace period."""
+    beats, phases, own = Beats(), list[tuple[str, int]](), Kto.first
+    stops: list[Any] = []
+
+    def first(self: Kto, forward: Any, micro: Any) -> torch.Tensor:
+        phases.append((beats.phase, beats.step))
+        if beats.phase == "evaluate" and beats.step == 2:
+            stops[0].outcome = "preempted"
+        return own(self, forward, micro)
+
+    monkeypatch.setattr(Kto, "first", first)
+    monkeypatch.setattr(rank_run, "Beats", lambda: beats)
+    run = train_here(
+        objective="kto", data={"train": str(rated_files[0]), "eval": str(rated_files[1]), "max_length": 64, "packing": False},
+        batch={"global": 8, "micro": 4}, eval={"every": "2 steps"}, duration="4 steps",
+        on_message=lambda _, stop: stops.append(stop),
+    )  # fmt: skip
+    assert (run.result["outcome"], run.result["step"]) == ("preempted", 2)
+    rehearsed, before = [("rehearse", 0)], [("evaluate", 0)] * 3
+    steps = [("compute", step) for step in (1, 1, 2, 2)]
+    assert phases == [*rehearsed, *before, *steps, ("evaluate", 2)]

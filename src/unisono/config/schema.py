@@ -683,6 +683,10 @@ def _objective_contradictions(config: RunConfig) -> list[str]:
             f"preference.label_smoothing: {config.preference.loss} has none; set `preference.loss: sigmoid`, or remove it",
         ),
         (
+            config.preference.reference != "auto" and config.model.weights == "random",
+            "preference.reference: random weights have nothing in common with another model; set it to auto, or use trained weights",
+        ),
+        (
             is_preference and data.too_long == "split",
             f"data.too_long: objective {objective} compares whole answers; set it to error, cut, balanced or drop",
         ),
