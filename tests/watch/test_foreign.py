@@ -10,7 +10,7 @@ from unisono.causes import Verdict
 from unisono.plan import DeviceChoice, RankPlace
 from unisono.watch import Beat, Collective, Look, ProcessView, RankView, RunView, Suspicion
 from unisono.watch.judge import judge
-from unisono.watch.pace import Patience
+from unisono.watch.verdicts import Patience
 from unisono.watch.views import PhaseTimes
 
 _CPU = DeviceChoice(kind="cpu", name="cpu", memory_bytes=1 << 30, bfloat16=False)

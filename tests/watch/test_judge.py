@@ -12,7 +12,7 @@ from tests.watch.run_views import QUICK, UNSEEN, look, run_view, view
 from unisono.causes import Verdict
 from unisono.watch import PHASES, NodeView, RankView, Suspicion
 from unisono.watch.judge import judge
-from unisono.watch.pace import Patience
+from unisono.watch.verdicts import Patience
 
 AUTO = Patience()
 _IN_STEP = [phase.name for phase in PHASES if phase.in_step and not phase.waits]

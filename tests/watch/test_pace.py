@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from tests.watch.run_views import run_view, view
 from unisono.causes import Verdict
-from unisono.watch.pace import Pace
+from unisono.watch.verdicts import Pace
 
 
 def run(step_times: list[tuple[float, float]], *, steps: int) -> list[Verdict]:

@@ -10,7 +10,7 @@ from unisono.supervise.evidence import RawEvidence
 from unisono.supervise.local_ranks import Job
 from unisono.watch import Look, NodeView, RankView, RunView, Suspicion
 from unisono.watch.judge import judge
-from unisono.watch.pace import Pace, Patience
+from unisono.watch.verdicts import Pace, Patience
 
 if TYPE_CHECKING:
     from unisono.control.channel_ends import HeadServer

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from unisono.causes import Evidence, Verdict
-from unisono.watch.pace import Limits, Patience
-from unisono.watch.verdicts import describe_activity, labels, mismatch, verdict
+from unisono.watch.verdicts import Limits, Patience, describe_activity, labels, mismatch, verdict
 from unisono.watch.views import RankView, RunView, Suspicion
 
 _MOVES_S = 1.0  # no rule needs less; usually all ranks have beaten since, which is checked first
