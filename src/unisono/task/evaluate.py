@@ -41,13 +41,7 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
         raise DataError.of(fault.what, where="--data", why=fault.why, fix=fault.fix)
     opened = open_requested(request, report, answers=False)
     config = evaluation_config(opened, file)
-    body = {
-        "config": config.model_dump(mode="json", by_alias=True),
-        "cache_dir": request["cache_dir"],
-        "output_dir": None,
-    }
-    prepared = data_tasks.prepare(body, report)["data"]
-    table = TokenTable.open(Path(prepared["cache_dir"]), "train")
+    prepared, table = _prepared(config, request["cache_dir"], report)
     sequences = list(range(min(request.get("limit") or table.sequences, table.sequences)))
     found = {
         "description": opened.target.description,
@@ -61,6 +55,17 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
         return {**found, "figures": figures, "rows": each}
     figures, each = answer_figures(opened, table, sequences, report)
     return {**found, "figures": figures, "rows": each}
+
+
+def _prepared(config: RunConfig, cache_dir: str, report: Reporter) -> tuple[dict[str, Any], TokenTable]:
+    """What the preparation of a file's rows gives, and their token table."""
+    body = {
+        "config": config.model_dump(mode="json", by_alias=True),
+        "cache_dir": cache_dir,
+        "output_dir": None,
+    }
+    prepared = data_tasks.prepare(body, report)["data"]
+    return prepared, TokenTable.open(Path(prepared["cache_dir"]), "train")
 
 
 def answer_figures(
@@ -319,13 +324,7 @@ def run_predict(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
         UnfitError: if the files cannot be written.
     """
     config = RunConfig.model_validate(request["config"])
-    body = {
-        "config": config.model_dump(mode="json", by_alias=True),
-        "cache_dir": request["cache_dir"],
-        "output_dir": None,
-    }
-    prepared = data_tasks.prepare(body, report)["data"]
-    table = TokenTable.open(Path(prepared["cache_dir"]), "train")
+    prepared, table = _prepared(config, request["cache_dir"], report)
     questions = [question for row in range(table.rows) if (question := question_of(table, row)) is not None]
     if not questions:
         raise DataError.of(

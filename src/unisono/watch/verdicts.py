@@ -1,4 +1,4 @@
-"""Verdicts on a running job: what, which ranks, since when, evidence, fix; whether ranks continue; and the times behind them: how long a rank may go without progress, and which rank is slow."""
+"""Verdicts on a running job: what, which ranks, since when, evidence, fix; and the times behind them: how long a rank may go without progress, and which rank is slower than the others. Pure, with the clock passed in."""
 
 import statistics
 from collections import Counter
