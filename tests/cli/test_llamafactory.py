@@ -73,6 +73,9 @@ def test_overwrite_output_dir_renames_a_finished_run_and_resumes_an_unfinished_o
     )
     assert run(capsys, "train", "x.yaml")[0] == 0
     first = json.loads(Path("out/plan.json").read_text())["run_id"]
+    _, out, _ = run(capsys, "--json", "doctor", "x.yaml")
+    (start,) = [check for check in json.loads(out)["checks"] if check["id"] == "config.start"]
+    assert (start["status"], "is renamed" in start["evidence"][0]) == ("pass", True)
     code, _, err = run(capsys, "train", "x.yaml")
     assert code == 0, err
     assert json.loads(Path("out.old-1/plan.json").read_text())["run_id"] == first

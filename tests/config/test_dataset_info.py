@@ -124,6 +124,13 @@ def test_other_hubs_are_refused_unless_there_is_one_that_we_read() -> None:
     assert "ModelScope" in problems("d")[0].what
 
 
+def test_an_unknown_name_hides_no_problem_of_the_others() -> None:
+    write({"d": {"file_name": "rows.json", "formating": "alpaca"}})
+    with pytest.raises(ConfigError) as caught:
+        read("other", "d")
+    assert [problem.where for problem in caught.value.problems] == ["lf.yaml:7", "data/dataset_info.json:4"]
+
+
 def test_online_names_are_hub_ids() -> None:
     (found,) = read_datasets(["org/name"], "ONLINE", where="x:1", stage="sft", max_samples=None)
     assert found == {"path": "org/name", "format": "alpaca", "columns": OFF, "split": "train"}

@@ -518,6 +518,7 @@ def test_a_global_batch_of_ours_replaces_the_batch_of_the_file() -> None:
 def test_a_secret_is_refused_and_never_shown() -> None:
     (problem,) = problems(hf_hub_token="hf_" + "a" * 30)
     assert "token" in problem.what
+    assert "HF_TOKEN" in problem.fix
     shown = json.dumps(read({**BASE, "swanlab_api_key": "abc123"}).to_json())
     assert "abc123" not in shown
 

@@ -108,21 +108,20 @@ def read_datasets(
         ConfigError: with all problems, each with file and line.
     """
     wanted = list(dict.fromkeys(name.strip() for name in names))
+    problems: list[Problem] = []
     if dataset_dir == "ONLINE":
         found = [_Entry(name, {"hf_hub_url": name}, None, where) for name in wanted]
     else:
         info = _read_info(dataset_dir, file_where or where)
-        problems = list(find_secrets(info.entries, info.places).values())
-        unknown = [_unknown(name, info, where) for name in wanted if name not in info.entries]
-        if problems or unknown:
-            raise ConfigError(*problems, *unknown)
-        found = [_Entry(name, info.entries[name], info, where) for name in wanted]
+        problems += find_secrets(info.entries, info.places).values()
+        problems += [_unknown(name, info, where) for name in wanted if name not in info.entries]
+        found = [_Entry(name, info.entries[name], info, where) for name in wanted if name in info.entries]
     preferred = {"ms_hub_url": use_modelscope, "om_hub_url": use_openmind}
     for entry in found:
         entry.check(stage, preferred)
-    faults = [problem for entry in found for problem in entry.problems]
-    if faults:
-        raise ConfigError(*faults)
+    problems += [problem for entry in found for problem in entry.problems]
+    if problems:
+        raise ConfigError(*problems)
     limit = {} if max_samples is None else {"rows": max_samples}
     return [entry.source(stage, preferred) | limit for entry in found]
 

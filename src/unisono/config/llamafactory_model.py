@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from unisono.config.dataset_info import read_datasets
-from unisono.config.lf_template import find_lf_template
+from unisono.config.lf_template import find_lf_template, template_names
 from unisono.config.llamafactory_keys import PREFERENCE_STAGES, Draft
 from unisono.errors import ConfigError, DataError, Problem
+from unisono.text import nearest
 
 
 def fill_model(draft: Draft) -> None:
@@ -223,7 +224,8 @@ def _rows(draft: Draft) -> None:
             find_lf_template(values["template"])
         except DataError as error:
             why = error.problems[0].why.replace("lf:", "")
-            draft.refuse("template", why, "use one of them; any other name: the tokenizer's own template")
+            near = nearest(values["template"], template_names())
+            draft.refuse("template", why, f"did you mean `{near}`?")
     elif pretrain:  # texts with their end of sequence, and no other special token
         draft.put("data.template", "lf:empty")
     else:

@@ -32,8 +32,13 @@ def find_secrets(value: Any, places: KeyPlaces, key: KeyPath = ()) -> dict[KeyPa
 def _judge_value(value: Any, places: KeyPlaces, key: KeyPath) -> Problem | None:
     name = ".".join(map(str, key))
     if is_secret(value):
-        what = "a URL with credentials" if "://" in value else "what looks like an access token"
-        fix = "remove it, and set it in the environment of the storage backend (for s3: AWS_ACCESS_KEY_ID …)"
+        is_url = "://" in value
+        what = "a URL with credentials" if is_url else "what looks like an access token"
+        fix = (
+            "remove it, and set it in the environment of the storage backend (for s3: AWS_ACCESS_KEY_ID …)"
+            if is_url
+            else "remove it, and set it in the environment (for the hub: HF_TOKEN)"
+        )
         return Problem(f"{name} holds {what}", places.of(key), _WHY_NO_SECRETS, fix)
     if isinstance(value, str) and value and key and names_secret(str(key[-1])):
         fix = "remove it, and set it in the environment (for the hub: HF_TOKEN)"

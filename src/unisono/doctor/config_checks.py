@@ -12,6 +12,7 @@ from unisono.facts.environment import Hub, is_cached, probe_url, read_hub
 from unisono.launch.head_preparation import plan_start
 from unisono.launch.node_report import checkpoints_bytes
 from unisono.launch.planning import prepare
+from unisono.launch.train_request import with_overwriting
 from unisono.plan import RunPlan
 from unisono.plan.placement import lay_out
 from unisono.rundir import RunDir
@@ -194,6 +195,10 @@ def _check_start(facts: Surroundings, loaded: LoadedConfig) -> list[Finding]:
     try:
         decide_start(run, loaded.config, resume=False, fresh=False)
     except UnisonoError as error:
+        if with_overwriting(facts.request.training).fresh:
+            return [
+                found(START, "pass", f"overwrite_output_dir: {run.root} is renamed, and a new run starts")
+            ]
         return [_problem_finding(START, problem) for problem in error.problems]
     what = "resumes the run there" if run.plan.exists() else "a new run"
     return [found(START, "pass", f"{what}: {run.root}")]
