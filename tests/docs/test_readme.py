@@ -197,3 +197,13 @@ def notify(*words: str) -> str:
     )
     assert done.returncode == 0, f"unisono {' '.join(words)}\n{done.stdout}\n{done.stderr}"
     return done.stdout
+
+
+def test_the_configs_of_every_objective_load() -> None:
+    page = (ROOT / "docs" / "how-to" / "preferences.md").read_text()
+    base, *others = (yaml.safe_load(body) for body in blocks(page, "yaml"))
+    seen = set()
+    for sections in ({}, *others):
+        raw, lines = parse_yaml(yaml.safe_dump({**base, **sections}), name="preferences.yaml")
+        seen.add(build_config(raw, lines=lines, name="preferences.yaml").config.objective)
+    assert seen == {"dpo", "simpo", "orpo", "kto", "reward"}
