@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.errors import UsageError
-from unisono.guard.command import comparable, read_command
+from unisono.guard.launcher_facts import comparable, read_command
 from unisono.guard.program_request import RunRequest, RunShape, read_shape
 from unisono.plan.topology import Accelerators
 

@@ -9,7 +9,7 @@ import pytest
 from unisono.control.events import Left, NodeMessage
 from unisono.events import Message
 from unisono.guard import member_program, program_meeting
-from unisono.guard.command import read_command
+from unisono.guard.launcher_facts import read_command
 from unisono.guard.program_request import RunRequest
 
 

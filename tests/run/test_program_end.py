@@ -6,7 +6,7 @@ import pytest
 
 from unisono.causes import CATALOGUE, Evidence, Verdict
 from unisono.diagnose.gather import BY_PRIORITY
-from unisono.guard.command import read_command
+from unisono.guard.launcher_facts import read_command
 from unisono.guard.program_end import (
     ProgramEnd,
     StopDeadline,

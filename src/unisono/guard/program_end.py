@@ -12,7 +12,7 @@ from unisono.agree.reports import name_node
 from unisono.causes import Evidence, Verdict, find_cause, remedy_for_foreign_program
 from unisono.causes.signatures import match_line
 from unisono.facts.nvidia import KernelLine
-from unisono.guard.command import Command
+from unisono.guard.launcher_facts import Command
 from unisono.supervise.interrupts import AGAIN_AFTER_S, install_handlers
 from unisono.text import show_seconds
 

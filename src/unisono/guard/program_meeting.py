@@ -15,7 +15,7 @@ from unisono.facts import Environment, Machine, Probes, SystemClock
 from unisono.facts.environment import code_digests, decisive_versions, read_nccl_files, versions_digest
 from unisono.facts.limits import read_limits
 from unisono.facts.network import NetworkProbe
-from unisono.guard.command import Command, comparable, read_command
+from unisono.guard.launcher_facts import Command, comparable, read_command
 from unisono.guard.program_request import RunRequest, RunShape, read_shape
 from unisono.launch.node_report import reported_device
 from unisono.plan.placement import usable_accelerators, visible_gpus

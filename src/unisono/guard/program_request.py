@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from unisono.errors import Problem, UsageError
-from unisono.guard.command import Command, Job, Setting, read_job
+from unisono.guard.launcher_facts import Command, Job, Setting, read_job
 from unisono.guard.program_end import GRACE_S
 from unisono.integrations.inside import injected, why_unguardable
 from unisono.plan.topology import (

@@ -19,7 +19,7 @@ from unisono.agree.reports import NodeReport
 from unisono.errors import Disagreed, UnisonoError
 from unisono.events import Message, notify
 from unisono.facts import Probes, read_environment, read_machine, take_token
-from unisono.guard.command import Job, read_command
+from unisono.guard.launcher_facts import Job, read_command
 from unisono.guard.local_program import LocalProgram
 from unisono.guard.member_program import MemberProgram
 from unisono.guard.program_end import SignalQueue
