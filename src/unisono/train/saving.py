@@ -33,18 +33,20 @@ from unisono.model.sharding import sharded_like
 from unisono.rundir.records import MetricsWriter, best_evaluated
 from unisono.text import parse_seconds
 from unisono.train import faults
-from unisono.train.rank0_work import TURN_S, CheckpointBroadcast, on_rank0
-from unisono.train.run import Run, TrainState, base_of, contents_of
-from unisono.train.saver import STUCK_S, Files, Save
-from unisono.train.shard_files import (
+from unisono.train.rank0_work import (
+    TURN_S,
+    CheckpointBroadcast,
     Job,
     dismiss_parts,
+    on_rank0,
     refuse_abandoned,
     report_moves,
     shards_of_others,
     write_own_files,
     write_shard,
 )
+from unisono.train.run import Run, TrainState, base_of, contents_of
+from unisono.train.saver import STUCK_S, Files, Save
 
 _RECREATED_WITHIN_S = 4.0
 _LOOK_S = 0.1
