@@ -52,7 +52,7 @@ def test_a_slow_part_of_one_rank_is_waited_for_by_the_other(solo: Job, slow: int
     )  # fmt: skip
     limits = {
         "unisono.train.saver.OTHERS_S": 6.0, "unisono.train.saver.STUCK_S": 6.0,
-        "unisono.train.shard_files._DIRECTORY_S": 6.0,
+        "unisono.train.rank0_work._DIRECTORY_S": 6.0,
     }  # fmt: skip
     pause = {"how": "sync"} if slow == 0 else {}
     front = start(solo, limits, {"seconds": 30.0, "steps": [2], "ranks": [slow], **pause})
