@@ -7,6 +7,7 @@ most one weight exists in full. `forward` of bitsandbytes is not used: in evalua
 the weights in memory differently, and later products with them have no gradient.
 """
 
+import ctypes
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -115,6 +116,19 @@ def set_products(model: torch.nn.Module, load: QuantizedLoad, *, where: str) -> 
             state.dtype = load.compute
         layer.compute_dtype = load.compute
         layer.forward = types.MethodType(_forward, layer)
+    if not load.how.stored:
+        _release_files(model)
+
+
+def _release_files(model: torch.nn.Module) -> None:
+    """Copies the weights that are not quantized, which otherwise keep whole files mapped into memory, and returns freed memory to the system."""
+    packed = {id(layer.weight) for _, layer in quantized_layers(model)}
+    for parameter in model.parameters():
+        if id(parameter) not in packed and parameter.device.type == "cpu":
+            parameter.data = parameter.data.clone()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc; without it the memory stays with the process, for later use
+    if trim is not None:
+        trim(0)
 
 
 def quantized_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
