@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from memory_page import memory_page
 from unisono.agree.environment_rules import LAUNCH, LINTS, ONLY_WARN
 from unisono.agree.reports import enumerate_words
 from unisono.agree.rules import NEED_MEANING, NETWORK_RULES, NODE_RULES, PREPARED_RULES, RANK_RULES, Rule
@@ -67,6 +68,7 @@ def make_pages() -> dict[str, str]:
         "commands.md": commands_page(),
         "exit-codes.md": exit_codes_page(),
         "files.md": files_page(),
+        "memory.md": memory_page(),
     }
     return {name: "\n".join([MADE, "", *lines]).rstrip("\n") + "\n" for name, lines in bodies.items()}
 

@@ -191,7 +191,7 @@ def test_the_micro_batch_is_answered_with_those_that_divide(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "line",
     [
-        "model: {path: m, weights: random}", "train_only: {layers: 1}", "optim: {kind: muon}",
+        "model: {path: m, quantize: nf4}\nadapter: null", "train_only: {layers: 1}", "optim: {kind: muon}",
         "eval: {stop_after: 3}", "objective: pretrain\ndata: {train: d, loss_on: last-answer}",
     ],
 )  # fmt: skip

@@ -140,6 +140,16 @@ def test_a_dry_run_shows_the_plan_and_leaves_nothing(front: Any) -> None:
     assert not front.out.exists()
 
 
+def test_an_adapter_on_random_weights_is_planned_but_not_trained(front: Any) -> None:
+    random = ("model.weights=random", "adapter={kind: lora}")
+    assert front.run("--dry-run", *random).returncode == 0
+    done = front.run(*random)
+    assert done.returncode == 2
+    assert "error: an adapter cannot be trained on random weights" in done.stderr
+    assert "set adapter: null, or pass --dry-run" in done.stderr
+    assert not front.out.exists()
+
+
 def test_refused_data_leave_no_directory(front: Any) -> None:
     front.config(train="refuse")
     done = front.run()

@@ -2,6 +2,8 @@
 
 import gc
 import math
+import shutil
+import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -238,6 +240,18 @@ def test_the_weights_take_the_memory_of_the_estimate(train_here: Train, kind: st
     assert weight_bytes(base.model) - adapters == pytest.approx(run.plan.memory.weights, rel=0.02)
     assert packed_bytes(run.plan.model) < 1.2
     assert base.parameters - base.trainable_parameters == run.plan.model.parameters
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc/self/maps")
+def test_the_files_do_not_stay_in_memory_beside_the_quantized_weights(
+    train_here: Train, model_dir: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(model_dir, copy)
+    run = train_here(model={"path": str(copy), "quantize": "nf4"}, duration="1 steps")
+    loaded = _loaded(run)
+    assert is_quantized(loaded.base)
+    assert str(copy) not in Path("/proc/self/maps").read_text()
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ class ModelSection(Section):
     tokenizer: str | None = Field(default=None, description="a directory or hub id; null: the model's own")
     weights: Literal["pretrained", "random"] = Field(
         default="pretrained",
-        description="random: only config.json is read, for pretraining from random weights",
+        description="random: only config.json is read, for pretraining from random weights; with an adapter only for `--dry-run`",
     )
     resize_vocabulary: bool = Field(
         default=False,
@@ -597,10 +597,6 @@ def contradictions(config: RunConfig) -> list[str]:
         (
             config.train_only is not None and bool(config.freeze),
             "train_only: `freeze` also selects the trained parameters; remove one of them",
-        ),
-        (
-            has_adapter and config.model.weights == "random",
-            "adapter: an adapter cannot be trained on random weights; set `adapter: null`",
         ),
         (
             has_adapter and config.optim.kind == "muon",

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from unisono.config import LoadedConfig
-from unisono.errors import Disagreed, UnisonoError, UsageError, as_usage_error
+from unisono.config import LoadedConfig, RunConfig
+from unisono.errors import ConfigError, Disagreed, UnisonoError, UsageError, as_usage_error
 from unisono.events import Message, Show, notify
 from unisono.facts import Environment, read_environment, read_machine, take_token
 from unisono.launch.head_preparation import plan_start
@@ -104,6 +104,17 @@ def _look(request: TrainRequest, environment: Environment) -> tuple[LoadedConfig
         return loaded, look_around(request, loaded, read_machine(request.probes.devices), environment)
 
 
+def _refuse_random_base(config: RunConfig) -> None:
+    """Refuses an adapter on random weights, which nobody could use: only a plan may have it, for its estimate of memory."""
+    if config.adapter is not None and config.model.weights == "random":
+        raise ConfigError.of(
+            "an adapter cannot be trained on random weights",
+            where="adapter",
+            why="its base model would be lost with the run",
+            fix="set adapter: null, or pass --dry-run to see the plan only",
+        )
+
+
 def _start(
     request: TrainRequest, show: Show, interrupts: Interrupts, began: float, token: str | None
 ) -> dict[str, Any]:
@@ -111,6 +122,7 @@ def _start(
     token = token or token_of_step(environment)
     try:
         loaded, local_node = _look(request, environment)
+        _refuse_random_base(loaded.config)
     except UnisonoError as error:
         report_early_refusal(request, environment, error, token=token, show=show)
         raise

@@ -391,21 +391,33 @@ def no_reward_model(directory: Path, kind: str, why: str) -> ModelError:
 def _facts_from_config(
     directory: Path, settings: dict[str, Any], text: dict[str, Any], quantized: Quantization | None
 ) -> ModelFacts:
-    """Estimated figures of a model without weights, by the shape of a Llama block; the worker counts them exactly."""
-    hidden = _positive_int(text, "hidden_size", "n_embd", "d_model")
-    layers = _positive_int(text, "num_hidden_layers", "n_layer", "num_layers")
-    intermediate = _positive_int(text, "intermediate_size", "n_inner", default=4 * hidden)
-    vocab = _positive_int(text, "vocab_size")
-    heads = _positive_int(text, "num_attention_heads", "n_head", default=1)
-    kv = hidden // heads * _positive_int(text, "num_key_value_heads", default=heads)
-    block = 2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * intermediate
-    in_out = 4 * hidden + 2 * (hidden + kv) + 3 * (hidden + intermediate)
-    embeddings = vocab * hidden * (1 if text.get("tie_word_embeddings", True) else 2)
-    parameters = layers * (block + 2 * hidden) + embeddings + hidden
+    """Estimated figures of a model whose weights are not read; the worker counts them exactly."""
+    facts = facts_of_shape(text, model_type=str(settings.get("model_type", "unknown")))
+    digest = _digest({"config.json": _digest_file(directory / "config.json")})
+    known = {"directory": str(directory), "digest": digest, **_quantized_facts(quantized)}
+    return facts.model_copy(update=known)
+
+
+def facts_of_shape(settings: dict[str, Any], *, model_type: str = "llama") -> ModelFacts:
+    """The figures of a decoder by its config.json alone, if its blocks are those of Llama.
+
+    Raises:
+        ModelError: if a number is missing.
+    """
+    hidden = _positive_int(settings, "hidden_size", "n_embd", "d_model")
+    layers = _positive_int(settings, "num_hidden_layers", "n_layer", "num_layers")
+    intermediate = _positive_int(settings, "intermediate_size", "n_inner", default=4 * hidden)
+    vocab = _positive_int(settings, "vocab_size")
+    heads = _positive_int(settings, "num_attention_heads", "n_head", default=1)
+    head = _positive_int(settings, "head_dim", default=hidden // heads)
+    q, kv = head * heads, head * _positive_int(settings, "num_key_value_heads", default=heads)
+    block = 2 * hidden * q + 2 * hidden * kv + 3 * hidden * intermediate
+    in_out = 2 * (hidden + q) + 2 * (hidden + kv) + 3 * (hidden + intermediate)
+    embeddings = vocab * hidden * (1 if settings.get("tie_word_embeddings", True) else 2)
     return ModelFacts(
-        directory=str(directory),
-        model_type=str(settings.get("model_type", "unknown")),
-        parameters=parameters,
+        directory="",
+        model_type=model_type,
+        parameters=layers * (block + 2 * hidden) + embeddings + hidden,
         hidden_size=hidden,
         layers=layers,
         intermediate_size=intermediate,
@@ -413,9 +425,8 @@ def _facts_from_config(
         linear_parameters=layers * block,
         linear_in_out=layers * in_out,
         weight_bytes=0,
-        digest=_digest({"config.json": _digest_file(directory / "config.json")}),
-        positions=_positions(text),
-        **_quantized_facts(quantized),
+        digest="",
+        positions=_positions(settings),
     )
 
 

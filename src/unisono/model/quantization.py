@@ -126,7 +126,9 @@ def _release_files(model: torch.nn.Module) -> None:
     for parameter in model.parameters():
         if id(parameter) not in packed and parameter.device.type == "cpu":
             parameter.data = parameter.data.clone()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc; without it the memory stays with the process, for later use
+    trim = getattr(
+        ctypes.CDLL(None), "malloc_trim", None
+    )  # of glibc; without it the memory stays with the process, for later use
     if trim is not None:
         trim(0)
 

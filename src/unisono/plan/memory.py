@@ -28,9 +28,16 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Bytes for one rank.
 
-    Weights: parameters × dtype; of a quantized model the matrices of its layers in packed form, and the largest one dequantized.
-    Trainable: (master + gradient + two moments) × 4 bytes. Activations: per token and layer about 10 hidden + 4 intermediate values are
-    kept for the backward pass, and the attention probabilities of its row (heads × length, with heads ≈ hidden / 64); with gradient checkpointing one layer's, and one hidden vector a layer.
+    - weights: parameters × bytes of `dtype`; of a quantized model only those outside of its matrices, and the matrices × `packed_bytes`.
+      Nothing with full fine-tuning in float32: the trained copy is the weight.
+    - trainable: trained values × 16 bytes: the value, its gradient and two moments of AdamW, all float32. An adapter trains r × (in + out)
+      values for each matrix.
+    - activations: for each token and layer 10 × hidden + 4 × intermediate values of `dtype`, attention probabilities of half a row for each
+      64 hidden values, and with an adapter 6 × hidden. With gradient checkpointing those of one layer, and hidden values for each layer.
+    - loss head: for each token 2 × hidden values of `dtype`, and twice the float32 logits of 128 tokens.
+    - dequantized: the largest matrix of a quantized model in `dtype`.
+    - shards: weights and trainable are divided by the ranks, but not the scales of quantized weights. Two layers, embedding and head are
+      whole during a step.
 
     Args:
         model: the model's figures.
@@ -39,7 +46,7 @@ def estimate_memory(
         micro_tokens: tokens in one forward.
         longest_row: tokens of the longest row.
         gradient_checkpointing: whether activations are computed again.
-        shards: ranks among which weights and state are cut (fsdp); one layer is whole at a time, which is added.
+        shards: ranks among which weights and state are cut (fsdp).
         logits: whether there are logits over the vocabulary; a reward model has one value for a row.
     """
     size = _DTYPE_BYTES[dtype]
@@ -55,16 +62,19 @@ def estimate_memory(
     head = micro_tokens * model.hidden_size * size * 2
     if logits:
         head += min(micro_tokens, _HEAD_CHUNK) * model.vocab_size * 4 * 2
-    weights, dequantized = model.parameters * size, 0
+    weights, dequantized, matrix_bytes = model.parameters * size, 0, float(size)
     if model.quantized:
         dequantized = model.hidden_size * max(model.intermediate_size, model.hidden_size) * size
-        weights -= int(model.linear_parameters * (size - packed_bytes(model)))
-    whole_layer = weights // max(1, model.layers)
+        matrix_bytes = packed_bytes(model)
+        weights -= int(model.linear_parameters * (size - matrix_bytes))
     if adapter_rank is None and dtype == "float32":
         weights = 0  # the master copy is the weight
     state = trainable * 4 * 4
     if shards > 1:
-        weights = weights // shards + 2 * whole_layer  # the one in use, and the one being fetched
+        whole = int(2 * model.linear_parameters * matrix_bytes / max(1, model.layers))
+        whole += (model.parameters - model.linear_parameters) * size
+        scales = int(model.linear_parameters * (matrix_bytes - _bits(model) / 8)) if model.quantized else 0
+        weights = (weights - scales) // shards + scales + whole
         state //= shards
     return MemoryEstimate(
         weights=weights,
@@ -78,8 +88,13 @@ def estimate_memory(
 
 def packed_bytes(model: ModelFacts) -> float:
     """Bytes of a quantized weight with its share of the scales: nf4 and fp4 have one for each block, int8 one for each row."""
+    packed = _bits(model) / 8
     if model.quantized == "int8":
-        return 1 + 4 / model.hidden_size
+        return packed + 4 / model.hidden_size
     if not model.quantized_double:
-        return 0.5 + 4 / _BLOCK
-    return 0.5 + (1 + 4 / _BLOCKS) / _BLOCK
+        return packed + 4 / _BLOCK
+    return packed + (1 + 4 / _BLOCKS) / _BLOCK
+
+
+def _bits(model: ModelFacts) -> int:
+    return 8 if model.quantized == "int8" else 4

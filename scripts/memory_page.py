@@ -1,0 +1,86 @@
+"""The page docs/reference/memory.md: the formula of the estimate, and a table of models and devices, from the code that makes plans."""
+
+import inspect
+from typing import Any
+
+from unisono.model.directory import facts_of_shape
+from unisono.plan import MemoryEstimate, ModelFacts, estimate_memory
+from unisono.plan.memory import packed_bytes
+
+TOKENS = 2048
+RANK = 16
+SHARE = 0.8
+DEVICES_GB = (8, 12, 16, 24, 32, 40, 48, 80, 96, 141, 192)
+_QWEN = {"head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151_936}
+_LLAMA = {"num_key_value_heads": 8, "vocab_size": 128_256, "tie_word_embeddings": False}
+# fmt: off
+SHAPES: dict[str, dict[str, Any]] = {
+    "0.6 B": {**_QWEN, "hidden_size": 1024, "num_hidden_layers": 28, "intermediate_size": 3072, "num_attention_heads": 16, "tie_word_embeddings": True},
+    "1.7 B": {**_QWEN, "hidden_size": 2048, "num_hidden_layers": 28, "intermediate_size": 6144, "num_attention_heads": 16, "tie_word_embeddings": True},
+    "4 B": {**_QWEN, "hidden_size": 2560, "num_hidden_layers": 36, "intermediate_size": 9728, "num_attention_heads": 32, "tie_word_embeddings": True},
+    "8 B": {**_LLAMA, "hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 14_336, "num_attention_heads": 32},
+    "14 B": {**_QWEN, "hidden_size": 5120, "num_hidden_layers": 40, "intermediate_size": 17_408, "num_attention_heads": 40, "tie_word_embeddings": False},
+    "32 B": {**_QWEN, "hidden_size": 5120, "num_hidden_layers": 64, "intermediate_size": 25_600, "num_attention_heads": 64, "tie_word_embeddings": False},
+    "70 B": {**_LLAMA, "hidden_size": 8192, "num_hidden_layers": 80, "intermediate_size": 28_672, "num_attention_heads": 64},
+}
+# fmt: on
+"""Shapes of published models: Qwen3, and Llama 3.1 of 8 B and 70 B."""
+WAYS = ("full", "LoRA", "QLoRA")
+
+
+def estimate(shape: str, way: str, *, devices: int) -> MemoryEstimate:
+    """The estimate for one device: full fine-tuning, LoRA in bfloat16, or LoRA on nf4 with quantized scales; fsdp with several devices."""
+    return estimate_memory(
+        facts(shape, way),
+        dtype="bfloat16",
+        adapter_rank=None if way == "full" else RANK,
+        micro_tokens=TOKENS,
+        longest_row=TOKENS,
+        gradient_checkpointing=True,
+        shards=devices,
+    )
+
+
+def facts(shape: str, way: str) -> ModelFacts:
+    """The figures of a model."""
+    found = facts_of_shape(SHAPES[shape])
+    quantized = {"quantized": "nf4", "quantized_double": True} if way == "QLoRA" else {}
+    return found.model_copy(update=quantized)
+
+
+def memory_page() -> list[str]:
+    """The page, line by line."""
+    formula, _, _ = (inspect.getdoc(estimate_memory) or "").partition("\nArgs:")
+    packed = packed_bytes(facts("8 B", "QLoRA"))
+    return [
+        "# Memory", "",
+        "How `unisono train` and `--dry-run` estimate the memory of a rank before anything starts. The trial of the largest batch before step 1"
+        " measures it.", "",
+        "## The formula", "",
+        formula.strip(), "",
+        f"`packed_bytes` of nf4 and fp4 are 0.5 + (1 + 4 / 256) / 64 = {packed:.4f} with `model.quantize_double`, else 0.5 + 4 / 64 = 0.5625;"
+        " of int8 1 + 4 / hidden.", "",
+        "## Which device for which model", "",
+        f"GB for one device, and in brackets the smallest usual size of a device whose memory is used to at most {SHARE:.0%}. One row of {TOKENS:,}"
+        f" tokens at once, gradient checkpointing, bfloat16; LoRA with rank {RANK} on all linear layers; QLoRA: the same with `model.quantize: nf4`."
+        " Eight devices: fsdp.", "",
+        *_table(), "",
+        "No row was measured on a GPU. To see the estimate for a model without its weights: `unisono train CONFIG --dry-run model.weights=random`.",
+    ]  # fmt: skip
+
+
+def _table() -> list[str]:
+    head = ["model", *(f"{way}, {n}" for n in (1, 8) for way in WAYS)]
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    for shape in SHAPES:
+        cells = [_cell(estimate(shape, way, devices=n).total) for n in (1, 8) for way in WAYS]
+        lines.append(f"| {' | '.join([shape, *cells])} |")
+    return lines
+
+
+def _cell(size: int) -> str:
+    """E.g. `7.9 (12)`."""
+    gigabytes = size / 1e9
+    fits = next((device for device in DEVICES_GB if gigabytes <= SHARE * device), None)
+    shown = f"{gigabytes:.1f}" if gigabytes < 100 else f"{gigabytes:,.0f}"
+    return f"{shown} ({fits if fits is not None else 'none'})"
