@@ -1,10 +1,11 @@
-"""Plans for one and for several ranks of the same run; all of several ranks' runs that tests compare are made in a few starts."""
+"""Plans for one and for several ranks of the same run; each is made once, when a test first asks for it."""
 
 import json
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -49,6 +50,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "nf4": {"model": {"quantize": "nf4", "dtype": "float32"}, "duration": "4 steps"},
     "int8": {"model": {"quantize": "int8", "dtype": "float32"}, "duration": "4 steps"},
 }  # fmt: skip
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 PREFERENCES = ("dpo", "kto", "orpo", "simpo", "reward")
 
 
@@ -187,10 +190,22 @@ def workshop(
     return Workshop(model_dir, {"sft": rows_file, **files}, tmp_path_factory.mktemp("ranks"))
 
 
+class MadeOnDemand(dict[Key, Value]):
+    """Runs, each made when a test first asks for it: no test waits for those of others."""
+
+    def __init__(self, make: Callable[[Key], Mapping[Key, Value]]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, key: Key) -> Value:
+        self.update(self._make(key))
+        return self[key]
+
+
 @pytest.fixture(scope="session")
 def alone(workshop: Workshop) -> dict[str, Done]:
     """Each kind of run on one rank."""
-    return {kind: workshop.alone(_plan_of(workshop, kind, 1, "auto")) for kind in KINDS}
+    return MadeOnDemand(lambda kind: {kind: workshop.alone(_plan_of(workshop, kind, 1, "auto"))})
 
 
 def _plan_of(workshop: Workshop, kind: str, world: int, strategy: str) -> RunPlan:
@@ -198,10 +213,10 @@ def _plan_of(workshop: Workshop, kind: str, world: int, strategy: str) -> RunPla
     return workshop.plan(kind, world=world, strategy=strategy, faults=faults)
 
 
-def _make(workshop: Workshop, world: int, wanted: list[tuple[str, str]]) -> dict[tuple[str, str, int], Done]:
-    plans = [_plan_of(workshop, kind, world, strategy) for kind, strategy in wanted]
-    done = workshop.together(plans)
-    return {(kind, strategy, world): run for (kind, strategy), run in zip(wanted, done, strict=True)}
+def _both_ways(workshop: Workshop, world: int, kind: str) -> dict[tuple[str, str, int], Done]:
+    ways = ("ddp", "fsdp")
+    done = workshop.together([_plan_of(workshop, kind, world, way) for way in ways])
+    return {(kind, way, world): run for way, run in zip(ways, done, strict=True)}
 
 
 @dataclass
@@ -212,59 +227,35 @@ class Resumed:
     resumed: Done
 
 
-@pytest.fixture(scope="session")
-def pair(
-    workshop: Workshop, alone: dict[str, Done]
-) -> tuple[dict[Any, Done], dict[tuple[str, str, str], Resumed]]:
-    """All runs of two ranks, in one start: each kind both ways, then those that go on from another's checkpoint."""
-    wanted = [(kind, way) for way in ("ddp", "fsdp") for kind in KINDS]
-    plans = {(kind, way, 2): _plan_of(workshop, kind, 2, way) for kind, way in wanted}
-    begun = {(kind, way): plan for (kind, way, _), plan in plans.items()} | {
-        (kind, "one"): run.plan for kind, run in alone.items()
-    }
-    resumptions = {
-        (kind, source, way): workshop.plan(kind, world=2, strategy=way, resume=_checkpoint(begun[kind, source]))
-        for kind, source, way in (
-            ("dropout", "ddp", "ddp"), ("dropout", "fsdp", "fsdp"), ("full", "ddp", "fsdp"), ("lora", "fsdp", "ddp"),
-            ("lora", "one", "ddp"), ("full", "one", "fsdp"),
-        )
-    }  # fmt: skip
-    done = workshop.together([*plans.values(), *resumptions.values()])
-    runs = dict(zip(plans, done, strict=False))
-    pairs = {
-        (kind, source, way): Resumed(alone[kind] if source == "one" else runs[kind, source, 2], run)
-        for (kind, source, way), run in zip(resumptions, done[len(plans) :], strict=True)
-    }
-    return runs, pairs
-
-
 def _checkpoint(plan: RunPlan) -> Path:
     return Path(plan.output_dir) / "checkpoints" / "step-00000007"
 
 
 @pytest.fixture(scope="session")
-def two(pair: tuple[dict[Any, Done], Any]) -> dict[tuple[str, str, int], Done]:
-    """Each kind on two ranks, both ways."""
-    return pair[0]
-
-
-@pytest.fixture(scope="session")
-def resumed(
-    pair: tuple[Any, dict[tuple[str, str, str], Resumed]],
-    two: dict[Any, Done],
-    workshop: Workshop,
-    alone: dict[str, Done],
-) -> dict[tuple[str, str, str], Resumed]:
-    """By kind, who wrote the checkpoint (one, ddp, fsdp), and who went on from it."""
-    found = dict(pair[1])
-    for kind, source in (("lora", "ddp"), ("full", "fsdp")):
-        run = two[kind, source, 2]
-        again = workshop.alone(workshop.plan(kind, resume=_checkpoint(run.plan)))
-        found[kind, source, "one"] = Resumed(run, again)
-    return found
+def two(workshop: Workshop) -> dict[tuple[str, str, int], Done]:
+    """Each kind on two ranks, both ways in one start."""
+    return MadeOnDemand(lambda key: _both_ways(workshop, 2, key[0]))
 
 
 @pytest.fixture(scope="session")
 def four(workshop: Workshop) -> dict[tuple[str, str, int], Done]:
-    """Some kinds on four ranks, both ways."""
-    return _make(workshop, 4, [(kind, way) for way in ("ddp", "fsdp") for kind in ("lora", "narrow", "full")])
+    """The same on four ranks."""
+    return MadeOnDemand(lambda key: _both_ways(workshop, 4, key[0]))
+
+
+@pytest.fixture(scope="session")
+def resumed(
+    workshop: Workshop, alone: dict[str, Done], two: dict[tuple[str, str, int], Done]
+) -> dict[tuple[str, str, str], Resumed]:
+    """By kind, who wrote the checkpoint (one, ddp, fsdp), and who went on from it."""
+
+    def make(key: tuple[str, str, str]) -> dict[tuple[str, str, str], Resumed]:
+        kind, source, way = key
+        straight = alone[kind] if source == "one" else two[kind, source, 2]
+        checkpoint = _checkpoint(straight.plan)
+        if way == "one":
+            return {key: Resumed(straight, workshop.alone(workshop.plan(kind, resume=checkpoint)))}
+        (run,) = workshop.together([workshop.plan(kind, world=2, strategy=way, resume=checkpoint)])
+        return {key: Resumed(straight, run)}
+
+    return MadeOnDemand(make)
