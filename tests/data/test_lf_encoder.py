@@ -16,7 +16,7 @@ import pytest
 from unisono.config.lf_template import find_lf_template, lf_template_of, template_names
 from unisono.data.ingest import balance, fit
 from unisono.data.lf_encoder import LfEncoder
-from unisono.data.lf_pieces import NO_TOKEN
+from unisono.data.lf_pieces import NO_TOKEN, PieceTokens
 from unisono.data.lf_rows import read_exchange
 from unisono.data.rows import Exchange, RowError
 from unisono.data.token_table import Encoded, EncodedUnit
@@ -313,8 +313,69 @@ def test_the_chat_template_renders_the_prompt_of_training(template: str, *, thin
         {"role": "user", "content": "second"},
     ]
     for some in (messages, messages[1:], messages[:2], messages[1:2]):
-        ids = chat.prompt_ids(some)  # type: ignore[attr-defined]
+        ids = chat.prompt_ids(some)
         assert chat.render(some, prompt=True) == encoder.tokenizer.decode(ids)
+
+
+TOOLS: list[dict[str, Any]] = [
+    {
+        "name": "weather",
+        "description": 'Today\'s "weather" – in a town',
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "town": {"type": "string", "description": "its name", "enum": ["Köln", "Bern"]},
+                "days": {"type": "array", "items": {"type": "integer"}},
+            },
+            "required": ["town"],
+        },
+    },
+    {
+        "type": "function",
+        "function": {"name": "now", "description": "", "parameters": {"type": "object", "properties": {}}},
+    },
+]
+CALLS = [
+    {"type": "function", "function": {"name": "weather", "arguments": {"town": "Köln", "days": [1, 2]}}},
+    {"type": "function", "function": {"name": "now", "arguments": {}}},
+]
+WRITES_TOOLS = [
+    name
+    for name in sorted({*TEMPLATES, "llama4"} - {"chatglm3"})
+    if (found := find_lf_template(name)) and found.tool_format in ("default", "qwen", "llama3")
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("template", WRITES_TOOLS)
+def test_the_chat_template_renders_tools_calls_and_results_as_the_slots_do(template: str) -> None:
+    chat = make_encoder(template, thinking=None).template
+    assert chat is not None
+    assert chat.writer is not None
+    conversation: list[dict[str, Any]] = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "tool_calls": CALLS},
+        {"role": "tool", "content": "sun"},
+        {"role": "tool", "content": "noon"},
+        {"role": "assistant", "content": "fine"},
+        {"role": "user", "content": "and now?"},
+        {"role": "assistant", "content": "", "tool_calls": CALLS[:1]},
+        {"role": "tool", "content": "rain"},
+    ]
+    for messages in (conversation, conversation[1:], conversation[:2], conversation[1:2]):
+        asked = [*messages, {"role": "assistant", "content": ""}]
+        exchange = read_exchange("messages", {"messages": asked, "tools": TOOLS}, {})
+        pieces = chat.writer.question(exchange, exchange.answers[0]).source
+        ids = PieceTokens(chat.tokenizer).of([pieces])[0]
+        assert chat.render(messages, TOOLS, prompt=True) == chat.tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("template", ["glm4", "qwen3_5", "mistral"])
+def test_a_chat_template_of_other_tool_formats_refuses_tools(template: str) -> None:
+    chat = make_encoder(template).template
+    assert chat is not None
+    with pytest.raises(RowError, match="writes no tools"):
+        chat.render([{"role": "user", "content": "q"}], TOOLS, prompt=True)
 
 
 def test_the_prompt_has_the_tokens_of_the_training_row() -> None:
@@ -323,7 +384,7 @@ def test_the_prompt_has_the_tokens_of_the_training_row() -> None:
         row = encode_one(encoder, {"instruction": "What is it?\n\n", "output": "an answer"}, "alpaca")
         chat = encoder.template
         assert chat is not None
-        prompt = chat.prompt_ids([{"role": "user", "content": "What is it?\n\n"}])  # type: ignore[attr-defined]
+        prompt = chat.prompt_ids([{"role": "user", "content": "What is it?\n\n"}])
         assert row.ids[: len(prompt)].tolist() == prompt
         assert not row.targets[: len(prompt)].any()
         assert row.targets[len(prompt)]

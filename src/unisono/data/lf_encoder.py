@@ -4,21 +4,20 @@ Only targets of pairs (see data.lf_pieces) count in the loss. `data.too_long: ba
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import date
 from typing import Any, TypeVar
 
 import numpy as np
 
-from unisono.config.lf_template import PREFIX, LfTemplate, adapt_tokenizer, end_of_text, jinja_of, stop_ids
+from unisono.config.lf_template import PREFIX, LfTemplate, adapt_tokenizer, end_of_text, stop_ids
 from unisono.config.schema import SourceSection
 from unisono.data.encode import LossOn
 from unisono.data.formats import FormatName, all_text, refuse_surrogates
 from unisono.data.ingest import balance
+from unisono.data.lf_chat_template import lf_chat_template
 from unisono.data.lf_pieces import Ids, Pair, Pieces, PieceTokens, Writer, local_day
 from unisono.data.lf_rows import read_exchange
-from unisono.data.rows import Example, Exchange, Message, RowError, Turn
-from unisono.data.template import ChatTemplate
+from unisono.data.rows import Example, Exchange, RowError, Turn
 from unisono.data.template_limits import CHARACTERS
 from unisono.data.token_table import Encoded, EncodedUnit
 from unisono.errors import DataError
@@ -76,9 +75,7 @@ class LfEncoder:
         self.stop_ids = stop_ids(tokenizer, template)
         self._writer = Writer(template, thinking, today or local_day())
         self._pieces = PieceTokens(tokenizer)
-        self.template: ChatTemplate | None = (
-            None if pretrain else lf_chat_template(tokenizer, template, thinking=thinking)
-        )
+        self.template = None if pretrain else lf_chat_template(tokenizer, template, thinking=thinking)
         self._template = template
         self._loss_on = loss_on
         self._cut_at = cut_at
@@ -266,37 +263,3 @@ def _encoded(ids: Ids, loss: list[int], *, whole: int) -> Encoded:
     return Encoded(
         np.array(ids, dtype=np.int32), kinds != 0, whole - len(ids), closings if closings.any() else None
     )
-
-
-# ---- as a chat template
-
-
-@dataclass(frozen=True)
-class LfChatTemplate(ChatTemplate):
-    """A template of LLaMA-Factory as a chat template, which gives prompts in exactly the tokens of training.
-
-    Attributes:
-        writer: of the prompts.
-    """
-
-    writer: Writer | None = None
-
-    def prompt_ids(self, messages: Sequence[Message]) -> Ids:
-        """The tokens of a conversation up to an answer.
-
-        Raises:
-            RowError: if the template has no way to write a message.
-        """
-        assert self.writer is not None
-        asked = [*messages, {"role": "assistant", "content": ""}]
-        exchange = read_exchange("messages", {"messages": asked}, {})
-        pair = self.writer.question(exchange, exchange.answers[0])
-        return PieceTokens(self.tokenizer).of([pair.source])[0]
-
-
-def lf_chat_template(tokenizer: Any, template: LfTemplate, *, thinking: bool | None) -> LfChatTemplate:
-    """The chat template of an adapted tokenizer."""
-    stops = tuple(str(tokenizer.convert_ids_to_tokens(i)) for i in sorted(stop_ids(tokenizer, template)))
-    text = jinja_of(template, tokenizer, thinking=thinking)
-    writer = Writer(template, thinking, local_day())
-    return LfChatTemplate(tokenizer, text, f"LLaMA-Factory's {template.name}", stops, writer)

@@ -15,7 +15,7 @@ from unisono.config.lf_template import CONTENT, LfTemplate, Slots, Token
 from unisono.data.encode import encode_texts
 from unisono.data.rows import Exchange, RowError, Turn
 
-_DEFAULT = (
+DEFAULT_TOOLS = (
     "You have access to the following tools:\n{tools}"
     "Use the following format if using a tool:\n"
     "```\n"
@@ -29,13 +29,13 @@ _GLM4 = (
     "你的任务是针对用户的问题和要求提供适当的答复和支持。\n\n# 可用工具{tools}"
 )
 _GLM4_TOOL = "\n\n## {name}\n\n{body}\n在调用上述函数时，请使用 Json 格式表示调用的参数。"
-_LLAMA3 = (
+LLAMA3_TOOLS = (
     "Cutting Knowledge Date: December 2023\nToday Date: {date}\n\n"
     "You have access to the following functions. To call a function, please respond with JSON for a function call. "
     'Respond in the format {{"name": function name, "parameters": dictionary of argument name and its value}}. '
     "Do not use variables.\n\n{tools}"
 )
-_QWEN = (
+QWEN_TOOLS = (
     "\n\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
     "You are provided with function signatures within <tools></tools> XML tags:\n<tools>{tools}"
     "\n</tools>\n\nFor each function call, return a json object with function name and arguments within "
@@ -133,7 +133,7 @@ def _wrapped(tool: Tool) -> Tool:
 def _default_tools(tools: list[Tool], today: date) -> str:
     del today
     bare = [_bare(tool) for tool in tools]
-    return _DEFAULT.format(
+    return DEFAULT_TOOLS.format(
         tools="".join(map(_default_tool, bare)), names=", ".join(tool["name"] for tool in bare)
     )
 
@@ -181,7 +181,7 @@ def _llama3_tools(tools: list[Tool], today: date) -> str:
     shown = (json.dumps(_wrapped(tool), indent=4, ensure_ascii=False) + "\n\n" for tool in tools)
     # strftime would use the language of the process
     day = f"{today.day:02d} {_MONTHS[today.month - 1]} {today.year:04d}"
-    return _LLAMA3.format(date=day, tools="".join(shown))
+    return LLAMA3_TOOLS.format(date=day, tools="".join(shown))
 
 
 def _llama3_calls(calls: list[Call]) -> str:
@@ -200,7 +200,7 @@ def _mistral_calls(calls: list[Call]) -> str:
 
 def _qwen_tools(tools: list[Tool], today: date) -> str:
     del today
-    return _QWEN.format(tools="".join("\n" + dumps(_wrapped(tool)) for tool in tools))
+    return QWEN_TOOLS.format(tools="".join("\n" + dumps(_wrapped(tool)) for tool in tools))
 
 
 def _qwen_calls(calls: list[Call]) -> str:

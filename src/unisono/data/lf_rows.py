@@ -23,9 +23,7 @@ _ROLES = {
 }
 _TAGGED = ("user", "assistant", "observation", "function", "system")
 _ASKS, _ANSWERS = ("user", "observation"), ("assistant", "function")
-_JOINT = (
-    "\n</tool_response>\n<tool_response>\n"  # between the results of several calls, whatever the template
-)
+JOINT = "\n</tool_response>\n<tool_response>\n"  # between the results of several calls, whatever the template
 
 
 class _Row:
@@ -225,7 +223,7 @@ def _exchange(row: _Row, messages: list[Any], *, has_answer: bool) -> Exchange:
     turns: list[Turn] = []
     for number, (role, content) in enumerate(found, first):
         if row.is_openai and role == "observation" and turns and turns[-1].role == "observation":
-            turns[-1] = Turn("observation", turns[-1].content + _JOINT + content)
+            turns[-1] = Turn("observation", turns[-1].content + JOINT + content)
             continue
         expected = _ANSWERS if len(turns) % 2 else _ASKS
         if role not in expected:
