@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from unisono.task.evaluate import llamafactory_rouge
 from unisono.train.evaluation import bleu, exact_match, rouge_l, similarity
 
 TEXTS = st.text(max_size=40)
@@ -94,6 +95,17 @@ def test_scores_of_a_prediction_are_means_between_0_and_100(pairs: list[tuple[st
     for name, score in found.items():
         assert 0.0 <= score <= 100.0 + 1e-9
         assert score == pytest.approx(sum(similarity([pair])[name] for pair in pairs) / len(pairs))
+
+
+def test_rouge_of_a_prediction_is_that_of_llamafactory_with_its_packages() -> None:
+    """It cuts texts into words by jieba, and rounds each score to four digits before the mean."""
+    pytest.importorskip("jieba", reason="needs jieba")
+    rouge = pytest.importorskip("rouge_chinese", reason="needs rouge-chinese").Rouge()
+    cut = rouge.get_scores("你好 ， 我 是 助手 。", "你好 ！ 我 是 一个 助手 。")[0]
+    pairs = [("你好，我是助手。", "你好！我是一个助手。"), ("", "text")]
+    found = llamafactory_rouge(pairs)
+    assert found == {name: round(100 * score["f"], 4) / 2 for name, score in cut.items()}
+    assert found["rouge-1"] != pytest.approx(similarity(pairs)["rouge-1"])  # by characters
 
 
 def test_rouge_of_a_prediction_counts_words_and_their_order() -> None:

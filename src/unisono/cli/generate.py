@@ -319,6 +319,10 @@ def _predict(request: dict[str, Any]) -> None:
     for name, value in result["figures"].items():
         printer.result(f"  {name.removeprefix('predict_'):<19} {value:.4g}")
     printer.result(f"  in {result['out']}: {', '.join(result['files'])}")
+    if result["rouge"] == "ours":
+        printer.notify(
+            "ROUGE is of words by a rule; `pip install 'unisono[llamafactory]'` installs what LLaMA-Factory finds them with"
+        )
 
 
 def table(result: dict[str, Any], data: str) -> list[str]:

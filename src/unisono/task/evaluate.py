@@ -3,9 +3,11 @@
 import contextlib
 import glob
 import json
+import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -347,6 +349,7 @@ def run_predict(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     write_json(out / RESULTS, figures)
     return {
         "description": opened.target.description,
+        "rouge": "LLaMA-Factory's" if find_spec("jieba") and find_spec("rouge_chinese") else "ours",
         "out": str(out),
         "files": [PREDICTIONS, RESULTS],
         "rows": len(rows),
@@ -401,9 +404,28 @@ def _rows(
 
 
 def _figures(rows: list[dict[str, str]], *, seconds: float) -> dict[str, float]:
-    """The scores, and the speed, under the names of LLaMA-Factory's file."""
-    scores = similarity([(row["predict"], row["label"]) for row in rows])
+    """The scores, and the speed, under the names of LLaMA-Factory's file. ROUGE is LLaMA-Factory's own where its packages are installed."""
+    pairs = [(row["predict"], row["label"]) for row in rows]
+    scores = similarity(pairs) | (llamafactory_rouge(pairs) or {})
     return {f"predict_{name}": round(value, 4) for name, value in scores.items()} | {
         "predict_runtime": round(seconds, 4),
         "predict_samples_per_second": round(len(rows) / seconds, 3),
     }
+
+
+def llamafactory_rouge(pairs: Sequence[tuple[str, str]]) -> dict[str, float] | None:
+    """ROUGE as LLaMA-Factory computes it, 0 to 100: of words by jieba, with rouge-chinese; None if one of these is not installed."""
+    try:
+        import jieba
+        from rouge_chinese import Rouge
+    except ImportError:
+        return None
+    jieba.setLogLevel(logging.ERROR)
+    totals = dict.fromkeys(("rouge-1", "rouge-2", "rouge-l"), 0.0)
+    for answer, reference in pairs:
+        words = [" ".join(jieba.cut(text)) for text in (answer, reference)]
+        if not all(text.split() for text in words):
+            continue  # 0, as there
+        for name, score in Rouge().get_scores(*words)[0].items():
+            totals[name] += round(100 * score["f"], 4)
+    return {name: total / len(pairs) for name, total in totals.items()}
