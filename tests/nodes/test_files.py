@@ -54,6 +54,27 @@ def test_one_changed_word_in_the_data_of_one_node_is_found(trio: Job, rows_file:
     assert rows_file.name in str(verdict.to_json())
 
 
+def write_llamafactory_file(job: Job, node: int, rows: Path, *, response: str) -> None:
+    """Gives a node a LLaMA-Factory file with a dataset_info.json of its own."""
+    data = job.home(node) / "data"
+    data.mkdir()
+    entry = {"file_name": str(rows), "columns": {"prompt": "prompt", "response": response}}
+    (data / "dataset_info.json").write_text(json.dumps({"mine": entry}))
+    keys = {
+        "model_name_or_path": str(job.model), "stage": "sft", "do_train": True, "dataset": "mine", "template": "alpaca", "cutoff_len": 64,
+        "output_dir": str(job.out), "max_steps": 4, "learning_rate": 1e-2, "per_device_train_batch_size": 2, "use_cpu": True,
+    }  # fmt: skip
+    (job.home(node) / "c.yaml").write_text(json.dumps(keys))
+
+
+def test_a_different_dataset_info_on_one_node_is_found(trio: Job, rows_file: Path) -> None:
+    for node in range(3):
+        write_llamafactory_file(trio, node, rows_file, response="prompt" if node == 2 else "completion")
+    fronts = trio.start_all()
+    verdict = refused(fronts, "data_mismatch", hosts=[fronts[2].host])
+    assert "columns" in str(verdict.to_json())
+
+
 @pytest.mark.fault("two rows swapped on one node")
 def test_rows_in_a_different_order_are_other_data(trio: Job, rows_file: Path) -> None:
     rows = own_rows(trio, 0, rows_file)
