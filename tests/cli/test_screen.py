@@ -118,6 +118,17 @@ def test_the_first_screen_has_at_most_twelve_lines_and_each_thing_is_on_it(
     assert all(f"NCCL_{n}" in text for n in range(ignored))
 
 
+@pytest.mark.parametrize(
+    ("quick", "words"), [(True, "weight and adapter in one product"), (False, "products of peft, slower")]
+)
+def test_the_first_screen_shows_how_weights_are_quantized_and_used(*, quick: bool, words: str) -> None:
+    given = plan(model={"path": "m", "quantize": "nf4"})
+    facts = given.model.model_copy(update={"quantized": "nf4", "quantized_double": True})
+    text = "\n".join(first_screen(given.model_copy(update={"model": facts}), {"quick": quick}))
+    assert f"nf4, scales quantized, computed in {given.dtype}" in text
+    assert words in text
+
+
 def test_what_comes_from_files_cannot_steer_the_terminal() -> None:
     lines = first_screen(plan(output_dir="/runs/\x1b[31mx"), {"layout": "\x1b]0;owned\x07flat"})
     assert "\x1b" not in "\n".join(lines)

@@ -1,13 +1,16 @@
 """What needs one CUDA device. Run: pytest -m gpu tests/gpu"""
 
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from unisono.config import RunConfig
 from unisono.facts.machine import probe_nvidia
 from unisono.model.attention import flat_attention
 from unisono.model.forward import Rows, choose_forward
-from unisono.model.load import LoadedModel
+from unisono.model.load import LoadedModel, load_for_training
 
 pytestmark = [
     pytest.mark.gpu,
@@ -85,3 +88,32 @@ def test_the_driver_is_asked_without_a_cuda_context() -> None:
     assert gpus, note
     assert gpus[0].uuid.startswith("GPU-")
     assert 0 < gpus[0].memory_free_bytes <= gpus[0].memory_bytes
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4", "int8"])
+def test_quantized_weights_give_the_loss_and_the_gradients_that_they_give_on_a_cpu(
+    model_dir: Path, kind: str
+) -> None:
+    config = RunConfig.model_validate(
+        {"model": {"path": str(model_dir), "quantize": kind}, "data": {"train": "-"}, "output_dir": "-"}
+    )
+    found = []
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        loaded = load_for_training(
+            config,
+            directory=model_dir,
+            tokenizer_directory=model_dir,
+            dtype="float32",
+            device=torch.device(device),
+        )
+        forward = choose_forward(loaded, dtype="float32", quick_adapter=True, gradient_checkpointing=False)
+        assert forward.quick
+        ids = torch.arange(40, device=device)
+        loss = forward.loss(Rows(ids, ids, [40], ids[:-1], ids[1:]), count=39)
+        loss.backward()
+        grads = [p.grad.cpu() for p in loaded.trainable.values() if p.grad is not None]
+        found.append((loss.detach().cpu(), torch.cat([grad.reshape(-1) for grad in grads])))
+    (cpu, mine), (cuda, theirs) = found
+    assert torch.allclose(cpu, cuda, rtol=1e-3)
+    assert (mine - theirs).norm() < 0.01 * mine.norm()
