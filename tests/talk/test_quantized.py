@@ -80,3 +80,24 @@ def test_eval_and_generate_use_the_quantized_base(
     opened = open_for_inference(str(run.directory), report=listening)
     assert is_quantized(opened.forward.loaded.base)
     assert opened.forward.quick
+
+
+def test_files_that_are_quantized_already_are_evaluated_continued_and_merged(
+    train_here: Train, model_dir: Path, rows_file: Path, tmp_path: Path, listening: Any
+) -> None:
+    settings = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        model_dir, quantization_config=settings, device_map={"": "cpu"}
+    )
+    stored, out = tmp_path / "stored", tmp_path / "out"
+    model.save_pretrained(stored)
+    transformers.AutoTokenizer.from_pretrained(model_dir).save_pretrained(stored)
+    body = {"data": str(rows_file), "cache_dir": str(tmp_path / "cache"), "limit": None}
+    before = evaluate.run({"target": str(stored), **body}, listening)["figures"]
+    run = train_here(model={"path": str(stored), "dtype": "float32"})
+    after = evaluate.run({"target": str(run.directory), **body}, listening)["figures"]
+    assert after["loss"] < before["loss"]
+    export.run({"target": str(run.directory), "out": str(out), "merge": True}, listening)
+    assert not hasattr(transformers.AutoConfig.from_pretrained(out), "quantization_config")
+    merged = evaluate.run({"target": str(out), **body}, listening)["figures"]
+    assert merged["loss"] == pytest.approx(after["loss"], rel=1e-4)

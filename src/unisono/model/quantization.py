@@ -350,7 +350,16 @@ def make_dense(model: Any, base: Any, *, dtype: torch.dtype) -> None:
             dense.bias = layer.bias
         model.set_submodule(names[id(layer if around is None else around)], dense)
     base.hf_quantizer.remove_quantization_config(base)
+    # transformers reverses what it did on loading when it saves, and cannot reverse the reading of packed values.
+    steps = getattr(base, "_weight_conversions", None)
+    if steps is not None:
+        base._weight_conversions = [step for step in steps if not _reads_packed(step)]  # noqa: SLF001 - no public name
     base.is_loaded_in_4bit = base.is_loaded_in_8bit = False
+
+
+def _reads_packed(step: Any) -> bool:
+    """Whether a conversion of transformers is one of bitsandbytes."""
+    return any(type(part).__module__.endswith(".bitsandbytes") for part in getattr(step, "operations", ()))
 
 
 def _merged(layer: Any, weight: torch.Tensor) -> torch.Tensor:
