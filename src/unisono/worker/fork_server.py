@@ -395,6 +395,8 @@ def _load() -> str:
 
 def _compile_conversions() -> None:
     """Transformers compiles a thousand regular expressions, those of all models, when it loads the first one."""
+    if "transformers" not in sys.modules:
+        return
     with contextlib.suppress(ImportError, AttributeError):  # an older one keeps no table of them
         importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("llama")
 
