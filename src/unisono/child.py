@@ -5,6 +5,7 @@ import atexit
 import contextlib
 import ctypes
 import gc
+import logging
 import os
 import signal
 import sys
@@ -70,6 +71,8 @@ def loading_modules() -> Iterator[None]:
     transformers and peft cost, and later made each full collection within training longer.
     """
     gc.disable()
+    # peft imports bitsandbytes if it is installed; on CPUs version 0.50 then reports a kernel that it can do without, in every process.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     try:
         yield
     finally:

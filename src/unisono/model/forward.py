@@ -11,21 +11,18 @@ its own head: slower, but correct.
 """
 
 import contextlib
-import types
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 import torch
-from peft.tuners.lora.layer import Linear as LoraLinear
 from peft.utils import ModulesToSaveWrapper
 
 from unisono.errors import ModelError
-from unisono.model.attention import FLAT_ATTENTION, UnsupportedAttentionError, register
+from unisono.model.attention import FLAT_ATTENTION, Merged, UnsupportedAttentionError, merge, register
 from unisono.model.head import head_log_probs, head_loss, logits_log_probs, logits_loss
 from unisono.model.load import DTYPES, SCORE, LoadedModel
-from unisono.model.prefixes import Merged, merge
-from unisono.model.quantization import speed_up_quantized_lora
+from unisono.model.lora import speed_up_lora
 from unisono.model.rope import scale_rows_apart, scale_rows_together
 
 Layout = Literal["flat", "padded"]
@@ -238,7 +235,7 @@ def choose_forward(
     own = base.config._attn_implementation  # noqa: SLF001 - transformers has no public name for it
     # The head of a reward model is trained, too; it is computed in float32.
     others = len(list(_score_head(base).parameters())) if loaded.is_reward else 0
-    quick = quick_adapter and _speed_up(loaded.model) * 2 == len(loaded.trainable) - others
+    quick = quick_adapter and speed_up_lora(loaded.model) * 2 == len(loaded.trainable) - others
     autocast = dtype != "float32" and not quick
     forward = Forward(loaded, "padded", "model", DTYPES[dtype], autocast, own, root=root, quick=quick)
     forward.rows_apart = scale_rows_apart(base)
@@ -458,85 +455,3 @@ def _padded_values(rows: Rows, values: torch.Tensor) -> torch.Tensor:
     found = values.new_zeros(len(rows.lengths), max(rows.lengths), values.shape[-1])
     found[row_of, rows.position_ids] = values
     return found
-
-
-class LoraProduct(torch.autograd.Function):
-    """x (…, in), W (out, in) frozen, bias (out,) or None frozen, A (r, in), B (out, r), scaling s → (…, out)."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        scaling: float,
-    ) -> torch.Tensor:
-        """The product in the dtype of x."""
-        rows = x.reshape(-1, x.shape[-1])
-        down, up = (a * scaling).to(x.dtype), b.to(x.dtype)
-        low = rows @ down.t()
-        out = rows @ weight.t() if bias is None else torch.addmm(bias, rows, weight.t())
-        out.addmm_(low, up.t())
-        ctx.save_for_backward(rows, low, weight, down, up)
-        ctx.scaling, ctx.shape = scaling, x.shape
-        ctx.dtypes = (a.dtype, b.dtype)
-        return out.view(*x.shape[:-1], weight.shape[0])
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """The gradients of x, A and B."""
-        rows, low, weight, down, up = ctx.saved_tensors
-        d_out = grad.reshape(-1, weight.shape[0])
-        d_low = d_out @ up
-        d_x = None
-        if ctx.needs_input_grad[0]:
-            d_x = d_out @ weight
-            d_x.addmm_(d_low, down)
-            d_x = d_x.view(ctx.shape)
-        d_a = (d_low.t() @ rows).to(ctx.dtypes[0]).mul_(ctx.scaling)
-        return d_x, None, None, d_a, (d_out.t() @ low).to(ctx.dtypes[1]), None
-
-
-def _speed_up(model: torch.nn.Module) -> int:
-    """Sets the fast forward on every layer that has one; gives their number."""
-    return speed_up_lora(model) + speed_up_quantized_lora(model)
-
-
-def speed_up_lora(model: torch.nn.Module) -> int:
-    """Sets the fast forward on every plain LoRA layer of a peft model; gives the number of these layers.
-
-    Layers with dropout, DoRA, several adapters, or a base that is not torch's Linear keep peft's forward.
-    """
-    count = 0
-    for layer in model.modules():
-        if isinstance(layer, LoraLinear) and _is_plain(layer):
-            layer.forward = types.MethodType(_quick_forward, layer)
-            count += 1
-    return count
-
-
-def _is_plain(layer: LoraLinear) -> bool:
-    names = list(layer.lora_A)
-    return (
-        len(names) == 1
-        and list(layer.active_adapters) == names
-        and not layer.lora_variant
-        and isinstance(layer.lora_dropout[names[0]], torch.nn.Identity)
-        and type(layer.get_base_layer()) is torch.nn.Linear
-        and layer.lora_B[names[0]].bias is None
-        and not layer.fan_in_fan_out
-    )
-
-
-def _quick_forward(layer: LoraLinear, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    if layer.disable_adapters or layer.merged or args or kwargs:
-        return LoraLinear.forward(layer, x, *args, **kwargs)
-    (name,) = layer.lora_A
-    base = layer.get_base_layer()
-    if x.dtype != base.weight.dtype:  # under autocast, or after a float32 norm
-        x = x.to(base.weight.dtype)
-    return LoraProduct.apply(
-        x, base.weight, base.bias, layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name]
-    )

@@ -159,7 +159,7 @@ def scales_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The tensors by which quantized weights are dequantized, by name. With the packed weights they determine the values."""
     found: dict[str, torch.Tensor] = {}
     for name, layer in quantized_layers(model):
-        state = _state_of(layer)
+        state = state_of(layer)
         if isinstance(state, torch.Tensor):
             found[f"{name}.weight.scale"] = state
             continue
@@ -179,7 +179,7 @@ def weight_bytes(model: torch.nn.Module) -> int:
     return sum(storages.values())
 
 
-def _state_of(layer: Any) -> Any:
+def state_of(layer: Any) -> Any:
     """What dequantizes its weight: the state of bitsandbytes, or of int8 the largest value of each row, (out,) float32."""
     if hasattr(layer, "quant_state"):
         return layer.quant_state
@@ -190,7 +190,7 @@ def _state_of(layer: Any) -> Any:
 def keep_scales(model: torch.nn.Module, device: torch.device) -> None:
     """Moves the scales of quantized weights to a device, and keeps them at their layers: sharding replaces the parameters that hold them."""
     for _, layer in quantized_layers(model):
-        state = _state_of(layer)
+        state = state_of(layer)
         if isinstance(state, torch.Tensor):
             layer.state.SCB = state.to(device)
         else:
@@ -229,63 +229,15 @@ class DequantizedProduct(torch.autograd.Function):
         return grad @ dequantized(packed, ctx.state, grad.dtype), None, None, None
 
 
-class QuantizedLoraProduct(torch.autograd.Function):
-    """`LoraProduct` with W packed: x (…, in), bias (out,) or None frozen, A (r, in), B (out, r), scaling s → (…, out)."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        packed: torch.Tensor,
-        state: Any,
-        bias: torch.Tensor | None,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        scaling: float,
-    ) -> torch.Tensor:
-        """The product in the dtype of x."""
-        rows = x.reshape(-1, x.shape[-1])
-        down, up = (a * scaling).to(x.dtype), b.to(x.dtype)
-        low = rows @ down.t()
-        out = torch.nn.functional.linear(rows, dequantized(packed, state, x.dtype), bias)
-        out.addmm_(low, up.t())
-        ctx.save_for_backward(rows, low, packed, down, up)
-        ctx.state, ctx.scaling, ctx.shape = state, scaling, x.shape
-        ctx.dtypes = (a.dtype, b.dtype)
-        return out.view(*x.shape[:-1], out.shape[-1])
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """The gradients of x, A and B."""
-        rows, low, packed, down, up = ctx.saved_tensors
-        d_out = grad.reshape(-1, grad.shape[-1])
-        d_low = d_out @ up
-        d_x = None
-        if ctx.needs_input_grad[0]:
-            d_x = d_out @ dequantized(packed, ctx.state, d_out.dtype)
-            d_x.addmm_(d_low, down)
-            d_x = d_x.view(ctx.shape)
-        d_a = (d_low.t() @ rows).to(ctx.dtypes[0]).mul_(ctx.scaling)
-        return d_x, None, None, None, d_a, (d_out.t() @ low).to(ctx.dtypes[1]), None
-
-
 def _forward(layer: Any, x: torch.Tensor) -> torch.Tensor:
     """The forward of a quantized layer without an adapter of its own, in the dtype of x."""
     dtype = layer.compute_dtype
     with torch.autocast(x.device.type, enabled=False):  # it would change the dtype of the product
         bias = None if layer.bias is None else layer.bias.to(dtype)
-        return DequantizedProduct.apply(x.to(dtype), layer.weight, _state_of(layer), bias).to(x.dtype)
+        return DequantizedProduct.apply(x.to(dtype), layer.weight, state_of(layer), bias).to(x.dtype)
 
 
-def speed_up_quantized_lora(model: torch.nn.Module) -> int:
-    """Sets the fast forward on every plain LoRA layer of a peft model whose base is quantized; gives the number of these layers."""
-    layers = [layer for layer in _adapted(model) if _is_plain(layer)]
-    for layer in layers:
-        layer.forward = types.MethodType(_quick_forward, layer)
-    return len(layers)
-
-
-def _adapted(model: torch.nn.Module) -> Iterator[Any]:
+def adapted_layers(model: torch.nn.Module) -> Iterator[Any]:
     """The peft layers whose base layer is quantized by bitsandbytes."""
     from peft.tuners.lora.layer import LoraLayer
 
@@ -293,36 +245,6 @@ def _adapted(model: torch.nn.Module) -> Iterator[Any]:
     for module in model.modules():
         if isinstance(module, LoraLayer) and id(module.get_base_layer()) in quantized:
             yield module
-
-
-def _is_plain(layer: Any) -> bool:
-    names = list(layer.lora_A)
-    return (
-        len(names) == 1
-        and list(layer.active_adapters) == names
-        and not layer.lora_variant
-        and isinstance(layer.lora_dropout[names[0]], torch.nn.Identity)
-        and layer.lora_B[names[0]].bias is None
-    )
-
-
-def _quick_forward(layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    if layer.disable_adapters or layer.merged or args or kwargs:
-        found: torch.Tensor = type(layer).forward(layer, x, *args, **kwargs)
-        return found
-    (name,) = layer.lora_A
-    base = layer.get_base_layer()
-    dtype = base.compute_dtype
-    bias = None if base.bias is None else base.bias.to(dtype)
-    return QuantizedLoraProduct.apply(
-        x.to(dtype),
-        base.weight,
-        _state_of(base),
-        bias,
-        layer.lora_A[name].weight,
-        layer.lora_B[name].weight,
-        layer.scaling[name],
-    ).to(x.dtype)
 
 
 # ---- the dense model that a quantized one computes with
@@ -336,12 +258,12 @@ def make_dense(model: Any, base: Any, *, dtype: torch.dtype) -> None:
         base: of transformers; it is an ordinary model afterwards.
         dtype: of the new weights.
     """
-    adapted = {id(layer.get_base_layer()): layer for layer in _adapted(model)}
+    adapted = {id(layer.get_base_layer()): layer for layer in adapted_layers(model)}
     names = {id(module): name for name, module in model.named_modules()}
     for _, layer in list(quantized_layers(model)):
         with torch.device("meta"):
             dense = torch.nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
-        weight = dequantized(layer.weight, _state_of(layer), layer.compute_dtype).float()
+        weight = dequantized(layer.weight, state_of(layer), layer.compute_dtype).float()
         around = adapted.get(id(layer))
         if around is not None:
             weight = _merged(around, weight)
