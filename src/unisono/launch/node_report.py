@@ -36,15 +36,9 @@ from unisono.text import is_secret
 _GIB = 1 << 30
 _MIB = 1 << 20
 _CHECKPOINT_BYTES = 12  # of each trained parameter: itself and two moments, in float32
-_PATHS = (
-    "model.path",
-    "model.tokenizer",
-    "adapter.from",
-    "adapter.merge",
-    "preference.reference",
-    "data.template",
-    "output_dir",
-)
+_PATHS = ("model.path", "model.tokenizer", "output_dir")
+_OPTIONAL_PATHS = ("adapter.from", "adapter.merge", "preference.reference")
+"""Paths whose absence means a different run: nothing else that is compared would show it."""
 
 Contents = Mapping[str, Any]
 """The result of the task `contents`."""
@@ -151,7 +145,7 @@ def _is_path(key: str, value: Any) -> bool:
     """Whether it names files; a template of LLaMA-Factory, an absent adapter and `reference: auto` name none."""
     if key == "data.template":
         return lf_name(value) is None
-    return key in _PATHS and value not in ("auto", None, [])
+    return key in _PATHS or (key in _OPTIONAL_PATHS and value not in ("auto", None, []))
 
 
 def flat_config(config: RunConfig) -> dict[str, Any]:
