@@ -1,5 +1,6 @@
 """Checkpoints appear whole, are verified, kept and pruned. Run: pytest tests/checkpoint/test_store.py"""
 
+import contextlib
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -55,6 +56,24 @@ def fill(size: int) -> Callable[[Path], None]:
         (directory / "weights").write_bytes(b"\1" * size)
 
     return write
+
+
+def test_what_could_not_be_removed_after_a_failed_save_is_removed_with_the_next_checkpoint(
+    store: CheckpointStore, save: Save
+) -> None:
+    held = contextlib.ExitStack()
+
+    def break_off(directory: Path) -> None:
+        held.enter_context(needs.small_disk(directory / "held", "size=4k"))
+        raise KeyError("ours")
+
+    with held, pytest.raises(KeyError, match="ours"):
+        store.save(1, break_off, **WRITING)  # type: ignore[arg-type]
+    assert [name.split("-")[0] for name in _names(store)] == ["step"]
+    assert not store.list()
+    save(2)
+    store.prune(1)
+    assert _names(store) == ["step-00000002"]
 
 
 def test_an_error_while_writing_leaves_nothing_and_passes_through(store: CheckpointStore, save: Save) -> None:

@@ -7,8 +7,8 @@ import pytest
 import torch
 import transformers
 
-from unisono.model.forward import speed_up_lora
 from unisono.model.head import head_log_probs, head_loss, logits_loss
+from unisono.model.lora import speed_up_lora
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])

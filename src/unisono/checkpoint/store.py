@@ -59,6 +59,8 @@ class CheckpointStore:
         self.root = root
         self._key = key
         self._known = KnownStates()
+        self._partial: set[Path] = set()
+        """Directories of failed saves that were not removed completely: another rank was still writing there."""
 
     def path(self, step: int) -> Path:
         """The path of a step's checkpoint, whether it exists or not."""
@@ -161,7 +163,8 @@ class CheckpointStore:
             self._publish(directory, target, manifest.signed(self._key))
         except BaseException as error:  # Ctrl-C leaves no partial directory either; raised again
             failure = write_failure(error, target, directory)
-            shutil.rmtree(directory, ignore_errors=True)
+            self._partial.add(directory)
+            self._remove_partial()
             if failure is not None:
                 raise failure from error
             raise
@@ -235,6 +238,7 @@ class CheckpointStore:
             protect: steps that stay, e.g. the best one.
             every: checkpoints at its multiples stay forever, in steps.
         """
+        self._remove_partial()
         candidates = {step: Candidate(step) for step in map(step_of, (path.name for path in self.list()))}
         rules = Rules(keep, every, protect)
         while (decision := decide(candidates.values(), rules)).is_open:
@@ -248,6 +252,11 @@ class CheckpointStore:
         if decision.oldest_kept is not None:
             self._delete_aside(before=decision.oldest_kept)
         return deleted
+
+    def _remove_partial(self) -> None:
+        for directory in self._partial:
+            shutil.rmtree(directory, ignore_errors=True)
+        self._partial = {directory for directory in self._partial if os.path.lexists(directory)}
 
     def sweep(self) -> Paths:
         """Removes leftovers of dead writers: partially written and partially deleted directories. Returns what it removed."""
