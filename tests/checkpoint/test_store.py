@@ -58,6 +58,7 @@ def fill(size: int) -> Callable[[Path], None]:
     return write
 
 
+@pytest.mark.processes
 def test_what_could_not_be_removed_after_a_failed_save_is_removed_with_the_next_checkpoint(
     store: CheckpointStore, save: Save
 ) -> None:
