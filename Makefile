@@ -2,7 +2,7 @@
 # make demo-dpo   train the built-in model on preferences (DPO), likewise (under a minute)
 # make test   all checks that a change must pass; WORKERS=1 runs one test at a time
 # make system installs, as root, the programs that some tests need (apt-get: iptables, iproute2, openssh-server, Slurm …); without them these are skipped
-# make test-fast  the tests that start no process, in under two minutes
+# make test-fast  the tests that start no process, in two to three minutes
 # make test-long   tests that take minutes or hours; LONG_WORKERS=1 runs one at a time
 VENV ?= .venv
 PYTHON ?= python3
