@@ -53,7 +53,7 @@ _RANK_0_KINDS = ("phase", "step", "eval", "sample", "checkpoint", "ready", "note
 
 
 class ShardPort(Protocol):
-    """Receives the checkpoint parts of other nodes' ranks (`remote_checkpoint.shard_transfer`)."""
+    """Receives the checkpoint parts of other nodes' ranks (`remote_checkpoint.transfers`)."""
 
     def arrived(self, event: FileReceived, /) -> None:
         """Takes the news that a part has arrived or failed."""
