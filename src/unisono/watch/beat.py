@@ -1,8 +1,10 @@
 """A rank's heartbeat: the layout of its record, its phases, and the rank's own end that writes them. Standard library alone.
 
-There is no lock. Each record has two slots that are written in turn, and each begins and ends with its number. A reader takes
-the newest slot whose two numbers are equal, and only if a second reading of it is the same. So a writer that was stopped or
-killed in the middle of a slot leaves the record before, and the memory outlives the rank: it can be read after its death.
+There is no lock. Each record has two slots that are written in turn, and each begins and ends with its number. The writer writes
+the first number, the values and the last number, each by a call of its own, since struct clears all bytes of a call before it
+writes any. The reader reads the last number, the values and the first number, and takes the newest slot whose two numbers are
+equal. So a writer that was stopped or killed in the middle of a slot leaves the record before, and the memory outlives the rank:
+it can be read after its death.
 """
 
 import functools
@@ -17,12 +19,13 @@ from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 RECORD_BYTES = 4096
-# All are of 8 bytes, aligned, in the machine's order: so each is written at once, and in the order in which it stands here.
+# All are of 8 bytes, aligned, in the machine's order: so each is read and written at once.
 MAIN = struct.Struct("=19Q")
 # number, monotonic ns, phase, kind, step, micro step, collectives begun, elements of the last, done, total, digest of the batch,
 # ns in data, compute, comm, other; how often the phase was seen, ns together, ns of the longest; number again
 PULSE = struct.Struct("=4Q")  # number, monotonic ns, answered request, number again
 WORD = struct.Struct("=Q")
+_MAIN_VALUES, _PULSE_VALUES = struct.Struct("=17Q"), struct.Struct("=2Q")  # between the two numbers
 MAIN_AT, PULSE_AT = (0, 256), (512, 576)
 # changes, collectives begun in all groups, how many of them are pending, ns without use of a processor, whether of a foreign program
 GROUPS = struct.Struct("=5Q")
@@ -116,7 +119,9 @@ _IN_STEP = tuple(phase.in_step for phase in PHASES)
 _COMM = phase_named("comm")
 _DATA = phase_named("data")
 _U64 = (1 << 64) - 1
-_pack_main = MAIN.pack_into  # a lookup per call would allocate an object
+# A lookup per call would allocate an object.
+_pack_values, _pack_number = _MAIN_VALUES.pack_into, WORD.pack_into
+_LAST_AT = MAIN.size - WORD.size
 
 
 class Beats:
@@ -241,10 +246,11 @@ class Beats:
         number = self._version = self._version + 1
         data, compute, comm, other = self._shares
         count, total, longest = self._times[self._phase]
-        _pack_main(
-            self._memory,
-            MAIN_AT[number & 1],
-            number,
+        memory, at = self._memory, MAIN_AT[number & 1]
+        _pack_number(memory, at, number)
+        _pack_values(
+            memory,
+            at + 8,
             now,
             self._phase,
             self._kind,
@@ -262,8 +268,8 @@ class Beats:
             count,
             total,
             longest,
-            number,
         )
+        _pack_number(memory, at + _LAST_AT, number)
 
     def pulse(self, answer: Callable[[], bytes] | None = None, *, answers_fd: int | None = None) -> "Pulse":
         """The second thread, not started yet; see Pulse."""
@@ -314,9 +320,10 @@ class Pulse:
                 threading.Thread(
                     target=self._leave_answer, args=(requested,), name="answer", daemon=True
                 ).start()
-            PULSE.pack_into(
-                self._memory, PULSE_AT[number & 1], number, time.monotonic_ns(), self._answered, number
-            )
+            at = PULSE_AT[number & 1]
+            WORD.pack_into(self._memory, at, number)
+            _PULSE_VALUES.pack_into(self._memory, at + WORD.size, time.monotonic_ns(), self._answered)
+            WORD.pack_into(self._memory, at + PULSE.size - WORD.size, number)
             before, seen = seen, self._beats()
             time.sleep(PULSE_S if seen == before else RESTING_S)
 

@@ -199,16 +199,26 @@ def _newest(
 ) -> tuple[int, ...] | None:
     """The newest complete record; None if both slots were rewritten in every reading."""
     for _ in range(_READINGS):
-        found = [(form.unpack_from(memory, slot), slot) for slot in slots]
-        record, slot = max(found, key=_number_if_whole)
-        if record[0] == record[-1] and form.unpack_from(memory, slot) == record:
-            return record
+        whole = [(record, slot) for slot in slots if (record := _whole(memory, form, slot)) is not None]
+        if whole:
+            record, slot = max(whole)
+            if (
+                WORD.unpack_from(memory, slot)[0] == record[0]
+            ):  # otherwise the slot that was read later may have held a newer one
+                return record
     return None
 
 
-def _number_if_whole(found: tuple[tuple[int, ...], int]) -> int:
-    record, _ = found
-    return record[0] if record[0] == record[-1] else -1
+def _whole(memory: "mmap.mmap | bytearray", form: struct.Struct, slot: int) -> tuple[int, ...] | None:
+    """The record in a slot; None if the writer is, or was while it was read, in the middle of it.
+
+    The reverse of the writer's order: where the last number is there, all values before it are; and where the first number is the same
+    after the values were read, the next record in this slot had not begun.
+    """
+    (last,) = WORD.unpack_from(memory, slot + form.size - WORD.size)
+    record = form.unpack_from(memory, slot)
+    (first,) = WORD.unpack_from(memory, slot)
+    return record if first == last else None
 
 
 @dataclass(frozen=True, slots=True)
