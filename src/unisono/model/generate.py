@@ -96,7 +96,7 @@ def generate(
     if max_new_tokens < 1 or not prompts:
         return answers
     done = 0
-    with torch.no_grad(), _undisturbed(model):
+    with torch.no_grad(), undisturbed(model):
         for batch in _batches([len(prompt) for prompt in prompts], max_new_tokens, beams=sampling.beams):
             listener = _Listener(
                 batch, stop_ids=stop_ids, on_token=on_token, is_done=is_done, is_over=is_over
@@ -284,13 +284,11 @@ class _Draws(LogitsProcessor):
         length: int,
         sampling: Sampling,
     ) -> None:
-        self._temperature = sampling.temperature
-        self._top_p = sampling.top_p
-        self._top_k = sampling.top_k
+        self._sampling = sampling
         self._step = 0
         # (B, length) float64 in [0, 1)
         self._numbers = (
-            torch.stack([_stream(sampling.seed, place, length) for place in batch])
+            torch.stack([random_numbers(sampling.seed, place, length) for place in batch])
             if sampling.temperature > 0
             else None
         )
@@ -301,20 +299,25 @@ class _Draws(LogitsProcessor):
             return scores
         number = self._numbers[:, self._step, None].to(scores.device)
         self._step += 1
-        likely = torch.softmax(scores.double() / self._temperature, dim=-1)
-        ordered, tokens = likely.sort(dim=-1, descending=True, stable=True)
-        if self._top_k:
-            ordered[:, self._top_k :] = 0.0
-            ordered /= ordered.sum(dim=-1, keepdim=True)  # top_p is a share of what top_k leaves
-        before = ordered.cumsum(dim=-1) - ordered
-        ordered = ordered.masked_fill((before >= self._top_p) & (before > 0), 0.0)
-        edges = ordered.cumsum(dim=-1)
-        place = torch.searchsorted(edges, number * edges[:, -1:], right=True)
-        last = (ordered > 0).sum(
-            dim=-1, keepdim=True
-        ) - 1  # rounding must not select a token beyond the allowed ones
-        chosen = tokens.gather(-1, torch.minimum(place, last))
+        chosen = draw_tokens(scores, number, self._sampling)
         return torch.full_like(scores, -torch.inf).scatter(-1, chosen, 0.0)
+
+
+def draw_tokens(scores: torch.Tensor, numbers: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """The token of each row that its random number selects: scores (B, V) logits, numbers (B, 1) in [0, 1) → (B, 1)."""
+    likely = torch.softmax(scores.double() / sampling.temperature, dim=-1)
+    ordered, tokens = likely.sort(dim=-1, descending=True, stable=True)
+    if sampling.top_k:
+        ordered[:, sampling.top_k :] = 0.0
+        ordered /= ordered.sum(dim=-1, keepdim=True)  # top_p is a share of what top_k leaves
+    before = ordered.cumsum(dim=-1) - ordered
+    ordered = ordered.masked_fill((before >= sampling.top_p) & (before > 0), 0.0)
+    edges = ordered.cumsum(dim=-1)
+    place = torch.searchsorted(edges, numbers * edges[:, -1:], right=True)
+    last = (ordered > 0).sum(
+        dim=-1, keepdim=True
+    ) - 1  # rounding must not select a token beyond the allowed ones
+    return tokens.gather(-1, torch.minimum(place, last))
 
 
 class _RepetitionPenalty(LogitsProcessor):
@@ -336,12 +339,17 @@ class _RepetitionPenalty(LogitsProcessor):
         seen = torch.cat(
             [torch.where(self._mask, prompt, prompt[:, -1:]), input_ids[:, length:]], dim=1
         )  # its last token is never padding
-        logits = scores.gather(1, seen)
-        logits = torch.where(logits < 0, logits * self._penalty, logits / self._penalty)
-        return scores.scatter(1, seen, logits)
+        return penalized(scores, seen, self._penalty)
 
 
-def _stream(seed: int, place: int, length: int) -> torch.Tensor:
+def penalized(scores: torch.Tensor, seen: torch.Tensor, penalty: float) -> torch.Tensor:
+    """(B, V) logits in which the tokens `seen` (B, L) are less likely."""
+    logits = scores.gather(1, seen)
+    logits = torch.where(logits < 0, logits * penalty, logits / penalty)
+    return scores.scatter(1, seen, logits)
+
+
+def random_numbers(seed: int, place: int, length: int) -> torch.Tensor:
     """(length,) random numbers of one prompt, from a separate generator."""
     key = hashlib.sha256(f"unisono generate {seed} {place}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "big") >> 1)
@@ -349,7 +357,7 @@ def _stream(seed: int, place: int, length: int) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _undisturbed(model: Any) -> Iterator[None]:
+def undisturbed(model: Any) -> Iterator[None]:
     """Switches the model to evaluation mode with an attention that supports padding; restores it afterwards.
 
     Its generation_config is replaced, too: a repetition penalty in a file must not change greedy decoding.

@@ -1,0 +1,260 @@
+"""Continuous batching: answers of different age share each forward, and join and leave between two tokens.
+
+The answer to a prompt is that of `model.generate`: the same tokens in float32, whatever else is computed beside it.
+
+Letters: B answers of a batch, L tokens so far of the longest, V vocabulary.
+"""
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from transformers import DynamicCache
+
+from unisono.model.generate import Sampling, draw_tokens, penalized, random_numbers, undisturbed
+
+_TOKENS = 65_536  # in the cache of a batch, with padding
+_RESERVED = 1_024  # tokens of an answer for which a place in the cache is kept when it begins
+_PROMPT_TOKENS = 8_192  # of prompts that are read in one forward, with padding
+
+
+@dataclass(eq=False)
+class Answer:
+    """An answer while it is generated.
+
+    Attributes:
+        prompt: tokens; not empty.
+        max_new_tokens: maximum tokens of the answer.
+        sampling: how tokens are chosen; without beams.
+        place: with the seed, the key of its random numbers.
+        tokens: the answer so far, without the stop token.
+        ended: why it has ended; None while it is generated. A caller that sets it ends the answer.
+    """
+
+    prompt: Sequence[int]
+    max_new_tokens: int
+    sampling: Sampling
+    place: int = 0
+    tokens: list[int] = field(default_factory=list)
+    ended: Literal["stop", "length", "dropped"] | None = None
+    numbers: torch.Tensor | None = None
+
+
+class Engine:
+    """The answers that a model generates at present.
+
+    Attributes:
+        waiting: answers that have not begun, in order.
+    """
+
+    def __init__(
+        self, model: Any, *, stop_ids: set[int], pad_id: int, rows: int, together: bool = True
+    ) -> None:
+        """An engine for a model, which the caller has put into `ready`.
+
+        Args:
+            model: a causal language model of transformers, or a peft model around one.
+            stop_ids: tokens that end an answer.
+            pad_id: any token; it pads batches on the left and is masked.
+            rows: maximum number of answers that are computed together.
+            together: whether answers may share a forward.
+        """
+        self._base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self._stop_ids = stop_ids
+        self._pad_id = pad_id
+        self._rows = rows
+        self._together = together and _keeps_all_tokens(self._base)
+        self._batches: list[_Batch] = []
+        self._takes = inspect.signature(self._base.forward).parameters
+        self.waiting: list[Answer] = []
+
+    @contextmanager
+    def ready(self) -> Iterator[None]:
+        """A context in which `step` can be called; the model's mode and settings are restored at its end."""
+        with torch.no_grad(), undisturbed(self._base):
+            yield
+
+    def add(self, answer: Answer) -> None:
+        """Queues an answer; it begins with the next step that has room for it."""
+        assert answer.prompt, "the prompt has no tokens"
+        assert answer.sampling.beams == 1, "the engine does not search with beams"
+        self.waiting.append(answer)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is nothing to generate."""
+        return not self.waiting and not any(
+            answer.ended is None for batch in self._batches for answer in batch.answers
+        )
+
+    def step(self) -> list[Answer]:
+        """Generates one token of each answer; returns the answers that got one or ended.
+
+        Answers that the caller ended before leave their place first.
+        """
+        self.waiting = [answer for answer in self.waiting if answer.ended is None]
+        self._batches = [batch for batch in self._batches if batch.keep_running()]
+        begun = self._begin()
+        moved = [answer for batch in self._batches for answer in self._advance(batch)]
+        for batch in begun:
+            moved += self._advance(batch)
+        for batch in begun if self._together else []:
+            if batch.keep_running():
+                self._join(batch)
+        self._batches += [] if self._together else begun
+        return moved
+
+    def _join(self, batch: "_Batch") -> None:
+        if self._batches and self._batches[0].keep_running():
+            self._batches[0].join(batch)
+        else:
+            self._batches = [batch]
+
+    def _begin(self) -> list["_Batch"]:
+        """Batches of the waiting answers for which there is room."""
+        running = [answer for batch in self._batches for answer in batch.answers]
+        longest = max((len(answer.prompt) + len(answer.tokens) for answer in running), default=0)
+        begun: list[Answer] = []
+        read = 0
+        for answer in self.waiting:
+            longest = max(longest, len(answer.prompt) + min(answer.max_new_tokens, _RESERVED))
+            count = len(running) + len(begun) + 1
+            read = max(read, len(answer.prompt))
+            is_first = not running and not begun
+            if not is_first and (count > self._rows or count * longest > _TOKENS):
+                break
+            if begun and (len(begun) + 1) * read > _PROMPT_TOKENS:
+                break
+            begun.append(answer)
+        self.waiting = self.waiting[len(begun) :]
+        if not self._together:
+            return [_Batch.of([answer], self._pad_id, self._base) for answer in begun]
+        return [_Batch.of(begun, self._pad_id, self._base)] if begun else []
+
+    def _advance(self, batch: "_Batch") -> list[Answer]:
+        """Computes one token of each answer of a batch."""
+        logits = batch.forward(self._base, self._takes)
+        chosen = _choose(logits, batch.answers)
+        batch.unread = chosen[:, None]
+        for answer, token in zip(batch.answers, chosen.tolist(), strict=True):  # waits for the device
+            if token in self._stop_ids:
+                answer.ended = "stop"
+                continue
+            answer.tokens.append(token)
+            if len(answer.tokens) >= answer.max_new_tokens:
+                answer.ended = "length"
+        return batch.answers
+
+
+class _Batch:
+    """Answers that share a cache, padded on the left.
+
+    Attributes:
+        answers: B of them.
+        mask: (B, L), 1: a token, of the cache and what is unread.
+        unread: (B, n) tokens that the cache does not have.
+    """
+
+    def __init__(self, answers: list[Answer], mask: torch.Tensor, unread: torch.Tensor, cache: Any) -> None:
+        self.answers = answers
+        self.mask = mask
+        self.unread = unread
+        self._cache = cache
+
+    @classmethod
+    def of(cls, answers: list[Answer], pad_id: int, base: Any) -> "_Batch":
+        """A batch of answers that have not begun."""
+        longest = max(len(answer.prompt) for answer in answers)
+        gaps = [longest - len(answer.prompt) for answer in answers]
+        ids = [[pad_id] * gap + list(answer.prompt) for gap, answer in zip(gaps, answers, strict=True)]
+        mask = [[0] * gap + [1] * (longest - gap) for gap in gaps]
+        cache = DynamicCache() if _keeps_all_tokens(base) else DynamicCache(config=base.config)
+        device = base.device
+        return cls(answers, torch.tensor(mask, device=device), torch.tensor(ids, device=device), cache)
+
+    def forward(self, base: Any, takes: Any) -> torch.Tensor:
+        """(B, V) float32: logits of the next token of each answer."""
+        if self.mask.shape[1] < self._length + self.unread.shape[1]:
+            self.mask = torch.nn.functional.pad(self.mask, (0, self.unread.shape[1]), value=1)
+        inputs: dict[str, Any] = {"input_ids": self.unread, "attention_mask": self.mask}
+        if "position_ids" in takes:
+            places = (self.mask.cumsum(-1) - 1).clamp(min=0)
+            inputs["position_ids"] = places[:, -self.unread.shape[1] :]
+        if "logits_to_keep" in takes:
+            inputs["logits_to_keep"] = 1
+        return base(**inputs, past_key_values=self._cache, use_cache=True).logits[:, -1].float()
+
+    @property
+    def _length(self) -> int:
+        return int(self._cache.get_seq_length())
+
+    def keep_running(self) -> bool:
+        """Removes the answers that have ended, with their place in the cache; whether any is left."""
+        kept = [row for row, answer in enumerate(self.answers) if answer.ended is None]
+        if len(kept) == len(self.answers):
+            return bool(kept)
+        self.answers = [self.answers[row] for row in kept]
+        if not kept:
+            return False
+        rows = torch.tensor(kept, device=self.mask.device)
+        self.mask, self.unread = self.mask[rows], self.unread[rows]
+        gap = int(self.mask.argmax(dim=1).min())  # columns that are padding in every row
+        self.mask = self.mask[:, gap:]
+        for layer in self.layers():
+            layer.keys, layer.values = layer.keys[rows, :, gap:], layer.values[rows, :, gap:]
+        return True
+
+    def join(self, other: "_Batch") -> None:
+        """Takes the answers of another batch with all that its cache has."""
+        length, added = self.mask.shape[1], other.mask.shape[1]
+        longest = max(length, added)
+        self.answers = [*self.answers, *other.answers]
+        self.unread = torch.cat([self.unread, other.unread])
+        self.mask = torch.cat(
+            [_pad_left(self.mask, longest - length), _pad_left(other.mask, longest - added)]
+        )
+        for mine, theirs in zip(self.layers(), other.layers(), strict=True):
+            for name in ("keys", "values"):
+                both = (getattr(mine, name), getattr(theirs, name))
+                gaps = (longest - length, longest - added)
+                parts = [
+                    torch.nn.functional.pad(part, (0, 0, gap, 0))
+                    for part, gap in zip(both, gaps, strict=True)
+                ]
+                setattr(mine, name, torch.cat(parts))
+
+    def layers(self) -> list[Any]:
+        """The layers that have something in the cache: some models share that of a different layer."""
+        return [layer for layer in self._cache.layers if layer.is_initialized]
+
+
+def _pad_left(mask: torch.Tensor, gap: int) -> torch.Tensor:
+    return torch.nn.functional.pad(mask, (gap, 0))
+
+
+def _keeps_all_tokens(base: Any) -> bool:
+    """Whether attention is all that a model keeps of its past, so that rows of its cache can be padded and put together.
+
+    A sliding window needs no special cache: the mask hides older tokens.
+    """
+    layers = DynamicCache(config=base.config).layers
+    return all(type(layer).__name__ in ("DynamicLayer", "DynamicSlidingWindowLayer") for layer in layers)
+
+
+def _choose(logits: torch.Tensor, answers: Sequence[Answer]) -> torch.Tensor:
+    """(B, V) logits → (B,) tokens."""
+    for row, answer in enumerate(answers):
+        if answer.sampling.repetition_penalty != 1:
+            seen = torch.tensor([[*answer.prompt, *answer.tokens]], device=logits.device)
+            logits[row : row + 1] = penalized(logits[row : row + 1], seen, answer.sampling.repetition_penalty)
+    chosen = logits.argmax(dim=-1)
+    for row, answer in enumerate(answers):
+        if answer.sampling.temperature > 0:
+            if answer.numbers is None:
+                answer.numbers = random_numbers(answer.sampling.seed, answer.place, answer.max_new_tokens)
+            number = answer.numbers[len(answer.tokens)].reshape(1, 1).to(logits.device)
+            chosen[row] = draw_tokens(logits[row : row + 1], number, answer.sampling)[0, 0]
+    return chosen

@@ -1,0 +1,93 @@
+"""Continuous batching: what an answer is does not depend on what is computed beside it. Run: pytest tests/model/test_engine.py"""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from unisono.model.engine import Answer, Engine
+from unisono.model.generate import Sampling, generate
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 120, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.3, "bos_token_id": None,
+    "eos_token_id": None, "pad_token_id": 0,
+}  # fmt: skip
+GPT2: dict[str, Any] = {"n_embd": 32, "n_head": 4, "n_layer": 2, "initializer_range": 0.3}
+CONFIGS = {
+    "llama": transformers.LlamaConfig(**SHAPE),
+    "qwen3": transformers.Qwen3Config(**SHAPE, head_dim=8),
+    "mistral with a sliding window": transformers.MistralConfig(**SHAPE, sliding_window=6),
+    "gemma3 with sliding windows": transformers.Gemma3TextConfig(**SHAPE, head_dim=8, sliding_window=6),
+    "gpt2": transformers.GPT2Config(vocab_size=120, eos_token_id=None, bos_token_id=None, **GPT2),
+    "gpt-neox": transformers.GPTNeoXConfig(**{k: v for k, v in SHAPE.items() if k != "num_key_value_heads"}),
+}
+STOP = {7, 8, 9}
+
+
+def make_model(name: str) -> Any:
+    state = torch.get_rng_state()
+    torch.manual_seed(3)
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]).eval()
+    torch.set_rng_state(state)
+    return model
+
+
+def make_prompts(count: int) -> list[list[int]]:
+    draw = random.Random(1)
+    return [[draw.randrange(10, 120) for _ in range(draw.randint(1, 30))] for _ in range(count)]
+
+
+def alone(model: Any, prompt: list[int], *, limit: int, sampling: Sampling) -> list[int]:
+    (answer,) = generate(model, [prompt], max_new_tokens=limit, stop_ids=STOP, pad_id=0, sampling=sampling)
+    return answer
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("together", [True, False])
+def test_answers_that_join_and_leave_are_those_that_generate_gives_alone(
+    name: str, *, together: bool
+) -> None:
+    model, draw = make_model(name), random.Random(2)
+    samplings = [Sampling(), Sampling(temperature=0.9, top_p=0.9, seed=4), Sampling(repetition_penalty=1.3)]
+    answers = [Answer(prompt, draw.randint(1, 25), draw.choice(samplings)) for prompt in make_prompts(12)]
+    engine = Engine(model, stop_ids=STOP, pad_id=0, rows=5, together=together)
+    left = list(answers)
+    with engine.ready():
+        while left or not engine.is_idle:
+            for _ in range(draw.randint(0, 3)):
+                if left:
+                    engine.add(left.pop())
+            moved = engine.step()
+            assert len(moved) <= 5 or not together
+    for answer in answers:
+        wanted = alone(model, list(answer.prompt), limit=answer.max_new_tokens, sampling=answer.sampling)
+        assert answer.tokens == wanted
+        assert answer.ended == ("length" if len(wanted) == answer.max_new_tokens else "stop")
+
+
+def test_an_answer_that_is_dropped_leaves_its_place_before_the_next_token() -> None:
+    model = make_model("llama")
+    prompts = make_prompts(3)
+    answers = [Answer(prompt, 40, Sampling()) for prompt in prompts]
+    engine = Engine(model, stop_ids=set(), pad_id=0, rows=2)
+    with engine.ready():
+        for answer in answers:
+            engine.add(answer)
+        for _ in range(5):
+            engine.step()
+        answers[0].ended = "dropped"
+        moved = engine.step()
+        assert moved == [answers[1], answers[2]]
+        assert len(answers[0].tokens) == 5
+        while not engine.is_idle:
+            engine.step()
+    for answer in answers[1:]:
+        assert answer.tokens == greedy(model, list(answer.prompt), 40)
+
+
+def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
+    (answer,) = generate(model, [prompt], max_new_tokens=count, stop_ids=set(), pad_id=0)
+    return answer
