@@ -4,6 +4,8 @@
 # make system installs, as root, the programs that some tests need (apt-get: iptables, iproute2, openssh-server, Slurm …); without them these are skipped
 # make test-fast  the tests that start no process, in two to three minutes
 # make test-long   tests that take minutes or hours; LONG_WORKERS=1 runs one at a time
+# make docs   build the documentation site in both languages into site/; a broken link, an unknown command or key fails. site/index.html opens without a server
+# make docs-serve  the same, then serve it at http://127.0.0.1:8000
 VENV ?= .venv
 PYTHON ?= python3
 PY := $(VENV)/bin/python
@@ -17,7 +19,7 @@ TEST_OPTIONS ?=
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(PY) -m pytest
 STAMP := $(VENV)/.installed
 
-.PHONY: demo demo-dpo system test check lint types tests test-fast test-long format clean
+.PHONY: demo demo-dpo system test check lint types tests test-fast test-long format docs docs-serve clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "unisono needs Python 3.11 or newer; set PYTHON=python3.11")'
@@ -63,5 +65,12 @@ format: $(STAMP)
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/ruff check --fix .
 
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet --config-file mkdocs.yml
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet --config-file mkdocs.zh.yml
+
+docs-serve: docs
+	$(PY) -m http.server --bind 127.0.0.1 --directory site 8000
+
 clean:
-	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv build site dist .pytest_cache .mypy_cache .ruff_cache

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from page_checks import unknown_commands, unknown_keys
 from unisono.causes.verdict import EXIT_CODES
 from unisono.cli.terminal import first_screen
 from unisono.config import load_config
 from unisono.config.load import build_config
-from unisono.config.schema import RunConfig
-from unisono.config.yaml_file import all_keys, parse_yaml
+from unisono.config.yaml_file import parse_yaml
 from unisono.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -114,37 +114,13 @@ def test_the_first_config_has_five_lines_and_loads(tmp_path: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_command_that_is_shown_exists(page: Path) -> None:
     """`unisono NAME` in a block or in the text, with options that its --help knows."""
-    text = page.read_text()
-    shown = re.findall(r"^(?:\.venv/bin/)?unisono (.+)$", "\n".join(blocks(text, "")), re.MULTILINE)
-    shown += re.findall(r"`unisono ([^`]+)`", text)
-    reference = (ROOT / "docs" / "reference" / "commands.md").read_text()
-    for line in shown:
-        line = line.partition(" -- ")[0]  # noqa: PLW2901 - what follows is another program's
-        words = line.split()
-        if words[0].startswith("-"):
-            continue
-        two = f"unisono {words[0]} {words[1]}" if len(words) > 1 else ""
-        name = two if f"## {two}\n" in reference else f"unisono {words[0]}"
-        assert f"## {name}\n" in reference, f"{page.name} shows unisono {line}"
-        section = reference.partition(f"## {name}\n")[2].partition("\n## ")[0]
-        for option in re.findall(r"(?<!\S)--[a-z-]+", line):
-            assert option in section or option in ("--json", "--quiet", "--debug"), (
-                f"{page.name}: {option} of {name}"
-            )
+    assert list(unknown_commands(page.read_text())) == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_key_that_is_shown_exists(page: Path) -> None:
     """`section.key` in backquotes or as an override."""
-    keys = set(all_keys(RunConfig))
-    text = re.sub(r"```text.*?```", "", page.read_text(), flags=re.DOTALL)  # transcripts show mistakes, too
-    sections = {key for key in keys if any(other.startswith(f"{key}.") for other in keys)}
-    for name in re.findall(r"(?<![\w/.])((?:[a-z_]+\.)+[a-z_]+)(?==|`|:)", text):
-        is_ours = name.partition(".")[0] in sections and not name.startswith(
-            "model.embed_tokens"
-        )  # a tensor's name
-        if is_ours and not name.endswith((".py", ".yaml", ".json", ".jsonl", ".md", ".safetensors")):
-            assert name in keys, f"{page.name}: {name}"
+    assert list(unknown_keys(page.read_text())) == []
 
 
 def test_the_refusal_that_is_shown_is_what_is_reported() -> None:

@@ -1,0 +1,122 @@
+"""What the documentation shows exists: commands with their options, config keys, and the English page behind each Chinese one.
+
+Used by the build of the site (scripts/site_hooks.py) and by tests/docs.
+
+python scripts/page_checks.py                    lists Chinese pages whose English page has changed
+python scripts/page_checks.py --stamp PAGE...    notes that these Chinese pages match their English pages as they are now
+"""
+
+import argparse
+import functools
+import hashlib
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from unisono.config.schema import RunConfig
+from unisono.config.yaml_file import all_keys
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+CHINESE = DOCS / "zh"
+BLOCK = re.compile(r"^ *```(\w*)[^\n]*\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+_STAMP = re.compile(r"<!-- from (\S+) at (\w+) -->\n")
+_SHELL = ("", "bash", "sh", "console")
+
+
+def unknown_commands(text: str) -> Iterator[str]:
+    """Each `unisono NAME`, or option of it, in a block or in the text of a page that docs/reference/commands.md does not have."""
+    reference = commands_page()
+    bodies = "\n".join(body for language, body in BLOCK.findall(text) if language in _SHELL)
+    shown = re.findall(r"^ *(?:\$ )?(?:\.venv/bin/)?unisono (.+)$", bodies, re.MULTILINE)
+    shown += re.findall(r"`unisono ([^`]+)`", text)
+    for line in shown:
+        line = line.partition(" -- ")[0]  # noqa: PLW2901 - what follows is another program's
+        words = line.split()
+        if words[0].startswith("-"):
+            continue
+        two = f"unisono {words[0]} {words[1]}" if len(words) > 1 else ""
+        name = two if f"## {two}\n" in reference else f"unisono {words[0]}"
+        if f"## {name}\n" not in reference:
+            yield f"unisono {line}"
+            continue
+        section = reference.partition(f"## {name}\n")[2].partition("\n## ")[0]
+        for option in re.findall(r"(?<!\S)--[a-z-]+", line):
+            if option not in section and option not in ("--json", "--quiet", "--debug"):
+                yield f"{option} of {name}"
+
+
+def unknown_keys(text: str) -> Iterator[str]:
+    """Each `section.key` in backquotes or as an override that no config has."""
+    keys = set(all_keys(RunConfig))
+    text = re.sub(r"```text.*?```", "", text, flags=re.DOTALL)  # transcripts show mistakes, too
+    sections = {key for key in keys if any(other.startswith(f"{key}.") for other in keys)}
+    for name in re.findall(r"(?<![\w/.])((?:[a-z_]+\.)+[a-z_]+)(?==|`|:)", text):
+        is_ours = name.partition(".")[0] in sections and not name.startswith(
+            "model.embed_tokens"
+        )  # a tensor's name
+        if (
+            is_ours
+            and not name.endswith((".py", ".yaml", ".json", ".jsonl", ".md", ".safetensors"))
+            and name not in keys
+        ):
+            yield name
+
+
+@functools.cache
+def commands_page() -> str:
+    """The reference page of all commands."""
+    return (DOCS / "reference" / "commands.md").read_text(encoding="utf-8")
+
+
+def english_page(chinese: Path) -> Path:
+    """The page that a Chinese one is made from: the one with the same path below docs/, for README.zh.md the README."""
+    return DOCS / chinese.relative_to(CHINESE) if chinese.is_relative_to(CHINESE) else ROOT / "README.md"
+
+
+def chinese_pages() -> list[Path]:
+    """All pages in Chinese that a person translated; those made by scripts/make_reference.py are compared there."""
+    pages = [*sorted(CHINESE.rglob("*.md")), ROOT / "README.zh.md"]
+    return [page for page in pages if page.exists() and "<!-- Made by" not in page.read_text("utf-8")[:200]]
+
+
+def digest(page: Path) -> str:
+    """The digest of a page that its translation notes."""
+    return hashlib.sha256(page.read_bytes()).hexdigest()[:12]
+
+
+def why_behind(chinese: Path) -> str:
+    """What is wrong with a Chinese page's note of the English page; empty if they match."""
+    english = english_page(chinese)
+    name = english.relative_to(ROOT).as_posix()
+    if not english.exists():
+        return f"there is no {name}"
+    found = _STAMP.match(chinese.read_text(encoding="utf-8"))
+    if not found or found[1] != name:
+        return f"its first line does not note {name}"
+    return "" if found[2] == digest(english) else f"{name} has changed since {found[2]}"
+
+
+def stamp(chinese: Path) -> None:
+    """Notes the English page's digest in the first line of a Chinese page."""
+    english = english_page(chinese)
+    text = _STAMP.sub("", chinese.read_text(encoding="utf-8"), count=1)
+    line = f"<!-- from {english.relative_to(ROOT).as_posix()} at {digest(english)} -->\n"
+    chinese.write_text(line + text, encoding="utf-8")
+
+
+def main() -> int:
+    """Returns 1 if a Chinese page has fallen behind."""
+    parser = argparse.ArgumentParser(description="Compares Chinese pages with the English ones.")
+    parser.add_argument("--stamp", nargs="+", type=Path, metavar="PAGE", help="pages that are up to date")
+    for page in parser.parse_args().stamp or []:
+        stamp(page.resolve())
+    behind = {page: why for page in chinese_pages() if (why := why_behind(page))}
+    for page, why in behind.items():
+        print(f"{page.relative_to(ROOT)}: {why}", file=sys.stderr)
+    return 1 if behind else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""What the site adds to MkDocs: places for generated pages, links that leave the pages, and errors for commands and keys that do not exist.
+
+Used by mkdocs.yml and mkdocs.zh.yml (`make docs`).
+"""
+
+import logging
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import Files
+from mkdocs.structure.pages import Page
+
+from page_checks import BLOCK, DOCS, ROOT, unknown_commands, unknown_keys
+
+log = logging.getLogger("mkdocs.hooks.site")  # a warning fails the build, since it is strict
+_LINK = re.compile(r'\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s#]*)(#[^)\s]*)?(?: "([^"]*)")?\)')
+_GENERATED = {"decisions/README.md": "decisions", "reference/causes.md": "reference/causes"}
+"""Pages that are followed in the navigation by all others of a folder."""
+SECTIONS = {
+    "Learn": "入门", "Do": "操作指南", "Train": "训练", "Resume and keep": "断点续训与检查点", "Many machines": "多机多卡",
+    "Check": "检查与诊断", "Watch an existing script": "监控现有脚本", "Come from another tool": "从其他工具迁移",
+    "Causes": "故障原因", "Look up": "参考", "Understand": "原理", "Decisions": "设计决策",
+}  # fmt: skip
+"""The navigation's sections in Chinese."""
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Fills in the navigation: folders of generated pages; in Chinese, only pages that there are."""
+    folder = Path(config.docs_dir)
+    config.nav = _places(config.nav or [], folder, chinese=folder != DOCS)
+    return config
+
+
+def _places(entries: list[Any], folder: Path, *, chinese: bool) -> list[Any]:
+    """The navigation as MkDocs takes it."""
+    places: list[Any] = []
+    for entry in entries:
+        if isinstance(entry, dict):
+            ((title, inner),) = entry.items()
+            if found := _places(inner, folder, chinese=chinese):
+                places.append({SECTIONS[title] if chinese else title: found})
+            continue
+        if (folder / entry).exists() or not chinese:
+            places.append(entry)
+        if entry in _GENERATED:
+            pages = sorted((folder / _GENERATED[entry]).glob("*.md"))
+            places += [name for page in pages if (name := page.relative_to(folder).as_posix()) != entry]
+    return places
+
+
+def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Checks a page, and rewrites its links to what is not part of this site."""
+    where = page.file.src_uri
+    for name in unknown_commands(markdown):
+        log.warning("%s shows a command that does not exist: %s", where, name)
+    for name in unknown_keys(markdown):
+        log.warning("%s shows a config key that does not exist: %s", where, name)
+    source = Path(page.file.abs_src_path or "")
+    parts, end = [], 0
+    for block in BLOCK.finditer(markdown):
+        parts += [_relink(markdown[end : block.start()], source, Path(config.docs_dir)), block[0]]
+        end = block.end()
+    return "".join([*parts, _relink(markdown[end:], source, Path(config.docs_dir))])
+
+
+def _relink(text: str, source: Path, folder: Path) -> str:
+    """Links to pages in the other language as addresses; links to the repository's other files as their names."""
+
+    def replace(link: re.Match[str]) -> str:
+        words, target, anchor, title = link.groups(default="")
+        if not target or "://" in target or target.startswith("mailto:"):
+            return link[0]
+        path = (source.parent / target).resolve()
+        other_language = folder == DOCS and path.is_relative_to(DOCS / "zh")
+        if path.is_relative_to(folder) and not other_language:
+            return link[0]
+        if not path.exists():
+            log.warning("%s links to %s, which does not exist", source, target)
+        if path.is_relative_to(DOCS) and path.suffix == ".md":
+            # docs/zh/x.md becomes zh/x.html, docs/x.md becomes x.html: the paths between them are those between the files.
+            address = Path(os.path.relpath(path, source.parent)).with_suffix(".html")
+            if address.name == "README.html":
+                address = address.with_name("index.html")
+            return f'<a href="{address.as_posix()}{anchor}">{words}</a>'
+        name = path.relative_to(ROOT).as_posix()
+        if name.startswith("tests/"):
+            return f'<abbr title="{name}{"::" if title else ""}{title}">{words}</abbr>'
+        return words if name in words else f"{words} (`{name}`)"
+
+    return _LINK.sub(replace, text)

@@ -1,0 +1,107 @@
+"""The documentation site builds strictly in both languages, and Chinese pages match the English ones. Run: pytest tests/docs/test_site.py"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from page_checks import BLOCK, chinese_pages, stamp, unknown_commands, unknown_keys, why_behind
+
+ROOT = Path(__file__).parents[2]
+
+
+def build(config: Path | str, site: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--config-file", str(config), "--site-dir", str(site)],
+        cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built site."""
+    folder = tmp_path_factory.mktemp("docs") / "site"
+    for config, place in (("mkdocs.yml", folder), ("mkdocs.zh.yml", folder / "zh")):
+        done = build(config, place)
+        assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.mark.slow
+def test_no_page_loads_a_file_from_the_network(site: Path) -> None:
+    loading = r"""<(?:script|img|iframe|source)[^>]+src=["']?(?:https?:)?//|<link[^>]+rel=["']?(?:stylesheet|preconnect|preload)[^>]+href=["']?https?://|@import|url\(["']?https?://"""
+    pages = list(site.rglob("*.html"))
+    assert {page.relative_to(site).parts[0] for page in pages} >= {"index.html", "zh", "how-to"}
+    for page in [*pages, *site.rglob("*.css")]:
+        assert not re.search(loading, page.read_text("utf-8")), page
+
+
+@pytest.mark.slow
+def test_a_link_between_the_languages_and_to_other_files_leads_somewhere(site: Path) -> None:
+    """MkDocs itself checks links within a language."""
+    for page in site.rglob("*.html"):
+        for address in re.findall(r'<a href="(\.\.[^"#]*\.html)', page.read_text("utf-8")):
+            assert (page.parent / address).resolve().exists(), f"{page}: {address}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("page", "words"),
+    [
+        ("[there](nowhere.md)", "nowhere.md"),
+        ("[there](#nowhere)", "#nowhere"),
+        ("```\nunisono trian x.yaml\n```", "unisono trian"),
+        ("`unisono train x.yaml --fastly`", "--fastly"),
+        ("```yaml\nmodel: m\n```\n`data.tran`", "data.tran"),
+    ],
+)
+def test_the_build_fails_at_a_page_that_names_what_does_not_exist(
+    page: str, words: str, tmp_path: Path
+) -> None:
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    (docs / "README.md").write_text(f"# One\n\n{page}\n")
+    config = tmp_path / "mkdocs.yml"
+    config.write_text(f"INHERIT: {ROOT}/mkdocs.yml\ndocs_dir: {docs}\nhooks: [{ROOT}/scripts/site_hooks.py]\nnav: [README.md]\n"
+                      f"theme: {{custom_dir: {ROOT}/docs-theme}}\n")  # fmt: skip
+    done = build(config, tmp_path / "site")
+    assert done.returncode != 0
+    assert words in done.stderr
+
+
+@pytest.mark.parametrize("page", chinese_pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_chinese_page_is_made_from_the_english_one_as_it_is_now(page: Path) -> None:
+    """If this fails: translate what has changed in the English page, then python scripts/page_checks.py --stamp PAGE."""
+    assert why_behind(page) == ""
+
+
+def test_a_chinese_page_whose_english_page_changed_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {
+        "ROOT": tmp_path,
+        "DOCS": tmp_path / "docs",
+        "CHINESE": tmp_path / "docs" / "zh",
+    }.items():
+        monkeypatch.setattr(f"page_checks.{name}", value)
+    english, chinese = tmp_path / "docs" / "a.md", tmp_path / "docs" / "zh" / "a.md"
+    chinese.parent.mkdir(parents=True)
+    english.write_text("# One\n")
+    chinese.write_text("# 一\n")
+    assert "does not note docs/a.md" in why_behind(chinese)
+    stamp(chinese)
+    assert why_behind(chinese) == ""
+    english.write_text("# Two\n")
+    assert "docs/a.md has changed" in why_behind(chinese)
+    stamp(chinese)
+    assert chinese.read_text().count("<!-- from") == 1
+
+
+def test_blocks_within_lists_are_checked() -> None:
+    text = "- do\n  ```bash\n  unisono trian x\n  ```\n- `optim.rate`\n"
+    assert BLOCK.search(text)
+    assert list(unknown_commands(text)) == ["unisono trian x"]
+    assert list(unknown_keys(text)) == ["optim.rate"]
