@@ -76,8 +76,12 @@ def english_page(chinese: Path) -> Path:
 
 
 def chinese_pages() -> list[Path]:
-    """All pages in Chinese that a person translated; those made by scripts/make_reference.py are compared there."""
-    pages = [*sorted(CHINESE.rglob("*.md")), ROOT / "README.zh.md"]
+    """All pages in Chinese that are translations of one. Pages made by scripts/make_reference.py are compared there, and the index lists what there is."""
+    pages = [
+        page
+        for page in (*sorted(CHINESE.rglob("*.md")), ROOT / "README.zh.md")
+        if page != CHINESE / "README.md"
+    ]
     return [page for page in pages if page.exists() and "<!-- Made by" not in page.read_text("utf-8")[:200]]
 
 
