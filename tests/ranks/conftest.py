@@ -103,6 +103,8 @@ class _Kept(Reporter):
 class Workshop:
     """Makes plans and does runs."""
 
+    kinds = KINDS
+
     def __init__(self, model_dir: Path, files: dict[str, Path], folder: Path) -> None:
         """`files` are the rows for an objective, and under "sft" those of the others."""
         self.model_dir, self._files, self.folder = model_dir, files, folder
@@ -122,7 +124,7 @@ class Workshop:
         """
         faults = more.pop("faults", {})
         out = self._folder()
-        config = self._config(KINDS[kind] | more, out, strategy)
+        config = self._config(self.kinds[kind] | more, out, strategy)
         prepared = data_tasks.prepare(
             {"config": config.model_dump(mode="json", by_alias=True), "cache_dir": str(self.folder / "cache"), "output_dir": str(out)},
             _Kept(),

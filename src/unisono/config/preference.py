@@ -6,7 +6,7 @@ from pydantic import BeforeValidator, Field
 
 from unisono.config.fields import NotNegative, Positive, Section, float_of_yaml
 
-Objective = Literal["sft", "pretrain", "reward", "dpo", "kto", "orpo", "simpo"]
+Objective = Literal["sft", "pretrain", "reward", "dpo", "kto", "orpo", "simpo", "diffusion"]
 
 PAIRS = ("reward", "dpo", "orpo", "simpo")
 """Objectives whose rows are a chosen and a rejected answer."""
@@ -68,4 +68,4 @@ def sides_of(objective: str) -> int:
     return 2 if objective in PREFERENCE else 1
 
 
-assert set(get_args(Objective)) == {"sft", "pretrain", *PREFERENCE}
+assert set(get_args(Objective)) == {"sft", "pretrain", "diffusion", *PREFERENCE}

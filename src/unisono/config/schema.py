@@ -31,6 +31,7 @@ from unisono.config.fields import (
     float_of_yaml,
 )
 from unisono.config.lf_template import lf_name
+from unisono.config.pictures import DIFFUSION, DiffusionSection, TargetWord
 from unisono.config.preference import PAIRS, PREFERENCE, Objective, PreferenceSection, keys_of
 from unisono.config.yaml_file import Takes
 
@@ -106,8 +107,10 @@ class AdapterSection(Section):
         default=32.0, description="scale: the update is multiplied by alpha / rank (rslora: alpha / √rank)"
     )
     dropout: Share = Field(default=0.0, description="dropout on the adapter's input")
-    targets: Literal["all-linear"] | list[Pattern] = Field(
-        default="all-linear", description="all-linear, or regular expressions searched in module names"
+    targets: TargetWord | list[Pattern] = Field(
+        default="all-linear",
+        description="all-linear, or regular expressions searched in module names; for image models unet (which all-linear means there, too:"
+        " all linear layers of its transformer blocks), unet+text, or regular expressions searched in module names of the UNet",
     )
     modules_to_save: list[str] = Field(
         default=[], description="modules that are fully trained and saved with the adapter"
@@ -251,6 +254,14 @@ class DataSection(Section):
     system: str | None = Field(
         default=None,
         description="with `lf:` templates: the system message of rows without one, instead of the template's own; null: the template's own",
+    )
+    resolution: (
+        Annotated[int, Field(ge=8)]
+        | Annotated[list[Annotated[int, Field(ge=8)]], Field(min_length=2, max_length=2)]
+        | None
+    ) = Field(
+        default=None,
+        description="with `objective: diffusion`: the side of a square of pixels, or [width, height]; null: that of the model",
     )
     max_length: int = Field(default=1024, ge=8, description="tokens of a row, and of a packed sequence")
     too_long: Literal["error", "cut", "drop", "split", "balanced"] = Field(
@@ -483,11 +494,16 @@ class RunConfig(Section):
     objective: Objective = Field(
         default="sft",
         description="sft: answers to prompts; pretrain: all tokens of plain text; reward: a reward model of pairs; dpo (arXiv:2305.18290),"
-        " orpo (arXiv:2403.07691) and simpo (arXiv:2405.14734): pairs of answers; kto (arXiv:2402.01306): rated answers",
+        " orpo (arXiv:2403.07691) and simpo (arXiv:2405.14734): pairs of answers; kto (arXiv:2402.01306): rated answers; diffusion: a LoRA"
+        " for a Stable Diffusion model, of pictures with captions",
     )
     preference: PreferenceSection = Field(
         default=PreferenceSection(),
         description="settings of dpo, kto, orpo and simpo; each objective accepts only the keys that it uses",
+    )
+    diffusion: DiffusionSection = Field(
+        default=DiffusionSection(),
+        description="settings of `objective: diffusion`, which no other objective accepts",
     )
     optim: OptimSection = OptimSection()
     duration: DurationText = Field(default="3 epochs", description="length of the run")
@@ -539,13 +555,17 @@ class RunConfig(Section):
 
     @model_serializer(mode="wrap")
     def _without_unused(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Of `preference` only the keys that the objective uses, so that a written config can be read again."""
+        """Of `preference` and `diffusion` only the keys that the objective uses, so that a written config can be read again."""
         found: dict[str, Any] = dump(self)
         used = keys_of(self.objective)
         if "preference" in found:
             found["preference"] = {key: value for key, value in found["preference"].items() if key in used}
             if not used:
                 del found["preference"]
+        if self.objective != DIFFUSION:
+            found.pop("diffusion", None)
+            if isinstance(found.get("data"), dict):
+                found["data"].pop("resolution", None)
         return found
 
 
@@ -636,7 +656,72 @@ def contradictions(config: RunConfig) -> list[str]:
         ),
     ]
     found = [text for is_wrong, text in rules if is_wrong] + _quantization_contradictions(config)
-    return found + _objective_contradictions(config) + _source_contradictions(config.data)
+    return (
+        found
+        + _objective_contradictions(config)
+        + _source_contradictions(config.data)
+        + _picture_contradictions(config)
+    )
+
+
+def _picture_contradictions(config: RunConfig) -> list[str]:
+    """The keys that do not go with pictures, and those of pictures that do not go with text."""
+    data, adapter, section = config.data, config.adapter, config.diffusion
+    words = adapter.targets if adapter is not None and isinstance(adapter.targets, str) else ""
+    if config.objective != DIFFUSION:
+        only = f"only `objective: {DIFFUSION}` uses it; remove it"
+        rules = [(True, f"diffusion.{key}: {only}") for key in sorted(section.model_fields_set)]
+        rules += [
+            (data.resolution is not None, f"data.resolution: {only}"),
+            (
+                words.startswith("unet"),
+                f"adapter.targets: {words} is for image models; set `adapter.targets: all-linear`",
+            ),
+        ]
+    else:
+        changes_weights = adapter is not None and (
+            adapter.init != "default" or adapter.merge or adapter.modules_to_save
+        )
+        sources = [entry for value in (data.train, data.eval) if isinstance(value, list) for entry in value]
+        rules = [
+            (
+                adapter is None or adapter.kind != "lora",
+                "adapter.kind: image models are trained with LoRA only; set `adapter: {kind: lora}`",
+            ),
+            (
+                bool(changes_weights),
+                "adapter: init, merge and modules_to_save are for language models; remove them",
+            ),
+            (
+                adapter is not None and adapter.from_ is not None,
+                "adapter.from: it is for language models; remove it",
+            ),
+            (config.model.quantize is not None, "model.quantize: it is for language models; remove it"),
+            (config.model.weights == "random", "model.weights: a LoRA needs a trained model; remove it"),
+            (
+                config.parallel.strategy == "fsdp",
+                "parallel.strategy: image models are not sharded; set it to auto",
+            ),
+            (config.eval.exact_match, "eval.exact_match: a picture has no exact answer; remove it"),
+            (
+                config.optim.label_smoothing > 0 or config.optim.loss_weight != "uniform",
+                "optim: label_smoothing and loss_weight are for tokens; remove them",
+            ),
+            (config.model.embedding_noise > 0, "model.embedding_noise: it is for language models; remove it"),
+            (
+                data.mix.strategy != "concat",
+                "data.mix: pictures are repeated by the names of their folders; remove it",
+            ),
+            (
+                any(not isinstance(entry, str) for entry in sources),
+                "data.train: a source of pictures is a folder; write its path",
+            ),
+            (
+                section.text_lr is not None and words != "unet+text",
+                "diffusion.text_lr: the text encoders are not trained; set `adapter.targets: unet+text`, or remove it",
+            ),
+        ]
+    return [text for is_wrong, text in rules if is_wrong]
 
 
 def _quantization_contradictions(config: RunConfig) -> list[str]:

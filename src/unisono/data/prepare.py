@@ -446,15 +446,16 @@ def _summary(
         formats=meta["formats"],
         template=meta["template"],
         total_steps=_total_steps(config, splits["train"], found.directory),
-        digest=_digest(meta["digest"], *tokenizer_parts),
+        digest=digest_text(meta["digest"], *tokenizer_parts),
         rows_digest=meta["digest"],
-        files_digest=_digest(*contents),
-        tokenizer_digest=_digest(*tokenizer_parts),
+        files_digest=digest_text(*contents),
+        tokenizer_digest=digest_text(*tokenizer_parts),
         warnings=meta["warnings"],
     )
 
 
-def _digest(*parts: str) -> str:
+def digest_text(*parts: str) -> str:
+    """The xxh3-128 of texts."""
     return xxhash.xxh3_128("\n".join(parts).encode()).hexdigest()
 
 

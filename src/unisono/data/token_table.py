@@ -6,7 +6,7 @@ A table is a directory:
                             predicted, 2 where the end of sequence is predicted in its place, else 0.
                             Every record batch but the last has ROWS_PER_BATCH rows
     train-rows.arrow        one entry per row of the split: `stored` (row in tokens.arrow), `length`, `loss`, `file`, `number`; of rated
-                            answers also `label`, 1 for a desirable one. With two sides, a pair or a rated answer with a mismatched one,
+                            answers also `label`, 1 for a desirable one; of pictures `picture`, and `number` is 0. With two sides, a pair or a rated answer with a mismatched one,
                             these are the rows `stored` and `stored` + 1 of tokens.arrow, and `length` and `loss` are sums over both
     train-sequences.arrow   one entry per sequence: `rows` lists of int64 (entries of train-rows), `tokens`, `loss_tokens`
     eval-rows.arrow, eval-sequences.arrow   the same for the evaluation, if there is one
@@ -163,9 +163,10 @@ class TokenTable:
         return stored[self.columns["stored"] + side]
 
     def row_id(self, i: int) -> str:
-        """The origin of a row: `train.jsonl:17`, or `train.parquet#17` for a file without lines."""
+        """The origin of a row: `train.jsonl:17`, `train.parquet#17` for a file without lines, or the file of a picture."""
         name, by_line = self.files[int(self.columns["file"][i])]
-        return f"{name}{':' if by_line else '#'}{int(self.columns['number'][i])}"
+        number = int(self.columns["number"][i])
+        return f"{name}{':' if by_line else '#'}{number}" if number else name
 
 
 def _open(path: Path) -> Any:

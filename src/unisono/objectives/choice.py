@@ -17,6 +17,13 @@ def objective_of(config: RunConfig) -> Objective:
     return _MADE[config.objective](config)
 
 
+def _diffusion(config: RunConfig) -> Objective:
+    from unisono.diffusion.pipeline import trains_text
+    from unisono.objectives.diffusion import Diffusion
+
+    return Diffusion(config.diffusion, trains_text=trains_text(config))
+
+
 def _tokens(config: RunConfig) -> Objective:
     return TokenObjective(config.optim.label_smoothing, dft=config.optim.loss_weight == "dft")
 
@@ -29,4 +36,5 @@ _MADE: dict[str, Callable[[RunConfig], Objective]] = {
     "kto": lambda config: Kto(config.preference),
     "orpo": lambda config: Orpo(config.preference),
     "simpo": lambda config: Simpo(config.preference),
+    "diffusion": _diffusion,
 }

@@ -18,11 +18,14 @@ What the seam can carry without a change of the loop:
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from unisono.model.forward import Forward, Rows
+
+if TYPE_CHECKING:
+    from unisono.diffusion.batches import PictureBatch
 
 BOTH = (0, 1)
 """The sides of a pair: chosen, rejected."""
@@ -47,12 +50,14 @@ class Micro:
         units: number of units, U.
         labels: (U,) bool, whether an answer is desirable; None for objectives without labels.
         reference: (U, 2) float32, the reference's log-probability of the answer of each side; None for objectives without a reference.
+        pictures: the pictures whose captions the rows are; None for text.
     """
 
     rows: Rows
     units: int
     labels: torch.Tensor | None = None
     reference: torch.Tensor | None = None
+    pictures: "PictureBatch | None" = None
 
 
 @dataclass(frozen=True)

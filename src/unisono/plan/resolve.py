@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from unisono.config.fields import Section
+from unisono.config.pictures import DIFFUSION
 from unisono.config.schema import BatchSection, RunConfig, config_digest
 from unisono.errors import ConfigError
 from unisono.plan.memory import estimate_memory
@@ -264,6 +265,8 @@ def _strategies(given: PlanInputs) -> list[Strategy]:
     adapter = given.config.adapter
     quantized_dora = bool(given.model.quantized) and adapter is not None and adapter.kind == "dora"
     if requested == "auto":
+        if given.config.objective == DIFFUSION:
+            return ["ddp"]
         return ["ddp"] if given.config.optim.kind == "muon" or quantized_dora else ["ddp", "fsdp"]
     if requested == "fsdp" and quantized_dora:
         raise ConfigError.of(

@@ -9,7 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from unisono.checkpoint.model_manifest import check_model, read_digest
+from unisono.child import loading_modules
 from unisono.config.lf_template import adapt_tokenizer, lf_template_of
+from unisono.config.pictures import DIFFUSION
 from unisono.config.preference import PREFERENCE
 from unisono.config.schema import RunConfig
 from unisono.data.lf_pieces import NO_TOKEN
@@ -42,6 +44,8 @@ def prepare(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     """
     config = RunConfig.model_validate(request["config"])
     report.phase("model", "reading the model's files")
+    if config.objective == DIFFUSION:
+        return _prepare_pictures(config, request, report)
     try:
         facts = inspect_model(config, verify_files=_refuse_damage)
     except ModelError:  # an unreadable file may have been damaged since it was written
@@ -65,6 +69,27 @@ def prepare(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
         report=report,
         ledger=ledger,
         limit_rows=request.get("limit_rows"),
+    )
+    return {"data": data.model_dump(mode="json"), "model": facts.model_dump(mode="json")}
+
+
+def _prepare_pictures(config: RunConfig, request: dict[str, Any], report: Reporter) -> dict[str, Any]:
+    """The same for an image model; needs torch, which computes the caches."""
+    from unisono.diffusion.picture_folders import need_pillow
+    from unisono.diffusion.pipeline_files import inspect_pipeline, locate_pipeline
+
+    need_pillow()
+    pipeline = locate_pipeline(config)
+    facts, digests = inspect_pipeline(pipeline)
+    with loading_modules():
+        from unisono.diffusion.prepare import prepare_pictures
+    ledger = None
+    if request.get("output_dir"):
+        directory = RunDir(Path(request["output_dir"]))
+        make_private_dir(directory.root)
+        ledger = directory.data
+    data = prepare_pictures(
+        config, pipeline, digests, cache_dir=Path(request["cache_dir"]), report=report, ledger=ledger
     )
     return {"data": data.model_dump(mode="json"), "model": facts.model_dump(mode="json")}
 

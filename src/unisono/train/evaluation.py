@@ -19,7 +19,7 @@ from unisono.objectives.objective import Counts
 from unisono.text import plain
 from unisono.train import faults
 from unisono.train.front_io import flags_of, outcome_of
-from unisono.train.run import EvaluationBatches, Run, counts_of, load_micro
+from unisono.train.run import EvaluationBatches, Run, counts_of, load_micro, with_pictures
 
 _AGREE_EVERY_TOKENS = 8
 _REPORT_EVERY_S = 2.0  # a short evaluation reports its result only
@@ -84,7 +84,8 @@ def evaluation_part(run: Run, group: list[int], *, counts: Counts, known: float 
     if not group and not run.gradient_sync.needs_equal_rounds:
         return nothing
     sides, reference = run.objective.sides, run.reference.get("eval")
-    micro, _ = load_micro(run.eval_table, group or [0], run.device, sides=sides, reference=reference)
+    micro, batch = load_micro(run.eval_table, group or [0], run.device, sides=sides, reference=reference)
+    micro = with_pictures(run, run.eval_table, micro, batch.units, batch.units)
     if not len(micro.rows.labels) and not run.gradient_sync.needs_equal_rounds:
         return nothing
     part = run.objective.loss(run.forward, micro, counts=counts, known=known)
@@ -150,7 +151,7 @@ def question_of(table: TokenTable, row: int) -> Question | None:
 def show_samples(run: Run, *, step: int) -> None:
     """Sends answers to the first evaluation rows to the front. Rank 0 does it; with sharded weights all ranks take part."""
     section = run.plan.config.eval
-    if run.eval_table is None or not section.samples or not run.plan.answers:
+    if run.eval_table is None or not section.samples or not run.plan.answers or run.pictures is not None:
         return
     if not run.group.is_main and run.sharded is None:
         return

@@ -1,12 +1,13 @@
 """Builds a run from its plan: model, data, optimizer, state; fresh or from a checkpoint."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from unisono.checkpoint.manifest import user_key
 from unisono.checkpoint.store import CheckpointStore
+from unisono.config.pictures import DIFFUSION
 from unisono.data.token_table import TokenTable
 from unisono.events import Reporter
 from unisono.facts import identity_of, read_environment
@@ -38,6 +39,9 @@ from unisono.train.saver import Saver, Staging
 from unisono.train.saving import restore
 from unisono.watch import Beats
 
+if TYPE_CHECKING:
+    from unisono.diffusion.batches import PictureLoader
+
 
 def set_up(plan: RunPlan, place: RankPlace, report: Reporter, stop: StopRequest, beats: Beats) -> Run:
     """Loads everything, and joins the other ranks if there are any. The returned run is ready to train.
@@ -64,6 +68,7 @@ def set_up(plan: RunPlan, place: RankPlace, report: Reporter, stop: StopRequest,
     sharded = shard_model(loaded, world_mesh(device, plan.world_size)) if plan.strategy == "fsdp" else None
     forward = _choose_forward(plan, loaded, sharded)
     loaded.model.train()
+    pictures = _open_pictures(plan, forward) if plan.config.objective == DIFFUSION else None
     run = Run(
         plan=faults.plan_of_rank(plan, place.rank),
         place=place,
@@ -79,6 +84,7 @@ def set_up(plan: RunPlan, place: RankPlace, report: Reporter, stop: StopRequest,
         objective=objective_of(plan.config),
         data=data,
         eval_table=eval_table,
+        pictures=pictures,
         state=TrainState(),
         store=_open_store(files) if group.is_main else None,
         metrics=None,
@@ -113,6 +119,8 @@ def _bind_device(plan: RunPlan) -> torch.device:
 
 def _load_model(plan: RunPlan, place: RankPlace, device: torch.device) -> LoadedModel:
     seed_torch(plan.config.seed, "weights")
+    if plan.config.objective == DIFFUSION:
+        return _load_denoiser(plan, place, device)
     loaded = load_for_training(
         plan.config,
         directory=Path(plan.model.directory),
@@ -128,8 +136,40 @@ def _load_model(plan: RunPlan, place: RankPlace, device: torch.device) -> Loaded
     return loaded
 
 
+def _load_denoiser(plan: RunPlan, place: RankPlace, device: torch.device) -> LoadedModel:
+    from unisono.diffusion.pipeline import load_denoiser
+
+    loaded = load_denoiser(plan.config, directory=Path(plan.model.directory), dtype=plan.dtype, device=device)
+    faults.change_loaded(plan, place.rank, loaded)
+    return loaded
+
+
+def _open_pictures(plan: RunPlan, forward: Forward) -> "PictureLoader":
+    from unisono.diffusion.batches import PictureLoader
+    from unisono.diffusion.pipeline import PictureForward
+
+    assert isinstance(forward, PictureForward)
+    return PictureLoader(
+        plan.config,
+        Path(plan.data.cache_dir),
+        directory=Path(plan.model.directory),
+        device=forward.alphas.device,
+        timesteps=len(forward.alphas),
+    )
+
+
 def _choose_forward(plan: RunPlan, loaded: LoadedModel, sharded: ShardedRoot | None) -> Forward:
     adapter = plan.config.adapter
+    if plan.config.objective == DIFFUSION:
+        from unisono.diffusion.pipeline import choose_picture_forward
+
+        return choose_picture_forward(
+            loaded,
+            plan.config,
+            directory=Path(plan.model.directory),
+            dtype=plan.dtype,
+            gradient_checkpointing=plan.gradient_checkpointing,
+        )
     forward = choose_forward(
         loaded,
         dtype=plan.dtype,

@@ -22,7 +22,7 @@ from unisono.train import faults
 from unisono.train.evaluation import first_sum
 from unisono.train.front_io import flags_of, outcome_of
 from unisono.train.optim import FIXED_SCALARS, lr_factor, scalars_of_a_step
-from unisono.train.run import Run, StepBatches, embedding_noise, load_micro, seed_torch
+from unisono.train.run import Run, StepBatches, embedding_noise, load_micro, seed_torch, with_pictures
 from unisono.train.saving import wait_for_copies
 
 
@@ -135,6 +135,7 @@ def _add_up(run: Run, batches: StepBatches, *, known: float) -> tuple[torch.Tens
             run.data.table, sequences, run.device, sides=objective.sides, reference=run.reference.get("train")
         )
         micro = replace(micro, rows=_with_noise(run, micro.rows, sequences, places))
+        micro = with_pictures(run, run.data.table, micro, batch.units, places)
         data_time += time.perf_counter() - before
         run.beats.enter("compute")
         if group is not None:

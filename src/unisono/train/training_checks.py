@@ -16,7 +16,7 @@ from unisono.objectives.objective import Counts, Micro
 from unisono.plan import estimate_memory
 from unisono.text import show_bytes
 from unisono.train.evaluation import evaluating, evaluation_part, first_sum
-from unisono.train.run import Run, StepBatches, counts_of, load_micro
+from unisono.train.run import Run, StepBatches, counts_of, load_micro, with_pictures
 from unisono.train.step import StepOutcome
 
 MAX_SKIPPED = 3
@@ -182,6 +182,7 @@ def try_longest_batch(run: Run) -> MemoryTrial:
     table, sides = run.data.table, run.objective.sides
     group = run.data.longest(sides)
     micro, batch = load_micro(table, group, run.device, sides=sides, reference=run.reference.get("train"))
+    micro = with_pictures(run, table, micro, batch.units, [0] * len(batch.units))
     shape = f"{len(group)} sequences, {batch.tokens} tokens, longest row {max(batch.lengths)}"
     try:
         if not run.gradient_sync.needs_equal_rounds:
@@ -205,7 +206,8 @@ def try_longest_batch(run: Run) -> MemoryTrial:
         raise out_of_memory(run, error, shape=shape, phase="rehearse") from error
     data = run.plan.data.train
     tokens = data.tokens / max(1, data.sequences) * run.plan.global_batch / run.group.world_size
-    return MemoryTrial(peak_bytes(run.device), seconds * tokens / max(1, batch.tokens))
+    seen = batch.tokens if run.pictures is None else int(table.sequence_tokens()[group].sum())
+    return MemoryTrial(peak_bytes(run.device), seconds * tokens / max(1, seen))
 
 
 def _time_of(run: Run, micro: Micro) -> float:

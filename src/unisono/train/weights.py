@@ -18,6 +18,7 @@ from unisono.checkpoint.manifest import FileEntry
 from unisono.checkpoint.state import bytes_of, dtype_name
 from unisono.checkpoint.writer import TensorPart, file_order, write_tensor_file
 from unisono.config.lf_template import end_of_text, lf_template_of, stop_ids
+from unisono.config.pictures import DIFFUSION
 from unisono.files import read_json, write_json
 from unisono.model.adapter import BaseChanges, stored_settings, with_change
 from unisono.model.adapter_files import ADAPTER_FILE
@@ -203,6 +204,10 @@ def write_weights(loaded: LoadedModel, plan: RunPlan, directory: Path, *, writes
     if writes:
         directory.mkdir()
     target = directory if writes else None
+    if plan.config.objective == DIFFUSION:
+        from unisono.diffusion.lora_file import write_lora
+
+        return write_lora(loaded.base, plan, directory) if writes else {}
     _set_stops(loaded, plan)
     if plan.config.adapter is not None:
         entries = write_adapter(loaded.model, target, base_name=_base_name(plan), changes=loaded.base_changes)

@@ -1,0 +1,202 @@
+"""Latents of pictures and embeddings of captions on disk, by content: computed once, verified whenever they are read.
+
+    CACHE/pictures/latents/ENCODER/PICTURE-WIDTHxHEIGHT.safetensors    `mean` and `std` of the VAE's distribution, (C, H, W) float32
+    CACHE/pictures/text/ENCODER/CAPTION.safetensors                    `states` (S, E) and, for SDXL, `pooled` (P,), float32
+    CACHE/pictures/decoded.json                                        size or fault of each picture that was decoded, by its digest
+
+ENCODER is the digest of the weights and settings that compute them, PICTURE and CAPTION that of the contents. Each file has the digest of its
+tensors in its metadata.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from unisono.diffusion.picture_folders import Picture, Pixels, caption_digest, read_pixels
+from unisono.diffusion.pipeline import TextEncoding, TextStates
+from unisono.errors import IntegrityError, UnfitError, storage_reason, storage_remedy, storage_words
+from unisono.files import whole_file
+
+_METADATA = "xxh3_64"
+_MASK = (1 << 63) - 1
+_IN_MEMORY_BYTES = 1 << 28
+
+Tensors = dict[str, torch.Tensor]
+
+
+def content_digest(tensors: Mapping[str, torch.Tensor]) -> int:
+    """A digest of the bytes of tensors, 63 bits."""
+    total = xxhash.xxh3_64()
+    for name in sorted(tensors):
+        total.update(name.encode())
+        total.update(tensors[name].contiguous().view(-1).view(torch.uint8).numpy().data)
+    return total.intdigest() & _MASK
+
+
+def read_entry(path: Path) -> tuple[Tensors, int] | None:
+    """The tensors of a file and their digest; None if it is missing or damaged."""
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is not a mapping
+            wanted = (file.metadata() or {}).get(_METADATA)
+    except (OSError, SafetensorError, ValueError):
+        return None
+    digest = content_digest(tensors)
+    return (tensors, digest) if wanted == str(digest) else None
+
+
+def write_entry(path: Path, tensors: Tensors) -> int:
+    """Writes a file, reads it back, and gives the digest of its tensors.
+
+    Raises:
+        UnfitError: if the storage fails, or gives back something else.
+    """
+    digest = content_digest(tensors)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with whole_file(path) as temporary:
+            temporary.write_bytes(save(tensors, metadata={_METADATA: str(digest)}))
+    except OSError as error:
+        raise UnfitError.of(
+            f"the cache of pictures cannot be written: {storage_words(error)}",
+            where=str(path),
+            why=storage_reason(error),
+            fix=storage_remedy(
+                error,
+                full="free space there, set XDG_CACHE_HOME to a disk with free space, or set diffusion.cache: false",
+                else_="fix that file system, or set XDG_CACHE_HOME to a different place",
+            ),
+        ) from error
+    back = read_entry(path)
+    if back is None or back[1] != digest:
+        raise UnfitError.of(
+            "the cache of pictures reads back other values than were written",
+            where=str(path),
+            why="the storage is damaged",
+            fix="set XDG_CACHE_HOME to a different disk",
+        )
+    return digest
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the entries of a pipeline are.
+
+    Attributes:
+        root: CACHE/pictures.
+        encoder: digest of the VAE.
+        text: digest of tokenizers, text encoders and the layer that is used.
+    """
+
+    root: Path
+    encoder: str
+    text: str
+
+    def latents(self, digest: str, size: tuple[int, int]) -> Path:
+        """The file of a picture in a bucket."""
+        return self.root / "latents" / self.encoder / f"{digest}-{size[0]}x{size[1]}.safetensors"
+
+    def caption(self, caption: str) -> Path:
+        """The file of a caption."""
+        return self.root / "text" / self.text / f"{caption_digest(caption)}.safetensors"
+
+
+def encode_pixels(vae: Any, pixels: Pixels) -> Tensors:
+    """`mean` and `std` (C, H, W) float32 of the latents of one picture, scaled as the UNet sees them."""
+    values = torch.tensor(pixels, device=vae.device).permute(2, 0, 1)[None].float() / 127.5 - 1
+    with torch.no_grad():
+        found = vae.encode(values.to(vae.dtype)).latent_dist
+    shift, scale = getattr(vae.config, "shift_factor", None) or 0.0, vae.config.scaling_factor
+    mean, std = (found.mean[0].float() - shift) * scale, found.std[0].float() * scale
+    return {"mean": mean.cpu().contiguous(), "std": std.cpu().contiguous()}
+
+
+def encode_caption(encoding: TextEncoding, caption: str) -> Tensors:
+    """`states` and `pooled` of one caption, float32."""
+    with torch.no_grad():
+        found = encoding.encode([caption])
+    tensors = {"states": found.states[0].float().cpu().contiguous()}
+    if found.pooled is not None:
+        tensors["pooled"] = found.pooled[0].float().cpu().contiguous()
+    return tensors
+
+
+def fill(
+    paths: Sequence[Path], compute: Callable[[int], Tensors], on_progress: Callable[[int, int], None]
+) -> tuple[list[int], int]:
+    """The digest of each file, and how many were computed because they were missing or damaged."""
+    digests, computed = [], 0
+    known: dict[Path, int] = {}
+    for number, path in enumerate(paths):
+        if path not in known:
+            found = read_entry(path)
+            if found is None:
+                computed += 1
+                known[path] = write_entry(path, compute(number))
+            else:
+                known[path] = found[1]
+        digests.append(known[path])
+        on_progress(number + 1, len(paths))
+    return digests, computed
+
+
+class Kept:
+    """Entries of the cache in memory, the latest ones, up to a number of bytes."""
+
+    def __init__(self, most_bytes: int = _IN_MEMORY_BYTES) -> None:
+        self._entries: OrderedDict[str, Tensors] = OrderedDict()
+        self._bytes, self._most = 0, most_bytes
+
+    def get(self, key: str, make: Callable[[], Tensors]) -> Tensors:
+        """The tensors of a key, made if they are not in memory."""
+        found = self._entries.get(key)
+        if found is None:
+            found = self._entries[key] = make()
+            self._bytes += _bytes_of(found)
+            while self._bytes > self._most and len(self._entries) > 1:
+                self._bytes -= _bytes_of(self._entries.popitem(last=False)[1])
+        else:
+            self._entries.move_to_end(key)
+        return found
+
+
+def _bytes_of(tensors: Tensors) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+def read_verified(path: Path, digest: int | None) -> Tensors:
+    """The tensors of a file.
+
+    Raises:
+        IntegrityError: if it is damaged, or has other contents than when the run was prepared.
+    """
+    found = read_entry(path)
+    if found is None or (digest is not None and found[1] != digest):
+        raise IntegrityError.of(
+            "an entry of the cache of pictures is damaged, or was replaced",
+            where=str(path),
+            why="its digest is not that of the values with which the run was prepared",
+            fix="delete the file and run the same command again: it is computed again",
+        )
+    return found[0]
+
+
+def text_states(entries: Sequence[Tensors], device: torch.device) -> TextStates:
+    """The embeddings of several captions as one batch."""
+    states = torch.stack([entry["states"] for entry in entries]).to(device)
+    pooled = (
+        torch.stack([entry["pooled"] for entry in entries]).to(device) if "pooled" in entries[0] else None
+    )
+    return TextStates(states, pooled)
+
+
+def pixels_of(picture: Picture) -> Pixels:
+    """The pixels of a picture in its bucket."""
+    return read_pixels(picture.path, picture.digest, picture.size)

@@ -1,0 +1,350 @@
+"""The parts of a Stable Diffusion pipeline as torch modules: encoders for the caches, and the denoiser that is trained.
+
+Letters: U pictures, C latent channels, H and W latent positions, S tokens of a caption, E width of its embeddings.
+"""
+
+import re
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unisono.config.schema import AdapterSection, RunConfig
+from unisono.diffusion.pipeline_files import Pipeline, read_pipeline
+from unisono.errors import ModelError
+from unisono.model.forward import Forward
+from unisono.model.load import DTYPES, LoadedModel
+from unisono.text import library_words
+
+BLOCK = "Transformer2DModel"
+"""The class of the UNet's blocks whose layers `targets: unet` adapts, as sd-scripts does."""
+
+_TEXT_LAYERS = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
+_CHUNK = 75  # tokens of a caption that a text encoder reads at a time, without the two at begin and end
+
+
+@dataclass(frozen=True)
+class TextStates:
+    """What the UNet sees of captions.
+
+    Attributes:
+        states: (U, S, E).
+        pooled: (U, P); None but for SDXL.
+    """
+
+    states: torch.Tensor
+    pooled: torch.Tensor | None = None
+
+    def to(self, device: torch.device) -> "TextStates":
+        """The same on a device."""
+        return TextStates(self.states.to(device), None if self.pooled is None else self.pooled.to(device))
+
+
+class Denoiser(torch.nn.Module):
+    """The UNet, and the text encoders where they are needed, as one module with named parts."""
+
+    def __init__(self, unet: Any, text_encoders: dict[str, Any]) -> None:
+        super().__init__()
+        self.unet = unet
+        for name, encoder in text_encoders.items():
+            self.add_module(name, encoder)
+        self.text_names = tuple(text_encoders)
+
+    @property
+    def text_encoders(self) -> list[Any]:
+        """The text encoders, in order; none if embeddings come from the cache."""
+        return [getattr(self, name) for name in self.text_names]
+
+    def get_input_embeddings(self) -> None:
+        """None: no part of it is an embedding that optimizers have to know."""
+        return
+
+    def get_output_embeddings(self) -> None:
+        """None, likewise."""
+        return
+
+
+@dataclass
+class PictureForward(Forward):
+    """The denoiser with its noise schedule."""
+
+    alphas: torch.Tensor = field(default_factory=lambda: torch.ones(1))
+    """(T,) float32: the share of the signal at each timestep, ᾱ."""
+    prediction: str = "epsilon"
+    text: "TextEncoding | None" = None
+    """Encodes captions that are not in the cache; None if all are."""
+
+    @property
+    def denoiser(self) -> Denoiser:
+        """The model."""
+        found = self.loaded.base
+        assert isinstance(found, Denoiser)
+        return found
+
+    def predict(
+        self, noisy: torch.Tensor, timesteps: torch.Tensor, text: TextStates, time_ids: torch.Tensor
+    ) -> torch.Tensor:
+        """(U, C, H, W) float32, with a gradient: what the UNet predicts for noisy latents of one size.
+
+        Args:
+            noisy: (U, C, H, W).
+            timesteps: (U,) int64.
+            text: of the captions.
+            time_ids: (U, 6), the size that SDXL is told.
+        """
+        more: dict[str, Any] = {}
+        if text.pooled is not None:
+            more["added_cond_kwargs"] = {"text_embeds": text.pooled, "time_ids": time_ids}
+        with self._precision():
+            unet = self.denoiser.unet
+            states = text.states if self.autocast else text.states.to(unet.dtype)
+            found: torch.Tensor = unet(
+                noisy, timesteps, encoder_hidden_states=states, return_dict=False, **more
+            )[0]
+        return found.float()
+
+    def _precision(self) -> Any:
+        if not self.autocast:
+            return super()._precision()
+        return torch.autocast(next(self.denoiser.parameters()).device.type, dtype=self.dtype)
+
+
+def load_component(pipeline: Pipeline, name: str, *, dtype: torch.dtype = torch.float32) -> Any:
+    """A model of the pipeline: unet, vae, text_encoder or text_encoder_2.
+
+    Raises:
+        ModelError: if diffusers or transformers cannot load it.
+    """
+    from diffusers import AutoencoderKL, UNet2DConditionModel
+    from transformers import CLIPTextModel, CLIPTextModelWithProjection
+
+    kinds = {
+        "unet": UNet2DConditionModel,
+        "vae": AutoencoderKL,
+        "text_encoder": CLIPTextModel,
+        "text_encoder_2": CLIPTextModelWithProjection,
+    }
+    key = "torch_dtype" if name in ("unet", "vae") else "dtype"
+    try:
+        with quiet():
+            found = kinds[name].from_pretrained(
+                str(pipeline.root / name), use_safetensors=True, local_files_only=True, **{key: dtype}
+            )
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
+        raise ModelError.of(
+            f"the {name} of the pipeline cannot be loaded",
+            where=str(pipeline.root / name),
+            why=library_words(error),
+            fix="check that its config.json belongs to its weights",
+        ) from error
+    found.requires_grad_(requires_grad=False)
+    return found.eval()
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """A context without warnings and progress bars of diffusers and transformers."""
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging
+
+    before = logging.get_verbosity(), diffusers_logging.get_verbosity()
+    for one in (logging, diffusers_logging):
+        one.set_verbosity_error()
+        one.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(before[0])
+        diffusers_logging.set_verbosity(before[1])
+
+
+def load_tokenizers(pipeline: Pipeline) -> list[Any]:
+    """The tokenizer of each text encoder.
+
+    Raises:
+        ModelError: if transformers cannot read one.
+    """
+    from transformers import CLIPTokenizer
+
+    found = []
+    for name in pipeline.text_encoders:
+        folder = pipeline.root / name.replace("text_encoder", "tokenizer")
+        try:
+            with quiet():
+                found.append(CLIPTokenizer.from_pretrained(str(folder), local_files_only=True))
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ModelError.of(
+                "the tokenizer of the pipeline cannot be read",
+                where=str(folder),
+                why=library_words(error),
+                fix="copy its files again",
+            ) from error
+    return found
+
+
+@dataclass
+class TextEncoding:
+    """Tokenizers and text encoders of a pipeline, and which of their layers the UNet sees."""
+
+    tokenizers: list[Any]
+    encoders: list[Any]
+    is_xl: bool
+    clip_skip: int | None
+
+    def encode(self, captions: Sequence[str]) -> TextStates:
+        """The embeddings of captions, as the pipeline of diffusers computes them; a caption is cut at its 77 tokens."""
+        parts, pooled = [], None
+        for tokenizer, encoder in zip(self.tokenizers, self.encoders, strict=True):
+            ids = token_ids(tokenizer, captions).to(encoder.device)
+            hidden = self.is_xl or self.clip_skip is not None
+            out = encoder(ids, output_hidden_states=hidden)
+            if not self.is_xl:
+                states = out.last_hidden_state
+                if self.clip_skip not in (None, 1):
+                    states = _final_norm(encoder)(out.hidden_states[-self.clip_skip])
+            else:  # SDXL was trained on the layer before the last, without the last norm
+                states = out.hidden_states[-(self.clip_skip or 2)]
+                pooled = out[0]
+            parts.append(states)
+        return TextStates(torch.cat(parts, dim=-1), pooled if self.is_xl else None)
+
+
+def _final_norm(encoder: Any) -> Any:
+    """The norm after the last layer: transformers 5 has it in the encoder itself, earlier versions in `text_model`."""
+    body = getattr(encoder, "text_model", encoder)
+    return body.final_layer_norm
+
+
+def token_ids(tokenizer: Any, captions: Sequence[str]) -> torch.Tensor:
+    """(U, S) int64: the tokens of captions, padded to the length that the text encoder reads."""
+    found = tokenizer(
+        list(captions),
+        padding="max_length",
+        max_length=tokenizer.model_max_length,
+        truncation=True,
+        return_tensors="pt",
+    )
+    return found.input_ids
+
+
+def load_denoiser(config: RunConfig, *, directory: Path, dtype: str, device: torch.device) -> LoadedModel:
+    """The UNet with its LoRA, and the text encoders if they are trained or captions change in each step.
+
+    Frozen weights are in `dtype`, trained ones in float32. The caller must seed torch's global generator.
+
+    Raises:
+        ModelError: if a part cannot be loaded, or no layer matches the targets.
+    """
+    assert config.adapter is not None
+    pipeline = read_pipeline(directory)
+    unet = load_component(pipeline, "unet", dtype=DTYPES[dtype])
+    encoders = {}
+    if needs_text_encoders(config):
+        encoders = {
+            name: load_component(pipeline, name, dtype=DTYPES[dtype]) for name in pipeline.text_encoders
+        }
+    denoiser = Denoiser(unet, encoders).to(device)
+    add_lora(denoiser, config.adapter)
+    trainable = {name: p for name, p in denoiser.named_parameters() if p.requires_grad}
+    for parameter in trainable.values():
+        parameter.data = parameter.data.float()
+    count = sum(p.numel() for p in denoiser.parameters())
+    return LoadedModel(denoiser, denoiser, load_tokenizers(pipeline)[0], trainable, count)
+
+
+def needs_text_encoders(config: RunConfig) -> bool:
+    """Whether captions are encoded in each step: they change, or the text encoders are trained, or nothing is cached."""
+    section = config.diffusion
+    return trains_text(config) or section.shuffle_captions or not section.cache
+
+
+def trains_text(config: RunConfig) -> bool:
+    """Whether the text encoders are trained."""
+    return config.adapter is not None and config.adapter.targets == "unet+text"
+
+
+def add_lora(denoiser: Denoiser, section: AdapterSection) -> None:
+    """Puts LoRA layers on the UNet, and on the text encoders with `targets: unet+text`.
+
+    Raises:
+        ModelError: if no layer matches.
+    """
+    names = unet_targets(denoiser.unet, section)
+    if not names:
+        raise ModelError.of(
+            "no layer of the UNet matches adapter.targets",
+            where="adapter.targets",
+            why=f"it is {section.targets}",
+            fix="use `unet`, or a pattern such as to_q",
+        )
+    denoiser.unet.add_adapter(lora_config(section, names), adapter_name="default")
+    if section.targets == "unet+text":
+        for encoder in denoiser.text_encoders:
+            layers = [n for n, m in encoder.named_modules() if n.rpartition(".")[2] in _TEXT_LAYERS]
+            encoder.add_adapter(lora_config(section, layers), adapter_name="default")
+
+
+def unet_targets(unet: Any, section: AdapterSection) -> list[str]:
+    """Names of the UNet's layers that get a LoRA: linear layers and 1 × 1 convolutions."""
+    layers = {
+        name: module
+        for name, module in unet.named_modules()
+        if isinstance(module, torch.nn.Linear | torch.nn.Conv2d) and not _is_wide(module)
+    }
+    if isinstance(section.targets, list):
+        return [name for name in layers if any(re.search(pattern, name) for pattern in section.targets)]
+    blocks = [name for name, module in unet.named_modules() if type(module).__name__ == BLOCK]
+    return [name for name in layers if any(name.startswith(f"{block}.") for block in blocks)]
+
+
+def _is_wide(module: torch.nn.Module) -> bool:
+    return isinstance(module, torch.nn.Conv2d) and module.kernel_size != (1, 1)
+
+
+def lora_config(section: AdapterSection, names: list[str]) -> Any:
+    """peft's settings for these layers."""
+    from peft import LoraConfig
+
+    alpha = int(section.alpha) if section.alpha == int(section.alpha) else section.alpha
+    return LoraConfig(r=section.rank, lora_alpha=alpha, lora_dropout=section.dropout, target_modules=names)
+
+
+def choose_picture_forward(
+    loaded: LoadedModel, config: RunConfig, *, directory: Path, dtype: str, gradient_checkpointing: bool
+) -> PictureForward:
+    """The forward of a loaded denoiser."""
+    from diffusers import DDPMScheduler
+
+    pipeline = read_pipeline(directory)
+    denoiser = loaded.base
+    if gradient_checkpointing:
+        denoiser.unet.enable_gradient_checkpointing()
+        if trains_text(config):
+            for encoder in denoiser.text_encoders:
+                encoder.gradient_checkpointing_enable({"use_reentrant": False})
+    with quiet():
+        scheduler = DDPMScheduler.from_pretrained(str(pipeline.root / "scheduler"), local_files_only=True)
+    device = next(denoiser.parameters()).device
+    section = config.diffusion
+    text = None
+    if denoiser.text_encoders:
+        text = TextEncoding(
+            load_tokenizers(pipeline), denoiser.text_encoders, pipeline.is_xl, section.clip_skip
+        )
+    return PictureForward(
+        loaded,
+        "padded",
+        "model",
+        DTYPES[dtype],
+        dtype != "float32",
+        "",
+        alphas=scheduler.alphas_cumprod.to(device=device, dtype=torch.float32),
+        prediction=section.prediction if section.prediction != "auto" else pipeline.prediction,
+        text=text,
+    )

@@ -1,0 +1,446 @@
+"""From a config to a DataSummary of pictures: folders, captions, buckets, caches, and a table whose rows are pictures.
+
+The table is a token table: a row's tokens are those of its caption, its `length` is the number of its latent positions, and a sequence is one use
+of a picture in an epoch. `pictures.json` beside it has what a rank needs to load each picture.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from unisono.config.pictures import DIFFUSION
+from unisono.config.schema import RunConfig
+from unisono.data.prepare import digest_text, writing_table
+from unisono.data.rows import Ledger, Place, SourceCounts, flat_total
+from unisono.data.token_table import Encoded, Ints, Split, TokenWriter, write_meta, write_split
+from unisono.diffusion.caches import Places, encode_caption, encode_pixels, fill, pixels_of
+from unisono.diffusion.picture_folders import (
+    BadPictureError,
+    Found,
+    Lost,
+    Picture,
+    bucket_sizes,
+    need_pillow,
+    read_folder,
+    with_bucket,
+)
+from unisono.diffusion.pipeline import TextEncoding, load_component, load_tokenizers, needs_text_encoders
+from unisono.diffusion.pipeline_files import Pipeline, PipelineDigests
+from unisono.errors import ConfigError, DataError, Problem
+from unisono.events import Reporter
+from unisono.files import read_object, whole_file, write_json
+from unisono.plan.run_plan import DataSummary, SplitSummary, permutation, steps_for_tokens
+from unisono.text import Duration
+
+PICTURES = "pictures.json"
+_EVAL = -1  # the epoch whose permutation selects the pictures that are split off
+_SHOWN = 20
+_MOST_DECODED = 200_000
+EVAL_NOISES = 8
+"""Noises and timesteps at which each evaluation picture is measured, the same in each evaluation."""
+
+
+@dataclass
+class Rows:
+    """The pictures of a run, those of the training split first."""
+
+    train: list[Picture]
+    eval: list[Picture]
+    sequences: list[int]
+    """Of an epoch: a picture of the training split for each use."""
+    found: Found
+
+
+def resolution_of(config: RunConfig, pipeline: Pipeline) -> tuple[int, int]:
+    """Width and height that the config asks for, or the model's.
+
+    Raises:
+        ConfigError: if latents have no such size.
+    """
+    value = config.data.resolution
+    if isinstance(value, list):
+        width, height = value
+    else:
+        width = height = value if value is not None else pipeline.resolution
+    step = config.diffusion.bucket_step if config.diffusion.buckets else 1
+    for key, number in (
+        ("data.resolution", width),
+        ("data.resolution", height),
+        ("diffusion.bucket_step", step),
+    ):
+        if number % pipeline.factor and (key == "data.resolution" or config.diffusion.buckets):
+            raise ConfigError.of(
+                f"{key} is {number}, not a multiple of {pipeline.factor} pixels",
+                where=key,
+                why=f"each position of the latents is {pipeline.factor} × {pipeline.factor} pixels",
+                fix=f"set it to {max(1, round(number / pipeline.factor)) * pipeline.factor}",
+            )
+    return width, height
+
+
+def gather(config: RunConfig, pipeline: Pipeline, cache_dir: Path, report: Reporter) -> Rows:
+    """All pictures with their captions and buckets, the split, and the order of uses before it is shuffled.
+
+    Raises:
+        DataError: if a folder is missing, a picture is bad and `data.on_bad_row` is error, or nothing is left.
+    """
+    need_pillow()
+    section, data = config.diffusion, config.data
+    sizes = bucket_sizes(resolution_of(config, pipeline), section)
+    train = [str(entry) for entry in (data.train if isinstance(data.train, list) else [data.train])]
+    held = data.eval if isinstance(data.eval, str | list) else []
+    folders = [("data.train", name, False) for name in train]
+    folders += [("diffusion.prior", section.prior, True)] if section.prior is not None else []
+    folders += [("data.eval", str(name), False) for name in ([held] if isinstance(held, str) else held)]
+    memory = cache_dir / "pictures" / "decoded.json"
+    decoded = read_object(memory)
+    every = Found()
+    for number, (key, name, is_prior) in enumerate(folders):
+        report.phase("data", f"reading the pictures of {name}")
+        found = read_folder(name, section, source=number, is_prior=is_prior, key=key, decoded=decoded)
+        every.lost += found.lost
+        for picture in found.pictures:
+            try:
+                every.pictures.append(with_bucket(picture, sizes))
+            except BadPictureError as error:
+                every.lost.append(Lost(picture.name, picture.source, "bad", str(error)))
+    _remember(memory, decoded)
+    _refuse_bad(every, config)
+    last = len(folders) - (1 if isinstance(held, str) else len(held))
+    own = [p for p in every.pictures if p.source < last and not p.is_prior]
+    prior = [p for p in every.pictures if p.is_prior]
+    held_out = [replace(p, repeats=1) for p in every.pictures if p.source >= last]
+    if isinstance(data.eval, float | int) and own:
+        own, held_out = _split_off(own, data.eval, config.seed)
+    if not own:
+        raise DataError.of(
+            "no picture is left to train on",
+            where="data.train",
+            why=_reasons(every.lost) or "there is no picture in the folder",
+            fix="put pictures into a folder such as 4_name, each with a caption in a .txt file of the same name",
+        )
+    sequences = [i for i, picture in enumerate(own) for _ in range(picture.repeats)]
+    cycle = [len(own) + i for i, picture in enumerate(prior) for _ in range(picture.repeats)]
+    sequences += [cycle[i % len(cycle)] for i in range(len(sequences))] if cycle else []
+    return Rows(own + prior, held_out, sequences, every)
+
+
+def _split_off(own: list[Picture], share: float, seed: int) -> tuple[list[Picture], list[Picture]]:
+    count = share if isinstance(share, int) else max(1, round(share * len(own)))
+    if count >= len(own):
+        raise DataError.of(
+            f"data.eval takes {count} of {len(own)} pictures",
+            where="data.eval",
+            why="none is left to train on",
+            fix="set it to a smaller number or share",
+        )
+    held = set(permutation(len(own), seed=seed, epoch=_EVAL)[:count])
+    kept = [picture for i, picture in enumerate(own) if i not in held]
+    return kept, [replace(picture, repeats=1) for i, picture in enumerate(own) if i in held]
+
+
+def _remember(memory: Path, decoded: dict[str, Any]) -> None:
+    memory.parent.mkdir(parents=True, exist_ok=True)
+    write_json(memory, dict(list(decoded.items())[-_MOST_DECODED:]))
+
+
+def _refuse_bad(found: Found, config: RunConfig) -> None:
+    bad = [lost for lost in found.lost if lost.what == "bad"]
+    if not bad or config.data.on_bad_row == "skip":
+        return
+    problems = [Problem(f"{lost.name}: {lost.why}", lost.name) for lost in bad[:_SHOWN]]
+    more = f" (the first {_SHOWN} are shown)" if len(bad) > _SHOWN else ""
+    problems.append(
+        Problem(
+            f"{len(bad)} pictures cannot be used{more}",
+            "data.train",
+            fix="fix or remove them, or set data.on_bad_row: skip; data.json then lists each with its reason",
+        )
+    )
+    raise DataError(*problems)
+
+
+def _reasons(lost: Sequence[Lost]) -> str:
+    return "; ".join(f"{one.name}: {one.why}" for one in lost[:3])
+
+
+# ---- caches
+
+
+def text_digest(config: RunConfig, digests: PipelineDigests) -> str:
+    """The digest of what computes embeddings."""
+    return f"{digests.text[:24]}-{config.diffusion.clip_skip or 0}"
+
+
+def fill_caches(
+    config: RunConfig, rows: Rows, pipeline: Pipeline, places: Places, report: Reporter, device: torch.device
+) -> tuple[list[int], int]:
+    """Computes the latents and embeddings that are missing; gives the digest of each picture's latents, and how many were computed."""
+    pictures = rows.train + rows.eval
+    if not config.diffusion.cache:
+        return [0] * len(pictures), 0
+    vae: list[Any] = []
+
+    def latents(number: int) -> dict[str, torch.Tensor]:
+        if not vae:
+            report.phase("load_model", "loading the VAE")
+            vae.append(load_component(pipeline, "vae").to(device))
+        try:
+            return encode_pixels(vae[0], pixels_of(pictures[number]))
+        except BadPictureError as error:
+            raise DataError.of(
+                f"{pictures[number].name}: {error}",
+                where=pictures[number].name,
+                fix="run again when no process writes to it",
+            ) from error
+
+    paths = [places.latents(picture.digest, picture.size) for picture in pictures]
+    digests, computed = fill(paths, latents, _progress(report, "latents of the pictures"))
+    vae.clear()
+    if not needs_text_encoders(config):
+        encoding: list[TextEncoding] = []
+        captions = list(dict.fromkeys([*(picture.caption for picture in pictures), ""]))
+
+        def states(number: int) -> dict[str, torch.Tensor]:
+            if not encoding:
+                report.phase("load_model", "loading the text encoders")
+                encoders = [load_component(pipeline, name).to(device) for name in pipeline.text_encoders]
+                encoding.append(
+                    TextEncoding(
+                        load_tokenizers(pipeline), encoders, pipeline.is_xl, config.diffusion.clip_skip
+                    )
+                )
+            return encode_caption(encoding[0], captions[number])
+
+        computed += fill(
+            [places.caption(c) for c in captions], states, _progress(report, "embeddings of the captions")
+        )[1]
+    return digests, computed
+
+
+def _progress(report: Reporter, text: str) -> Callable[[int, int], None]:
+    def show(done: int, total: int) -> None:
+        if done % 32 == 0 or done == total:
+            report.phase("latents", text, done=done, total=total)
+
+    return show
+
+
+def cache_device(config: RunConfig) -> torch.device:
+    """The device on which caches are computed."""
+    usable = config.device != "cpu" and torch.cuda.is_available()
+    return torch.device("cuda", 0) if usable else torch.device("cpu")
+
+
+# ---- the table
+
+
+def prepare_pictures(
+    config: RunConfig,
+    pipeline: Pipeline,
+    digests: PipelineDigests,
+    *,
+    cache_dir: Path,
+    report: Reporter,
+    ledger: Path | None = None,
+) -> DataSummary:
+    """The summary of a config's pictures; afterwards their table is in the cache, with the caches that the config asks for.
+
+    Raises:
+        DataError: if pictures are refused.
+        UnfitError: if the cache cannot be written.
+    """
+    rows = gather(config, pipeline, cache_dir, report)
+    places = Places(cache_dir / "pictures", digests.encoder, text_digest(config, digests))
+    latents, computed = fill_caches(config, rows, pipeline, places, report, cache_device(config))
+    entries = [
+        _entry(picture, latent) for picture, latent in zip(rows.train + rows.eval, latents, strict=True)
+    ]
+    contents = json.dumps([[_without_places(entry) for entry in entries], rows.sequences, len(rows.train)])
+    rows_digest = digest_text(contents)
+    files_digest = digest_text(json.dumps([[p.digest, p.caption] for p in rows.train + rows.eval]))
+    key = hashlib.sha256(
+        json.dumps([DIFFUSION, contents, entries, asdict(places) | {"root": ""}]).encode()
+    ).hexdigest()[:32]
+    directory = cache_dir / "tables" / key
+    counts = _write_table(directory, config, pipeline, rows, entries, places)
+    if ledger is not None:
+        with whole_file(ledger) as temporary:
+            temporary.write_bytes((directory / "ledger.json").read_bytes())
+    train = counts["train"]
+    sizes = sorted({picture.size for picture in rows.train})
+    shown = ", ".join(f"{w} × {h}" for w, h in sizes[:6]) + (" …" if len(sizes) > 6 else "")
+    reason = (
+        "nothing is cached: latents and embeddings are computed in each step"
+        if not config.diffusion.cache
+        else f"{computed} latents and embeddings were computed"
+        if computed
+        else "the same pictures, captions and encoders as before"
+    )
+    return DataSummary(
+        cache_dir=str(directory),
+        cache_hit=config.diffusion.cache and not computed,
+        cache_reason=reason,
+        train=train,
+        eval=counts.get("eval"),
+        ledger=flat_total(read_object(directory / "ledger.json")["total"]),
+        formats=[f"pictures in {len(sizes)} sizes: {shown}"],
+        template="captions of pictures",
+        total_steps=_total_steps(config, [_positions(entries[i], pipeline.factor) for i in rows.sequences]),
+        digest=digest_text(rows_digest + digests.text),
+        rows_digest=rows_digest,
+        files_digest=files_digest,
+        tokenizer_digest=digests.tokenizer,
+        warnings=_warnings(rows),
+    )
+
+
+def _warnings(rows: Rows) -> list[str]:
+    lost = {what: [one for one in rows.found.lost if one.what == what] for what in ("bad", "dropped")}
+    return [
+        f"{len(found)} files are {what}, e.g. {found[0].name}: {found[0].why}"
+        for what, found in lost.items()
+        if found
+    ]
+
+
+def _entry(picture: Picture, latent: int) -> dict[str, Any]:
+    return {
+        "digest": picture.digest,
+        "caption": picture.caption,
+        "size": list(picture.size),
+        "original": [picture.width, picture.height],
+        "prior": picture.is_prior,
+        "latent": latent,
+        "name": picture.name,
+        "path": str(picture.path.resolve()),
+    }
+
+
+def _without_places(entry: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in entry.items() if key not in ("name", "path")}
+
+
+def _positions(entry: dict[str, Any], factor: int) -> int:
+    return entry["size"][0] // factor * (entry["size"][1] // factor)
+
+
+def _write_table(
+    directory: Path,
+    config: RunConfig,
+    pipeline: Pipeline,
+    rows: Rows,
+    entries: list[dict[str, Any]],
+    places: Places,
+) -> dict[Split, SplitSummary]:
+    tokenizer = load_tokenizers(pipeline)[0]
+    factor, border = pipeline.factor, len(rows.train)
+    lengths = [_positions(entry, factor) for entry in entries]
+    with writing_table(directory) as temporary:
+        with TokenWriter(temporary / "tokens.arrow") as writer:
+            for entry in entries:
+                ids = np.asarray(tokenizer(entry["caption"], truncation=True)["input_ids"], dtype=np.int32)
+                writer.add(Encoded(ids, np.arange(len(ids)) > 0))
+        found = {"train": _write_rows(temporary, "train", range(border), lengths, rows.sequences)}
+        if rows.eval:
+            held = range(border, len(entries))
+            found["eval"] = _write_rows(temporary, "eval", held, lengths, list(range(len(held))))
+        body = {
+            "schema": 1,
+            "factor": factor,
+            "is_xl": pipeline.is_xl,
+            "encoder": places.encoder,
+            "text": places.text,
+        }
+        write_json(temporary / PICTURES, body | {"pictures": entries})
+        _write_ledger(temporary, config, rows, lengths)
+        files = [(entry["name"], True) for entry in entries]
+        meta = {
+            "splits": {name: split.model_dump() for name, split in found.items()},
+            "digest": writer.digest.hexdigest(),
+        }
+        write_meta(temporary, meta, files=files)
+    return found  # type: ignore[return-value]
+
+
+def _write_rows(
+    directory: Path, split: Split, members: range, lengths: list[int], sequences: list[int]
+) -> SplitSummary:
+    numbers: Ints = np.asarray(members, dtype=np.int64)
+    own = np.asarray(lengths, dtype=np.int64)[numbers]
+    columns = {
+        "stored": numbers,
+        "length": own,
+        "loss": own,
+        "file": numbers,
+        "number": np.zeros_like(numbers),
+        "picture": numbers,
+    }
+    write_split(directory, split, columns, [[i] for i in sequences])
+    total = int(own[sequences].sum())
+    return SplitSummary(
+        rows=len(members),
+        sequences=len(sequences),
+        tokens=total,
+        loss_tokens=total,
+        longest_sequence=int(own.max()),
+        longest_row=int(own.max()),
+    )
+
+
+def _write_ledger(directory: Path, config: RunConfig, rows: Rows, lengths: list[int]) -> None:
+    names = [
+        str(entry)
+        for entry in (config.data.train if isinstance(config.data.train, list) else [config.data.train])
+    ]
+    names += [config.diffusion.prior] if config.diffusion.prior is not None else []
+    if isinstance(config.data.eval, str | list):
+        names += [
+            str(e) for e in ([config.data.eval] if isinstance(config.data.eval, str) else config.data.eval)
+        ]
+    uses = np.bincount(np.asarray(rows.sequences, dtype=np.int64), minlength=len(rows.train)).tolist()
+    with Ledger(directory / ".notes") as ledger:
+        ledger.sources = [SourceCounts(name) for name in names]
+        for number, picture in enumerate(rows.train + rows.eval):
+            counts, held = ledger.sources[picture.source], number >= len(rows.train)
+            times = 1 if held else uses[number]
+            counts.rows += 1
+            counts.used += 1
+            counts.eval += held
+            counts.tokens += lengths[number] * times
+            counts.loss_tokens += lengths[number] * times
+            what = f"{picture.size[0]} × {picture.size[1]} pixels, "
+            what += (
+                "for evaluation"
+                if held
+                else f"{times} times an epoch" + (", for prior preservation" if picture.is_prior else "")
+            )
+            ledger.note(Place(picture.name, 0), "used", what)
+        for lost in rows.found.lost:
+            counts = ledger.sources[lost.source]
+            counts.rows += 1
+            if lost.what == "bad":
+                counts.bad += 1
+            else:
+                counts.dropped[lost.why] += 1
+            ledger.note(Place(lost.name, 0), lost.what, lost.why)
+        ledger.write(directory / "ledger.json")
+    (directory / ".notes").unlink()
+
+
+def _total_steps(config: RunConfig, lengths: list[int]) -> int:
+    """As for text: the steps of the duration, or with `batch.per_rank` its sequences. `lengths` are those of the sequences of an epoch."""
+    duration = Duration.parse(config.duration)
+    batch = 1 if config.batch.per_rank is not None else config.batch.global_
+    if duration.unit == "steps":
+        return int(duration.amount)
+    if duration.unit == "epochs":
+        return math.ceil(math.ceil(duration.amount * len(lengths)) / batch)
+    return steps_for_tokens(lengths, target=int(duration.amount), global_batch=batch, seed=config.seed)
