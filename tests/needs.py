@@ -11,6 +11,7 @@ import subprocess
 from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,6 +43,11 @@ def need(*programs: str, root: bool = False) -> None:
     """Skips the test where a program is missing, or root."""
     if reason := lacking(*programs, root=root):
         pytest.skip(reason)
+
+
+def package(name: str) -> Any:
+    """A Python package. Where it is missing, skips the test, or the whole file that calls this outside of a test."""
+    return pytest.importorskip(name, reason=f"needs {name}", exc_type=ModuleNotFoundError)
 
 
 def need_namespaces(name: str) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests import needs
 from unisono.config import RunConfig
 from unisono.facts.machine import probe_nvidia
 from unisono.model.attention import flat_attention
@@ -94,6 +95,7 @@ def test_the_driver_is_asked_without_a_cuda_context() -> None:
 def test_quantized_weights_give_the_loss_and_the_gradients_that_they_give_on_a_cpu(
     model_dir: Path, kind: str
 ) -> None:
+    needs.package("bitsandbytes")
     config = RunConfig.model_validate(
         {"model": {"path": str(model_dir), "quantize": kind}, "data": {"train": "-"}, "output_dir": "-"}
     )

@@ -5,13 +5,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import bitsandbytes
 import pytest
 import torch
 import transformers
 from transformers.integrations.bitsandbytes import replace_with_bnb_linear
 
 import memory_page
+from tests import needs
 from unisono.config import RunConfig
 from unisono.events import Reporter
 from unisono.plan import DataSummary, DeviceChoice, ModelFacts, PlanInputs, RankPlace, RunPlan, resolve_plan
@@ -36,6 +36,7 @@ def _on_meta(shape: str) -> Any:
 
 @pytest.mark.parametrize("shape", ["8 B", "70 B"])
 def test_weights_and_adapter_of_an_estimate_are_those_of_the_model(shape: str) -> None:
+    bitsandbytes = needs.package("bitsandbytes")
     model = _on_meta(shape)
     matrices = [module for module in model.modules() if isinstance(module, bitsandbytes.nn.Linear4bit)]
     packed = sum(layer.in_features * layer.out_features for layer in matrices)
@@ -102,5 +103,7 @@ def _planned(folder: Path, model_dir: Path, rows_file: Path, shape: str, quantiz
 def test_a_dry_run_of_random_weights_has_the_figures_of_the_page(
     tmp_path: Path, model_dir: Path, rows_file: Path, shape: str, quantize: str | None
 ) -> None:
+    if quantize:
+        needs.package("bitsandbytes")
     plan = _planned(tmp_path, model_dir, rows_file, shape, quantize)
     assert plan.memory == memory_page.estimate(shape, "QLoRA" if quantize else "LoRA", devices=8)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests import needs
 from tests.ranks.front import Ended, Front
 from unisono.config import RunConfig
 from unisono.events import Reporter
@@ -123,6 +124,8 @@ class Workshop:
             more: `faults`, and config sections over those of the kind.
         """
         faults = more.pop("faults", {})
+        if KINDS[kind].get("model", {}).get("quantize"):
+            needs.package("bitsandbytes")
         out = self._folder()
         config = self._config(self.kinds[kind] | more, out, strategy)
         prepared = data_tasks.prepare(

@@ -9,10 +9,12 @@ import pytest
 import torch
 import transformers
 
+from tests import needs
 from unisono.model.quantization import is_quantized
 from unisono.task import evaluate, export
 from unisono.task.inference import open_for_inference
 
+needs.package("bitsandbytes")
 Train = Callable[..., Any]
 IDS = torch.tensor([[5, 9, 11, 40, 7, 30]])
 

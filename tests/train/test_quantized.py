@@ -9,13 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import bitsandbytes
 import peft
 import pytest
 import torch
 import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests import needs
 from unisono.config import RunConfig
 from unisono.data.token_table import TokenTable
 from unisono.errors import ModelError
@@ -28,6 +28,7 @@ from unisono.plan.memory import packed_bytes
 from unisono.train.join import make_rank_report
 from unisono.train.run import TrainingData, load_micro, seed_torch
 
+bitsandbytes = needs.package("bitsandbytes")
 Train = Callable[..., Any]
 _CONSTANT = {"lr": 1e-2, "schedule": "constant", "warmup": "0%", "max_grad_norm": None}
 
