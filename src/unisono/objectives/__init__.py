@@ -1,4 +1,4 @@
-"""What a run minimizes: one file for each objective, and the seam through which step, evaluation and rehearsal use them."""
+"""What a run minimizes: the objectives, their losses, and the seam through which step, evaluation and rehearsal use them."""
 
 from unisono.objectives.choice import objective_of
 
