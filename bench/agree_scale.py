@@ -30,7 +30,7 @@ from unisono.agree.compare import compare_nodes
 from unisono.agree.membership import missing_nodes
 from unisono.agree.reports import Device, FileDigest, Interface, Limits, NodeReport, OutputFacts
 from unisono.control.channel_ends import HeadServer, NodeLink
-from unisono.control.events import Joined, NodeMessage
+from unisono.control.connection import Joined, NodeMessage
 
 if TYPE_CHECKING:
     from unisono.causes import Verdict

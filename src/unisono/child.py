@@ -18,7 +18,7 @@ from unisono.events import Reporter, describe_crash, is_peer_loss
 
 _PR_SET_PDEATHSIG = 1
 TEMPLATE_HAS_NO_END = signal.SIGVTALRM
-"""What the kernel ends a process with whose chat template cannot be interrupted (data.template_limits); its front knows it by that."""
+"""What the kernel ends a process with whose chat template cannot be interrupted (data.template); its front knows it by that."""
 
 forked_by: int | None = None
 """The fork server (unisono.worker.fork_server) that this process was forked by; None in a process that exec has begun."""

@@ -14,7 +14,7 @@ from tests import front_server
 from unisono.control.channel_ends import HeadServer, NodeLink
 
 if TYPE_CHECKING:
-    from unisono.control.events import Event
+    from unisono.control.connection import Event
 
 TOKEN = b"the secret of this job, 32 bytes"
 LIMIT_S = 20.0

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from unisono.control.connection import SILENCE_S, SUSPECT_S, Connection, Heartbeats
-from unisono.control.events import Left, NodeMessage
+from unisono.control.connection import SILENCE_S, SUSPECT_S, Connection, Heartbeats, Left, NodeMessage
 from unisono.control.protocol import FrameParser
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from unisono.control.channel_ends import NodeLink
+from unisono.control.connection import Joined, Left, NodeMessage, Rejected
 from unisono.control.dial import DialRequest, dial_head
-from unisono.control.events import Joined, Left, NodeMessage, Rejected
 from unisono.errors import Disagreed, UsageError
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from unisono.control.events import Joined, Left, NodeMessage
+from unisono.control.connection import Joined, Left, NodeMessage
 
 if TYPE_CHECKING:
     from subprocess import Popen

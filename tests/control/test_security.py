@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.control.channel_ends import HeadServer, allow_open_files
-from unisono.control.events import Joined, Left, NodeMessage, Rejected
+from unisono.control.connection import Joined, Left, NodeMessage, Rejected
 from unisono.control.head import PROOF_S, SPARE_CONNECTIONS
 from unisono.control.protocol import (
     CALLS,

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tests import needs
 from tests.control.test_security import dial, greeted, hello, rest
 from unisono.control.channel_ends import HeadServer
-from unisono.control.events import FileReceived, Left, NodeMessage
+from unisono.control.connection import FileReceived, Left, NodeMessage
 from unisono.control.file_receiver import AT_ONCE, MAX_OPEN, PER_NODE, WINDOW, FileReceiver
 from unisono.control.file_sender import Content, FileSender, Offer, OfferRefused, TransferOutcome
 from unisono.control.protocol import (
@@ -473,7 +473,7 @@ def test_nobody_sends_a_piece_before_proof_or_from_the_head(room: "Room", desk: 
             sock.sendall(hello_seal(room.token, greeting, sends=TO_HEAD).close(piece))
             rest(sock)
         node = room.node(head)
-        from unisono.control.events import CHANNEL_THREAD
+        from unisono.control.connection import CHANNEL_THREAD
 
         CHANNEL_THREAD.post(head._head.send, 1, piece)
         [left] = room.hears(node, Left)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from unisono.data import template_limits
+from unisono.data import template
 from unisono.data.encode import Encoder
 from unisono.data.prepare import load_tokenizer
 from unisono.data.rows import Conversation, RowError
@@ -36,7 +36,7 @@ def tokenizer(tokenizer_dir: Callable[..., Path]) -> Any:
 
 @pytest.fixture
 def render(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
-    monkeypatch.setattr(template_limits, "CPU_S", 1.0)
+    monkeypatch.setattr(template, "CPU_S", 1.0)
 
     def of(text: str) -> str:
         file = tmp_path / "t.jinja"
@@ -163,9 +163,7 @@ def test_a_tokenizer_with_templates_but_no_default_one_is_refused_once(tokenizer
 def test_many_conversations_of_a_batch_share_what_bounds_them(
     tokenizer: Any, tokenizer_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        template_limits, "CPU_S", 1.0
-    )  # of one conversation, not of all: two ticks of the timer
+    monkeypatch.setattr(template, "CPU_S", 1.0)  # of one conversation, not of all: two ticks of the timer
     encoder = Encoder(tokenizer, directory=tokenizer_dir())
     before = os.times()
     found = encoder.encode([Conversation(TALK)] * 18_000)

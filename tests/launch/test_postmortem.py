@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tests.watch.run_views import run_view, view
-from unisono.control.events import Left
+from unisono.control.connection import Left
 from unisono.supervise.decision import NodeLoss
 from unisono.supervise.local_ranks import RankEnd
 from unisono.supervise.postmortem import apart, name_loss

@@ -7,8 +7,7 @@ import pytest
 import torch
 import transformers
 
-from unisono.model.head import head_log_probs, head_loss, logits_loss
-from unisono.model.lora import speed_up_lora
+from unisono.model.fused_layers import head_log_probs, head_loss, logits_loss, speed_up_lora
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])

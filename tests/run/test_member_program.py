@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from unisono.control.events import Left, NodeMessage
+from unisono.control.connection import Left, NodeMessage
 from unisono.events import Message
 from unisono.guard import member_program, program_meeting
 from unisono.guard.launcher_facts import read_command

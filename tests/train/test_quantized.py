@@ -19,7 +19,7 @@ from tests import needs
 from unisono.config import RunConfig
 from unisono.data.token_table import TokenTable
 from unisono.errors import ModelError
-from unisono.model import quantized_files
+from unisono.model import file_settings
 from unisono.model.forward import Rows, choose_forward
 from unisono.model.load import LoadedModel, load_for_training
 from unisono.model.quantization import is_quantized, weight_bytes
@@ -274,7 +274,7 @@ def test_a_config_that_contradicts_quantized_weights_is_refused(
 def test_a_missing_or_old_library_is_refused_with_the_command_that_installs_it(
     train_here: Train, monkeypatch: pytest.MonkeyPatch, version: str | None
 ) -> None:
-    monkeypatch.setattr(quantized_files, "installed", lambda _name: version)
+    monkeypatch.setattr(file_settings, "installed", lambda _name: version)
     with pytest.raises(ModelError) as error:
         train_here(model={"quantize": "nf4"})
     assert "pip install bitsandbytes accelerate" in error.value.problems[0].fix
@@ -292,7 +292,7 @@ def test_files_of_other_methods_are_refused_by_name(
     tmp_path: Path, settings: dict[str, Any], fix: str
 ) -> None:
     with pytest.raises(ModelError) as error:
-        quantized_files.stored_quantization(tmp_path, {"quantization_config": settings})
+        file_settings.stored_quantization(tmp_path, {"quantization_config": settings})
     (problem,) = error.value.problems
     assert settings["quant_method"].lower() in problem.what.lower()
     assert fix in problem.fix

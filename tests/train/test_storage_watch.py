@@ -23,14 +23,14 @@ import os, sys
 from pathlib import Path
 from unisono.events import Reporter
 from unisono.rundir.records import MetricsWriter
-from unisono.train import storage_watch
-storage_watch._NAMED_AFTER_S, storage_watch._GIVEN_UP_AFTER_S = 1.0, 2.0
+from unisono.train import front_io
+front_io._REPORTED_AFTER_S, front_io._GIVEN_UP_AFTER_S = 1.0, 2.0
 class Saver:
     last = None
 path = Path(sys.argv[1])
 metrics = MetricsWriter(path.with_name("before.jsonl"))
 os.dup2(os.open(path, os.O_RDWR), metrics._fd)  # the writer itself opens nothing but plain files
-with storage_watch.StorageWatch(Saver(), Reporter(1)) as watch:
+with front_io.StorageWatch(Saver(), Reporter(1)) as watch:
     while True:
         with watch.ends_if_stuck("writing metrics.jsonl", path, only_files=True):
             metrics.append({"step": 1, "text": "x" * 4000})

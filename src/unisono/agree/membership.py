@@ -187,7 +187,7 @@ _SHOWN_CALLS = 8
 
 
 class RejectedCall(Protocol):
-    """A connection that was rejected: `control.events.Rejected`."""
+    """A connection that was rejected: `control.connection.Rejected`."""
 
     @property
     def address(self) -> str:

@@ -11,9 +11,18 @@ from collections.abc import Callable
 from typing import Any, Self
 
 from unisono.causes import Evidence, Verdict
-from unisono.control.connection import BYE, SUSPECT_S, Connection, Heartbeats
+from unisono.control.connection import (
+    BYE,
+    CHANNEL_THREAD,
+    SUSPECT_S,
+    Connection,
+    Event,
+    Heartbeats,
+    Inbox,
+    Left,
+    NodeMessage,
+)
 from unisono.control.dial import DialedConnection, DialRequest, dial_head, disagreement
-from unisono.control.events import CHANNEL_THREAD, Event, Inbox, Left, NodeMessage
 from unisono.control.head import FileSink, Head, IncomingConnection
 from unisono.control.protocol import PROVEN_BYTES, Body, Malformed, Piece, encode, encode_piece, is_host_name
 from unisono.errors import UnfitError, UsageError

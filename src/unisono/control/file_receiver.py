@@ -14,7 +14,7 @@ from typing import Self
 import xxhash
 
 from unisono.control.channel_ends import HeadServer
-from unisono.control.events import FileReceived
+from unisono.control.connection import FileReceived
 from unisono.control.file_sender import Content, Offer, OfferRefused
 from unisono.control.head import IncomingConnection
 from unisono.control.protocol import Body, Malformed, Piece

@@ -39,7 +39,7 @@ from typing import Any, Self
 import xxhash
 
 from unisono.control.channel_ends import NodeLink
-from unisono.control.events import Inbox
+from unisono.control.connection import Inbox
 from unisono.control.protocol import PIECE_BYTES, Body, Malformed, Piece
 
 _DIGEST = re.compile(r"[0-9a-f]{32}")

@@ -4,8 +4,19 @@ import asyncio
 import time
 from typing import Any, Protocol
 
-from unisono.control.connection import BYE, SUSPECT_S, Connection, Heartbeats
-from unisono.control.events import Event, Inbox, Joined, Left, NodeMessage, Rejected, RejectedKind
+from unisono.control.connection import (
+    BYE,
+    SUSPECT_S,
+    Connection,
+    Event,
+    Heartbeats,
+    Inbox,
+    Joined,
+    Left,
+    NodeMessage,
+    Rejected,
+    RejectedKind,
+)
 from unisono.control.protocol import (
     ANSWERS,
     CALLS,

@@ -23,11 +23,14 @@ import json
 import re
 import secrets
 from dataclasses import asdict, dataclass
-from typing import Any, Self
+from typing import Any, Literal, Self
 
-from unisono.control.events import RejectedKind
 from unisono.files import parse_json
 
+RejectedKind = Literal["token", "duplicate", "stale", "malformed", "late", "misfit", "left_out"]
+"""token: the MAC does not match. duplicate: its rank is taken. stale: of a different start of the job. malformed: invalid
+bytes, or too slow. late: it connected after the end of the run. misfit: it expects a different number of nodes.
+left_out: the job continues without its node."""
 PROTOCOL = 2
 CALLS = b"unisono>"
 """First bytes of a node, followed by one byte: the protocol version."""

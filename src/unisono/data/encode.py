@@ -13,8 +13,14 @@ from unisono.data.answer_spans import Span, render_answers
 from unisono.data.formats import FormatName, to_example
 from unisono.data.preference_rows import read_preference, with_answer_of
 from unisono.data.rows import Completion, Conversation, Example, Exchange, Preference, RowError, Text
-from unisono.data.template import ChatTemplate, choose_template, fallback_template, known_stop_ids
-from unisono.data.template_limits import CHARACTERS, timers_armed
+from unisono.data.template import (
+    CHARACTERS,
+    ChatTemplate,
+    choose_template,
+    fallback_template,
+    known_stop_ids,
+    timers_armed,
+)
 from unisono.data.token_table import Encoded, EncodedUnit
 from unisono.errors import DataError
 from unisono.text import one_line

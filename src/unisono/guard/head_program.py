@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from unisono.agree.compare import compare_programs
 from unisono.causes import Verdict
-from unisono.control.events import Left, NodeMessage
+from unisono.control.connection import Left, NodeMessage
 from unisono.errors import Disagreed
 from unisono.events import Show, notify
 from unisono.facts import Probes, all_variables, read_environment, read_machine, take_token

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from unisono.causes import Verdict, find_cause
-from unisono.control.events import Left, NodeMessage
+from unisono.control.connection import Left, NodeMessage
 from unisono.events import Message, Show
 from unisono.guard.local_program import LocalProgram
 from unisono.guard.program_end import exit_code_of_program

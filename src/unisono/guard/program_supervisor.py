@@ -9,7 +9,7 @@ from unisono.agree.agreement import Agreement
 from unisono.agree.reports import NodeReport
 from unisono.causes import Verdict
 from unisono.control.channel_ends import HeadServer
-from unisono.control.events import Event, Left, NodeMessage
+from unisono.control.connection import Event, Left, NodeMessage
 from unisono.events import Message, Show, notify
 from unisono.guard.launcher_facts import LauncherFacts
 from unisono.guard.local_program import JOB_STOP_SIGNALS, LocalProgram

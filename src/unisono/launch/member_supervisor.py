@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unisono.causes import Verdict, find_cause
-from unisono.control.events import Left
+from unisono.control.connection import Left
 from unisono.control.file_sender import FileSender, TransferOutcome
 from unisono.errors import Disagreed
 from unisono.events import Message, Show

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from unisono.config.schema import AdapterSection
 from unisono.errors import ModelError
-from unisono.model.adapter_files import ADAPTER_FILE, StoredAdapter, find_adapters
+from unisono.model.file_settings import ADAPTER_FILE, StoredAdapter, find_adapters
 from unisono.text import library_words, nearest
 
 _PREFIX = "base_model.model."  # of peft's names

@@ -13,7 +13,13 @@ from unisono.errors import ModelError
 from unisono.facts import read_environment
 from unisono.facts.environment import hub_silence, read_hub
 from unisono.files import read_bytes
-from unisono.model.adapter_files import ADAPTER_FILE, find_adapters
+from unisono.model.file_settings import (
+    ADAPTER_FILE,
+    Quantization,
+    find_adapters,
+    quantization_of,
+    refuse_training,
+)
 from unisono.model.files import (
     WeightContents,
     check_tokenizer_files,
@@ -23,7 +29,6 @@ from unisono.model.files import (
     read_safetensors_header,
     weight_files,
 )
-from unisono.model.quantized_files import Quantization, quantization_of, refuse_training
 from unisono.plan.run_plan import ModelFacts
 from unisono.text import library_words, nearest, one_line
 

@@ -19,7 +19,7 @@ import torch
 from unisono.config.schema import ModelSection, RunConfig
 from unisono.errors import ModelError
 from unisono.model.directory import read_model_config
-from unisono.model.quantized_files import Quantization, quantization_of
+from unisono.model.file_settings import Quantization, quantization_of
 
 _LARGEST_INT8 = 127.0
 

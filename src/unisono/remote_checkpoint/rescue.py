@@ -14,7 +14,7 @@ from unisono.checkpoint.snapshot import StepSnapshot, read_slots
 from unisono.checkpoint.store import CheckpointStore, temporary_name
 from unisono.checkpoint.writer import STATE, StorageFailed, TensorFile, group_file, state_text, write_files
 from unisono.control.channel_ends import HeadServer
-from unisono.control.events import FileReceived, Left, NodeMessage
+from unisono.control.connection import FileReceived, Left, NodeMessage
 from unisono.control.file_receiver import FileReceiver
 from unisono.control.file_sender import FileSender, Offer, OfferRefused, TransferOutcome
 from unisono.errors import storage_reason, storage_words

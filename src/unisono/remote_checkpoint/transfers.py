@@ -17,7 +17,7 @@ from unisono.checkpoint.manifest import KEY_FILE, Manifest, is_file_name, user_k
 from unisono.checkpoint.store import CheckpointStore, temporary_name
 from unisono.config import RunConfig
 from unisono.control.channel_ends import HeadServer
-from unisono.control.events import FileReceived
+from unisono.control.connection import FileReceived
 from unisono.control.file_receiver import FileReceiver
 from unisono.control.file_sender import Content, FileSender, Offer, OfferRefused, TransferOutcome
 from unisono.errors import IntegrityError, UnfitError

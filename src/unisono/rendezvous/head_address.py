@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from unisono.causes import Evidence, Verdict, find_cause
 from unisono.control.channel_ends import HeadServer, NodeLink
-from unisono.control.events import Rejected
+from unisono.control.connection import Rejected
 from unisono.errors import Disagreed, UnisonoError
 from unisono.facts.network import NetworkProbe, is_loopback
 from unisono.rendezvous import meeting_rules

@@ -12,7 +12,7 @@ from unisono.agree.membership import wrong_token
 from unisono.agree.reports import NodeReport, name_node, plain_host
 from unisono.causes import Verdict
 from unisono.control.channel_ends import HeadServer
-from unisono.control.events import Event, FileReceived, Joined, Left, NodeMessage, Rejected
+from unisono.control.connection import Event, FileReceived, Joined, Left, NodeMessage, Rejected
 from unisono.errors import Disagreed, UnisonoError
 from unisono.events import Message, Show
 from unisono.rendezvous import meeting_rules

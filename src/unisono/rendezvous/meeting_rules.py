@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from unisono.agree.membership import lost_node, missing_nodes
 from unisono.agree.reports import NodeReport, count, name_node, number_list
 from unisono.causes import Evidence, Verdict, find_cause
-from unisono.control.events import Joined, Left, Rejected
+from unisono.control.connection import Joined, Left, Rejected
 from unisono.errors import Disagreed, Problem, UnisonoError
 from unisono.events import Message
 from unisono.supervise.interrupts import Stopped, exit_code_of

@@ -7,7 +7,7 @@ from typing import Any, NoReturn, Self, TypeVar
 
 from unisono.agree.reports import NodeReport
 from unisono.control.channel_ends import NodeLink
-from unisono.control.events import Left, NodeMessage
+from unisono.control.connection import Left, NodeMessage
 from unisono.errors import Disagreed, UnisonoError
 from unisono.events import Message, Show
 from unisono.rendezvous import meeting_rules

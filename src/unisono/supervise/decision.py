@@ -9,7 +9,7 @@ from unisono.agree.agreement import Agreement
 from unisono.agree.reports import RankReport
 from unisono.agree.training import compare_ranks
 from unisono.causes import Verdict
-from unisono.control.events import Left
+from unisono.control.connection import Left
 from unisono.errors import UnisonoError
 from unisono.plan import RunPlan
 from unisono.supervise.local_ranks import RankEnd
@@ -22,7 +22,7 @@ class NodeLoss:
     Attributes:
         why: one line for people.
         silent_s: seconds from the last sign of life to the end of the connection, where that is long; else 0.
-        is_cut: whether the line, or either end of it, may be cut; see control.events.Left.
+        is_cut: whether the line, or either end of it, may be cut; see control.connection.Left.
         lost_head: whether the node stopped hearing the head, rather than the head the node.
     """
 

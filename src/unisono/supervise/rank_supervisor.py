@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from unisono.agree.agreement import Agreement
 from unisono.agree.reports import RankReport
 from unisono.causes import Verdict
-from unisono.control.events import Event, FileReceived, Left, NodeMessage
+from unisono.control.connection import Event, FileReceived, Left, NodeMessage
 from unisono.errors import UnisonoError
 from unisono.events import Message, Show
 from unisono.plan import RunPlan

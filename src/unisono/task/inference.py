@@ -12,7 +12,7 @@ import torch
 from unisono.config.lf_template import adapt_tokenizer, lf_name, lf_template_of
 from unisono.config.schema import RunConfig
 from unisono.data.encode import encode_texts
-from unisono.data.lf_chat_template import LfChatTemplate, lf_chat_template
+from unisono.data.lf_encoder import LfChatTemplate, lf_chat_template
 from unisono.data.rows import Message
 from unisono.data.template import ChatTemplate, choose_template, fallback_template, known_stop_ids
 from unisono.errors import UsageError

@@ -10,7 +10,7 @@ import torch
 
 from unisono.errors import ModelError
 from unisono.model.adapter import fit_base_to_adapter
-from unisono.model.adapter_files import ADAPTER_FILE
+from unisono.model.file_settings import ADAPTER_FILE
 from unisono.model.files import odd_weights, read_contents, read_safetensors_header, weight_files
 from unisono.model.load import (
     DTYPES,

@@ -1,4 +1,4 @@
-"""Input of a rank from its front: signals to stop, and messages on stdin.
+"""A rank and its front: signals to stop, messages on stdin, and reports of storage that does not respond.
 
 A rank only notes a stop request, however often it comes: schedulers signal whole process groups, and the front forwards the signals that it
 gets, so a rank sees the same request twice. The front counts signals, and ends the ranks after a second one.
@@ -12,7 +12,15 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Literal
+
+from unisono.checkpoint.writer import StorageFailed
+from unisono.errors import Problem
+from unisono.events import Reporter
+from unisono.facts.processes import ThreadCounters, ThreadState, read_thread
+from unisono.train.saver import MOVES_EVERY_S, STUCK_S, Save, Saver
+from unisono.watch import Beats
 
 Outcome = Literal["preempted", "interrupted"]
 
@@ -157,3 +165,143 @@ class FrontMessages:
 def front_messages() -> FrontMessages:
     """The only reader of this process's stdin."""
     return FrontMessages()
+
+
+# ---- Storage that does not respond, while training waits for it or continues
+#
+# A thread observes the one that writes: the kernel's counters show whether it makes progress. A slow disk does; one that hangs does not.
+
+_EVERY_S = 0.5
+_REPORTED_AFTER_S = 5.0
+_GIVEN_UP_AFTER_S = 20.0
+_FIX = "check that file system (frozen? full? network mount with an unreachable server?); older checkpoints are unchanged"
+
+
+class StorageWatch:
+    """Watches the saves of a rank, and the main thread's own writes. Use it as a context manager around the run.
+
+    Args:
+        saver: the rank's saver.
+        report: receives warnings about storage that does not respond.
+        beats: records that the main thread makes progress while it writes, however slowly.
+
+    Attributes:
+        writing: the main thread's present write.
+    """
+
+    def __init__(self, saver: Saver, report: Reporter, beats: Beats | None = None) -> None:
+        self._saver = saver
+        self._beats = beats or Beats()
+        self._main_moves: ThreadCounters | None = None
+        self._report = report
+        self._ended = threading.Event()
+        self._reported: Save | None = None
+        self._passed_on: tuple[Save, float] | None = None
+        self._moves: ThreadCounters | None = None
+        self.writing: _Writing | None = None
+        self._thread = threading.Thread(target=self._run, name="storage-watch", daemon=True)
+
+    def __enter__(self) -> "StorageWatch":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+
+    def ends_if_stuck(self, what: str, path: Path, *, only_files: bool = False) -> "_Writing":
+        """A context in which the main thread's write is watched; if it makes no progress, the rank exits with code 6.
+
+        Args:
+            what: description of the write, for messages.
+            path: the path that is written.
+            only_files: whether the main thread can only be waiting for files. Then interruptible waits count, too, as with FUSE.
+        """
+        return _Writing(self, what, path, only_files=only_files)
+
+    def _run(self) -> None:
+        while not self._ended.wait(_EVERY_S):
+            self._look_at_save()
+            if (writing := self.writing) is not None:
+                self._look_at_main(writing)
+
+    def _look_at_save(self) -> None:
+        save = self._saver.last
+        if save is None or save.done.is_set():
+            self._reported = None
+            return
+        look = read_thread(os.getpid(), save.thread_id)
+        if look is not None and look.moves != self._moves:
+            self._moves = look.moves
+            if not save.waits:
+                save.advance()  # the kernel is writing, without any return to the thread
+        self._pass_on_moves(save)
+        blocked_s = save.blocked_s
+        if blocked_s > STUCK_S and save.on_stuck is not None:
+            save.on_stuck(f"no progress for {blocked_s:.0f} s, {save.activity}; {look}")
+            save.on_stuck = None
+        if blocked_s > _REPORTED_AFTER_S and self._reported is not save:
+            self._reported = save
+            self._report.send(
+                "warning",
+                code="storage_blocked",
+                step=save.step,
+                fix=_FIX,
+                where=save.activity,
+                text=f"the save of step {save.step} has made no progress for {blocked_s:.0f} s: {save.activity}; {look}; "
+                "training continues; nothing is saved until the storage responds",
+            )
+
+    def _pass_on_moves(self, save: Save) -> None:
+        """Reports to the ranks that wait for this save that it has made progress."""
+        last = self._passed_on[1] if self._passed_on and self._passed_on[0] is save else save.began
+        if save.on_move is not None and not save.waits and save.moved - last >= MOVES_EVERY_S:
+            self._passed_on = save, save.moved
+            save.on_move()
+
+    def _look_at_main(self, writing: "_Writing") -> None:
+        look = read_thread(os.getpid(), os.getpid())
+        if look is not None and look.moves != self._main_moves:
+            self._main_moves = look.moves
+            self._beats.progress(sum(look.moves))
+        idle_s = writing.idle_s(look)
+        if look is None or idle_s < _REPORTED_AFTER_S:
+            return
+        text = f"{writing.what} has made no progress for {idle_s:.0f} s: {look}"
+        if not writing.is_reported:
+            writing.is_reported = True
+            self._report.send("warning", code="storage_blocked", text=text, where=str(writing.path), fix=_FIX)
+        if idle_s > _GIVEN_UP_AFTER_S:
+            error = StorageFailed(
+                Problem(text, str(writing.path), "the storage does not answer", _GIVE_UP_FIX),
+                path=writing.path,
+            )
+            self._report.send("refused", **error.to_json())
+            os._exit(error.exit_code)  # the main thread is blocked in the kernel, and handles no exception
+
+
+_GIVE_UP_FIX = "fix the storage, and run the same command again: it resumes from the newest checkpoint"
+
+
+class _Writing:
+    """A write of the main thread, as a context manager. It costs about a microsecond per step."""
+
+    def __init__(self, watch: StorageWatch, what: str, path: Path, *, only_files: bool) -> None:
+        self.what, self.path = what, path
+        self.is_reported = False
+        self._watch = watch
+        self._states = "DS" if only_files else "D"
+        self._moves: ThreadCounters | None = None
+        self._since = 0.0
+
+    def __enter__(self) -> None:
+        self._watch.writing = self
+
+    def __exit__(self, *_: object) -> None:
+        self._watch.writing = None
+
+    def idle_s(self, look: ThreadState | None) -> float:
+        """Seconds for which the main thread has waited in the kernel without progress."""
+        moves = look.moves if look is not None and look.state in self._states else None
+        if moves is None or moves != self._moves:
+            self._moves, self._since = moves, time.monotonic()
+        return time.monotonic() - self._since

@@ -32,7 +32,7 @@ from unisono.rundir.records import best_evaluated
 from unisono.text import show_bytes
 from unisono.train import faults
 from unisono.train.evaluation import exact_match_share, wants_exact_match
-from unisono.train.front_io import EXIT_CODES, StopRequest
+from unisono.train.front_io import EXIT_CODES, StopRequest, StorageWatch
 from unisono.train.join import find_place
 from unisono.train.loop import train, train_again
 from unisono.train.memory_snapshots import MemorySnapshots
@@ -40,7 +40,6 @@ from unisono.train.rank0_work import on_rank0
 from unisono.train.run import Run
 from unisono.train.saving import require_directory, restore
 from unisono.train.setup import ready_facts, set_up
-from unisono.train.storage_watch import StorageWatch
 from unisono.train.training_checks import try_longest_batch
 from unisono.train.weights import write_weights
 from unisono.watch import Beats

@@ -22,11 +22,10 @@ from unisono.plan import RankPlace, RunPlan, Stream, deal
 from unisono.rundir import RunDir
 from unisono.rundir.records import MetricsWriter
 from unisono.track import Trackers
-from unisono.train.front_io import FrontMessages, Outcome, StopRequest
+from unisono.train.front_io import FrontMessages, Outcome, StopRequest, StorageWatch
 from unisono.train.optim import GradientSync, Optimizers
 from unisono.train.process_group import Group
 from unisono.train.saver import Part, Saver
-from unisono.train.storage_watch import StorageWatch
 from unisono.watch import Beats
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from unisono.config.lf_template import end_of_text, lf_template_of, stop_ids
 from unisono.config.pictures import DIFFUSION
 from unisono.files import read_json, write_json
 from unisono.model.adapter import BaseChanges, stored_settings, with_change
-from unisono.model.adapter_files import ADAPTER_FILE
+from unisono.model.file_settings import ADAPTER_FILE
 from unisono.model.files import read_contents, read_safetensors_header, weight_files
 from unisono.model.load import DTYPES, LoadedModel
 from unisono.model.sharding import full_on_one_rank

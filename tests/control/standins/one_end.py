@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from unisono.control.channel_ends import HeadServer, NodeLink
-from unisono.control.events import Left
+from unisono.control.connection import Left
 from unisono.control.file_sender import Content, FileSender
 
 TOKEN = b"the secret of this job, 32 bytes"
