@@ -15,7 +15,6 @@ from unisono.control.connection import (
     Left,
     NodeMessage,
     Rejected,
-    RejectedKind,
 )
 from unisono.control.protocol import (
     ANSWERS,
@@ -32,6 +31,7 @@ from unisono.control.protocol import (
     Malformed,
     Piece,
     Refusal,
+    RejectedKind,
     claimed_identity,
     decode_frame,
     encode,
