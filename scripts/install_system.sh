@@ -9,6 +9,7 @@ packages=(
   openssh-client openssh-server            # --hosts
   slurmctld slurmd slurm-client munge      # --launcher slurm
   tmux                                     # terminals
+  nodejs                                   # the search of the documentation site
   chromium fonts-noto-cjk                  # the pages of `unisono board`, in both languages
 )
 services=(ssh sshd munge slurmctld slurmd)

@@ -13,14 +13,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from cause_pages import cause_pages
 from memory_page import memory_page
 from unisono.agree.environment_rules import LAUNCH, LINTS, ONLY_WARN
-from unisono.agree.reports import enumerate_words
 from unisono.agree.rules import NEED_MEANING, NETWORK_RULES, NODE_RULES, PREPARED_RULES, RANK_RULES, Rule
 from unisono.agree.version_rules import KNOWN_BAD, VERSION_RULES
-from unisono.causes import ALL_CAUSES
 from unisono.causes.variables import GROUP_MEANING, VARIABLES, Variable
-from unisono.causes.verdict import EXIT_CODES, Cause
+from unisono.causes.verdict import EXIT_CODES
 from unisono.cli.app import build_app
 from unisono.config.fields import Section
 from unisono.config.llamafactory import SWITCHES, V1_KEYS
@@ -50,7 +49,7 @@ def main() -> int:
         for path in old:
             print(f"{path} is not up to date: run python scripts/make_reference.py", file=sys.stderr)
         return 1 if old else 0
-    FOLDER.mkdir(parents=True, exist_ok=True)
+    (FOLDER / "causes").mkdir(parents=True, exist_ok=True)
     for path, text in pages.items():
         path.write_text(text, encoding="utf-8")
     return 0
@@ -60,7 +59,6 @@ def make_pages() -> dict[str, str]:
     """Every page by its file name."""
     bodies = {
         "config.md": config_page(),
-        "causes.md": causes_page(),
         "agreement.md": agreement_page(),
         "variables.md": variables_page(),
         "doctor.md": doctor_page(),
@@ -69,6 +67,7 @@ def make_pages() -> dict[str, str]:
         "exit-codes.md": exit_codes_page(),
         "files.md": files_page(),
         "memory.md": memory_page(),
+        **cause_pages(str, "en"),
     }
     return {name: "\n".join([MADE, "", *lines]).rstrip("\n") + "\n" for name, lines in bodies.items()}
 
@@ -108,22 +107,6 @@ def default_of(field: Any, inner: type | None) -> str:  # a pydantic FieldInfo
     value = field.default
     shown = words.get(value, str(value)) if isinstance(value, bool | None) else str(value)
     return f"`{list(value) if isinstance(value, tuple) else shown}`"
-
-
-def causes_page() -> list[str]:
-    """The catalogue."""
-    lines = [
-        "# Causes",
-        "",
-        "Why training fails, and how to fix it. `unisono explain CAUSE` shows the same.",
-        "",
-    ]
-    lines += table(["cause", "in one line", "exit code"], [
-        [f"[{cause.id}](#{cause.id})", cause.title, str(cause.exit_code)] for cause in ALL_CAUSES
-    ])  # fmt: skip
-    for cause in ALL_CAUSES:
-        lines += ["", *cause_section(cause)]
-    return lines
 
 
 def agreement_page() -> list[str]:
@@ -194,7 +177,7 @@ def doctor_page() -> list[str]:
 
 def check_section(check: Check) -> list[str]:
     """A check's paragraph."""
-    causes = ", ".join(f"[{cause}](causes.md#{cause})" for cause in check.causes)
+    causes = ", ".join(f"[{cause}](causes/{cause}.md)" for cause in check.causes)
     why = f"{check.why[0].upper()}{check.why[1:]}."
     return [
         "",
@@ -215,7 +198,7 @@ def rule_row(rule: Rule) -> list[str]:
         rule.subject,
         NEED_MEANING[rule.need],
         outcome,
-        f"[{rule.cause}](causes.md#{rule.cause})",
+        f"[{rule.cause}](causes/{rule.cause}.md)",
     ]
 
 
@@ -296,26 +279,6 @@ def key_row(key: Key) -> list[str]:
     return [f"`{key.name}`", f"`{default}`" if default else "", key.fate, here, note]
 
 
-def cause_section(cause: Cause) -> list[str]:
-    """One entry."""
-    retry = "can help" if cause.retry_helps else "does not help by itself"
-    lines = [f"## {cause.id}", "", f"*{cause.title}*", "", cause.meaning, "", "Signs:", ""]
-    lines += [f"- {text}" for text in cause.telltales]
-    if cause.neighbours:
-        lines += [
-            "",
-            "Similar causes:",
-            "",
-            *(f"- [{name}](#{name}): {text}" for name, text in cause.neighbours),
-        ]
-    lines += ["", "Fix:", "", *(f"{number}. {text}" for number, text in enumerate(cause.remedy, 1))]
-    lines += [
-        "",
-        f"Exit code {cause.exit_code}. A retry {retry}. Found {enumerate_words(cause.when)} a run.",
-    ]
-    return lines
-
-
 def variables_page() -> list[str]:
     """The environment variables."""
     lines = ["# Environment variables", "", "Environment variables and their effect in distributed training. `unisono explain VARIABLE` shows the same.",
@@ -329,7 +292,7 @@ def variables_page() -> list[str]:
 
 def variable_row(variable: Variable) -> list[str]:
     """One row of the table."""
-    causes = ", ".join(f"[{name}](causes.md#{name})" for name in variable.causes)
+    causes = ", ".join(f"[{name}](causes/{name}.md)" for name in variable.causes)
     return [f"`{variable.name}`", variable.meaning, variable.suspicious, causes]
 
 

@@ -15,10 +15,13 @@ from mkdocs.structure.pages import Page
 
 from page_checks import BLOCK, DOCS, ROOT, unknown_commands, unknown_keys
 
+QUERY = ROOT / "docs-theme" / "search-query.js"
 log = logging.getLogger("mkdocs.hooks.site")  # a warning fails the build, since it is strict
 _LINK = re.compile(r'\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s#]*)(#[^)\s]*)?(?: "([^"]*)")?\)')
 _GENERATED = {"decisions/README.md": "decisions", "reference/causes.md": "reference/causes"}
 """Pages that are followed in the navigation by all others of a folder."""
+WEIGHTS = {"reference/causes/": 3, "decisions/": 0.3, "reference/variables": 0.6}
+"""How much pages count in the search: whoever pastes a line looks for its cause."""
 SECTIONS = {
     "Learn": "入门", "Do": "操作指南", "Train": "训练", "Resume and keep": "断点续训与检查点", "Many machines": "多机多卡",
     "Check": "检查与诊断", "Watch an existing script": "监控现有脚本", "Come from another tool": "从其他工具迁移",
@@ -47,13 +50,16 @@ def _places(entries: list[Any], folder: Path, *, chinese: bool) -> list[Any]:
             places.append(entry)
         if entry in _GENERATED:
             pages = sorted((folder / _GENERATED[entry]).glob("*.md"))
-            places += [name for page in pages if (name := page.relative_to(folder).as_posix()) != entry]
+            names = [name for page in pages if (name := page.relative_to(folder).as_posix()) != entry]
+            places += [{Path(name).stem: name} for name in names] if "causes" in entry else names
     return places
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Checks a page, and rewrites its links to what is not part of this site."""
     where = page.file.src_uri
+    weights = [weight for folder, weight in WEIGHTS.items() if where.startswith(folder)]
+    page.meta.setdefault("search", {}).setdefault("boost", weights[0] if weights else 1)
     for name in unknown_commands(markdown):
         log.warning("%s shows a command that does not exist: %s", where, name)
     for name in unknown_keys(markdown):
@@ -91,3 +97,9 @@ def _relink(text: str, source: Path, folder: Path) -> str:
         return words if name in words else f"{words} (`{name}`)"
 
     return _LINK.sub(replace, text)
+
+
+def on_post_build(*, config: MkDocsConfig) -> None:
+    """Puts the preparation of queries before the theme's search worker."""
+    (worker,) = (Path(config.site_dir) / "assets" / "javascripts" / "workers").glob("search.*.js")
+    worker.write_text(QUERY.read_text("utf-8") + worker.read_text("utf-8"), encoding="utf-8")

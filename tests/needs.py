@@ -18,7 +18,7 @@ import pytest
 PROGRAMS = {
     "ip": "iproute2", "tc": "iproute2", "iptables": "iptables", "unshare": "util-linux", "nsenter": "util-linux", "mount": "mount",
     "fsfreeze": "util-linux", "mkfs.ext4": "e2fsprogs", "kill": "procps", "ssh": "openssh-client", "ssh-keygen": "openssh-client",
-    "sshd": "openssh-server", "slurmctld": "slurmctld", "slurmd": "slurmd", "sbatch": "slurm-client", "munged": "munge", "tmux": "tmux",
+    "sshd": "openssh-server", "slurmctld": "slurmctld", "slurmd": "slurmd", "sbatch": "slurm-client", "munged": "munge", "tmux": "tmux", "node": "nodejs",
     "chromium": "chromium",
 }  # fmt: skip
 """A program, and the package of Debian that has it."""

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from bench.docs_search import ask, kept_lines
 from page_checks import BLOCK, chinese_pages, stamp, unknown_commands, unknown_keys, why_behind
+from tests.needs import need
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,6 +39,36 @@ def test_no_page_loads_a_file_from_the_network(site: Path) -> None:
     assert {page.relative_to(site).parts[0] for page in pages} >= {"index.html", "zh", "how-to"}
     for page in [*pages, *site.rglob("*.css")]:
         assert not re.search(loading, page.read_text("utf-8")), page
+
+
+@pytest.mark.slow
+def test_a_pasted_line_of_a_log_finds_its_cause_among_the_first_three_results(site: Path) -> None:
+    """The site's own search, with the theme's script and the site's index. Figures for more lines: bench/docs_search.py."""
+    need("node")
+    rows = list(kept_lines())
+    found = dict(zip((row["line"] for row in rows), ask(site, rows), strict=True))
+    missed = {
+        row["line"]: found[row["line"]] for row in rows if not set(row["causes"]) & set(found[row["line"]])
+    }
+    assert len(rows) > 60
+    assert len(missed) <= 0.05 * len(rows), missed
+
+
+@pytest.mark.slow
+def test_the_words_of_the_most_asked_questions_find_their_pages(site: Path) -> None:
+    need("node")
+    asked = {
+        "using GPU 3 to perform barrier as devices used by this process are currently unknown": "device_unbound_barrier",
+        "Watchdog caught collective operation timeout": "rank_stalled",
+        "nan_loss": "nan_loss",
+        "gradient checkpointing": "low-memory",
+        "slurm": "slurm",
+        "resume": "resume",
+    }
+    for (words, page), first in zip(
+        asked.items(), ask(site, [{"line": words} for words in asked]), strict=True
+    ):
+        assert page in first, (words, first)
 
 
 @pytest.mark.slow

@@ -377,6 +377,7 @@ PROGRAM_CAUSES: tuple[Cause, ...] = (
         telltales=(
             "`Traceback (most recent call last):` in one rank's log, and only lost connections in the others",
             "torchrun: `exitcode  : 1` for that rank, `Root Cause (first observed failure)`",
+            "`KeyError: 'labels'`, `IndexError: list index out of range`, `TypeError`, `ValueError`, `AttributeError`, `AssertionError`: data without the columns that the code reads, or an API that has changed",
         ),
         neighbours=(
             ("rank_died_first", "no traceback anywhere"),

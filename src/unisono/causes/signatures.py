@@ -839,6 +839,43 @@ ALL_SIGNATURES: tuple[Signature, ...] = (
 
 SIGNATURES: dict[str, Signature] = {signature.id: signature for signature in ALL_SIGNATURES}
 
+SEEN_WITH: dict[str, tuple[str, ...]] = {
+    "nproc_mismatch": ("tasks_per_node", "watchdog_timeout", "barrier_not_passed", "store_wait"),
+    "node_missing": ("connect_failed", "clients_joined"),
+    "head_unreachable": ("connect_failed", "store_unreachable"),
+    "address_unreachable": ("gloo_no_mesh", "nccl_connect"),
+    "rdzv_timeout": ("connect_failed", "agent_lost"),
+    "stale_process": ("port_taken",),
+    "split_mismatch": ("watchdog_timeout",),
+    "unequal_steps": ("watchdog_timeout", "timed_out_work", "gloo_timeout"),
+    "collective_mismatch": ("watchdog_timeout",),
+    "mtu_blackhole": ("watchdog_timeout",),
+    "rank_killed": ("torchrun_killed", "peer_closed"),
+    "rank_died_first": (
+        "torchrun_first_failure",
+        "torchrun_exit_code",
+        "torchrun_aborted",
+        "peer_closed",
+        "store_lost",
+        "nccl_peer_gone",
+    ),
+    "rank_stalled": ("watchdog_follows", "watchdog_heartbeat", "nccl_aborted", "preparing_data"),
+    "rank_stopped": ("stall_seen",),
+    "gil_held": ("watchdog_heartbeat",),
+    "node_unreachable": ("agent_lost", "tasks_unhealthy"),
+    "user_code_error": ("traceback", "exception", "torchrun_ended", "deepspeed_exit"),
+    "preempted_sigterm": ("cancelled",),
+    "tokenizer_mismatch": ("device_assert",),
+    "nan_loss": ("loss_scale_falls",),
+    "teardown_crash": ("group_not_destroyed",),
+    "cuda_oom": ("allocator_retries",),
+    "gpu_fell_off": ("xid", "launch_failure"),
+    "nccl_socket_iface": ("nccl_system_error", "nccl_warn"),
+    "ib_unreachable": ("ib_flushed",),
+    "healthy": ("group_not_destroyed", "barrier_guesses_device", "trainer_finished", "lightning_finished"),
+    "undetermined": ("watchdog_timeout", "watchdog_follows", "peer_closed", "torchrun_ended"),
+}
+"""For each cause, the ids of log lines that are seen with it and do not prove it, since they have other causes, too."""
 
 _BY_HINT = [(hint, signature) for signature in ALL_SIGNATURES for hint in signature.hints]
 """Flat, since most lines have no hint, and this search is all that they cost."""
