@@ -77,7 +77,7 @@ def _index(t: Translate, language: str) -> list[str]:
         f"# {t('Causes of failure')}", "",
         t("Why training fails, and how to fix it. Paste a line of the log into the search of this site, or look up what you see. `unisono diagnose LOGS` finds the cause from logs, and {command} shows a page in the terminal.").format(command=other), "",
         f"## {t('By symptom')}", "",
-        t("The most likely causes first, as `unisono explain --symptom TEXT` ranks them."), "",
+        t("The most likely causes first; `unisono explain --symptom TEXT` ranks them in the same way."), "",
         f"| {t('symptom')} | {t('likely causes')} |", "|---|---|",
     ]  # fmt: skip
     for symptom in SYMPTOMS:

@@ -20,7 +20,7 @@ log = logging.getLogger("mkdocs.hooks.site")  # a warning fails the build, since
 _LINK = re.compile(r'\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s#]*)(#[^)\s]*)?(?: "([^"]*)")?\)')
 _GENERATED = {"decisions/README.md": "decisions", "reference/causes.md": "reference/causes"}
 """Pages that are followed in the navigation by all others of a folder."""
-WEIGHTS = {"reference/causes/": 3, "decisions/": 0.3, "reference/variables": 0.6}
+WEIGHTS = {"reference/causes/": 2, "decisions/": 0.3, "reference/variables": 0.6}
 """How much pages count in the search: whoever pastes a line looks for its cause."""
 SECTIONS = {
     "Learn": "入门", "Do": "操作指南", "Train": "训练", "Resume and keep": "断点续训与检查点", "Many machines": "多机多卡",

@@ -61,7 +61,7 @@ def test_the_words_of_the_most_asked_questions_find_their_pages(site: Path) -> N
         "using GPU 3 to perform barrier as devices used by this process are currently unknown": "device_unbound_barrier",
         "Watchdog caught collective operation timeout": "rank_stalled",
         "nan_loss": "nan_loss",
-        "gradient checkpointing": "low-memory",
+        "train with little memory": "low-memory",
         "slurm": "slurm",
         "resume": "resume",
     }
