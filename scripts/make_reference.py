@@ -331,6 +331,7 @@ def files_page() -> list[str]:
         if isinstance(member, property):
             rows.append([f"`{getattr(run, name).relative_to('OUT')}`", plain_doc(member)])
     rows.append([f"`{run.events(0).relative_to('OUT')}`", plain_doc(RunDir.events)])
+    rows.append([f"`{run.timeline(0).relative_to('OUT')}`", plain_doc(RunDir.timeline)])
     rows.append([f"`{run.log('HOST', 0).relative_to('OUT')}`", plain_doc(RunDir.log)])
     rows.append([f"`{run.checkpoint(100).relative_to('OUT')}/`", plain_doc(RunDir.checkpoint)])
     return [

@@ -30,6 +30,7 @@ from unisono.supervise.interrupts import Interrupts, exit_code_of
 from unisono.supervise.local_ranks import LocalRanks, RankEnd, RankUpdate
 from unisono.supervise.postmortem import name_loss
 from unisono.supervise.rank_monitor import MonitorReports
+from unisono.supervise.timeline import Timeline
 from unisono.text import plain
 
 if TYPE_CHECKING:
@@ -130,7 +131,9 @@ class Serving:
 
     def _serve(self) -> LastWord | LostHead:
         self._monitor_reports = MonitorReports(self.local, self._node_rank, self.link.send)
-        with self.local, contextlib.closing(self._monitor_reports), FileSender(self.link.link) as transfers:
+        timeline = Timeline(self.local.run.timeline(self._node_rank), self.local.beats)
+        reports = contextlib.closing(self._monitor_reports)
+        with self.local, timeline, reports, FileSender(self.link.link) as transfers:
             self._make_senders(transfers)
             self.interrupts.collect()
             self.link.send({"kind": "ranks_started"})

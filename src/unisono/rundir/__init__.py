@@ -113,6 +113,10 @@ class RunDir:
         """Phases, warnings, checkpoints and failures of one rank, in order."""
         return self.root / "events" / f"rank-{rank:05d}.jsonl"
 
+    def timeline(self, node_rank: int) -> Path:
+        """The phases of the ranks of one node over time, sampled by its front, and every 10 s how long each rank was in data, compute and communication."""
+        return self.root / "events" / f"timeline-{node_rank:05d}.jsonl"
+
     def log(self, host: str, rank: int) -> Path:
         """The complete output of the rank."""
         return self.root / "logs" / f"{host}-rank-{rank:05d}.log"

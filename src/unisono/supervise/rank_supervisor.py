@@ -24,6 +24,7 @@ from unisono.supervise.local_ranks import FINAL_KINDS, LocalRanks, RankEnd, Rank
 from unisono.supervise.postmortem import node_refused
 from unisono.supervise.rank_monitor import RankMonitor
 from unisono.supervise.stall_monitor import StallMonitor
+from unisono.supervise.timeline import Timeline
 from unisono.text import one_line
 from unisono.watch import RunView
 
@@ -151,6 +152,7 @@ def run_attempt(
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
         stack.enter_context(local)
+        stack.enter_context(Timeline(local.run.timeline(0), local.beats))
         interrupts.collect()
         supervision = _RankSupervision(plan, local, server, interrupts, show, on_agreement, observers)
         stack.callback(supervision.monitor.close)

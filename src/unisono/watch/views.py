@@ -6,7 +6,7 @@ import signal
 import struct
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from unisono.causes import Verdict
 from unisono.plan import RankPlace
@@ -85,6 +85,22 @@ class Beat:
     is_foreign: bool = False
 
 
+class Glance(NamedTuple):
+    """A part of a heartbeat.
+
+    Attributes:
+        visit: how often the phase has been left since the first step: another value is another stay in the same phase.
+        at_ns: of the heartbeat, monotonic.
+        shares_s: seconds in data, compute, comm and other, as in Beat.
+    """
+
+    phase: str
+    visit: int
+    step: int
+    at_ns: int
+    shares_s: tuple[float, float, float, float]
+
+
 class BeatMemory:
     """The front's end of one rank's record, with the files for stacks and answers. They have no path, so nothing is left behind.
 
@@ -128,6 +144,14 @@ class BeatMemory:
     def read(self) -> Beat | None:
         """The current heartbeat; None before the first, or if the record changes faster than it can be read."""
         return read_beat(self._map)
+
+    def glance(self) -> "Glance | None":
+        """The few values of the main thread's heartbeat that a timeline needs; None before the first. A third of the time of `read`."""
+        main = _newest(self._map, MAIN, MAIN_AT)
+        if main is None or main[0] == 0:
+            return None
+        shares_s = (main[11] / 1e9, main[12] / 1e9, main[13] / 1e9, main[14] / 1e9)
+        return Glance(PHASES[main[2] % len(PHASES)].name, main[15], main[4], main[1], shares_s)
 
     def rows(self) -> list[int]:
         """The sequences of the current micro batch, at most MOST_ROWS; valid for a rank that is stalled."""

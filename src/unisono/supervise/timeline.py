@@ -1,0 +1,255 @@
+"""Where the ranks of a node spend their time: the front samples their heartbeats and appends events/timeline-NODE.jsonl.
+
+    {"schema": 1, "time": …, "rank": 3, "phase": "comm", "step": 40, "seconds": 0.31}      a phase that lasted more than 0.1 s; time: its start
+    {"schema": 1, "time": …, "rank": 3, "phase": "comm", "step": 41, "seconds": {"data": 0.2, "compute": 7.9, "comm": 1.7, "other": 0.2}}
+
+The second kind is a summary, at least one every 10 s and rank: the seconds since the last one, the current phase and, if that has lasted for longer than 0.1 s, `since`, its
+start. Times are UTC seconds by the node's own clock. A file has at most 125 kB for each rank, and 1 MB for up to 8: then its older half is thinned. Nothing here waits for a
+disk in the thread of the caller.
+"""
+
+import contextlib
+import json
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from unisono.files import parse_json, read_bytes, whole_file
+from unisono.watch import PHASES, BeatMemory
+from unisono.watch.views import Glance
+
+LEAST_S = 0.1
+SUMMARY_S = 10.0
+_SAMPLE_S = 0.1
+_WRITE_S = 0.5
+_CLOSE_S = 1.0
+_BYTES_OF_RANK = 125_000
+_LEAST_BYTES = 1_000_000
+_KEPT_SHARE = 0.25
+"""Of the phases in the older half, the longest ones."""
+_SHARES = ("data", "compute", "comm", "other")
+_SHARE_OF = {phase.name: phase.share for phase in PHASES}
+Entry = dict[str, Any]
+
+
+@dataclass
+class RankTime:
+    """The phases of one rank, from samples of its heartbeat. Pure: seconds of any clock go in, entries come out.
+
+    Attributes:
+        rank: its number.
+        summary_at: when the next summary covers time from.
+    """
+
+    rank: int
+    summary_at: float
+    _phase: str = ""
+    _visit: int = -1
+    _began: float = 0.0
+    _step: int = 0
+    _shares: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
+    _ahead: dict[str, float] = field(default_factory=dict)
+
+    def note(self, glance: Glance, now: float, *, at: float) -> list[Entry]:
+        """Takes a sample; gives the phase that has ended, if it was long, and a summary, if one is due.
+
+        Args:
+            now: the time of the sample.
+            at: the time of the heartbeat.
+        """
+        found = []
+        if (glance.phase, glance.visit) != (self._phase, self._visit):
+            if self._phase and at - self._began > LEAST_S:
+                found.append(self._entry(self._began, at - self._began))
+            self._phase, self._visit, self._began = glance.phase, glance.visit, at
+        self._step = glance.step
+        if now - self.summary_at >= SUMMARY_S:
+            found.append(self._summary(glance, now))
+        return found
+
+    def end(self, glance: Glance | None, now: float) -> list[Entry]:
+        """The current phase, which the end of the rank cuts, and a last summary."""
+        found = [self._summary(glance, now)] if glance is not None and now > self.summary_at else []
+        if self._phase and now - self._began > LEAST_S:
+            found.append(self._entry(self._began, now - self._began))
+        return found
+
+    def _entry(self, when: float, seconds: float) -> Entry:
+        return {
+            "schema": 1,
+            "time": round(when, 3),
+            "rank": self.rank,
+            "phase": self._phase,
+            "step": self._step,
+            "seconds": round(seconds, 3),
+        }
+
+    def _summary(self, glance: Glance, now: float) -> Entry:
+        """Seconds of finished phases come from the rank's own sums; those of the current one from the samples, and later sums are reduced by them."""
+        passed = now - self.summary_at
+        grown = [new - old for new, old in zip(glance.shares_s, self._shares, strict=True)]
+        if min(grown) < 0:  # the rank was started again
+            grown, self._ahead = list(glance.shares_s), {}
+        seconds = {}
+        for name, sum_s in zip(_SHARES, grown, strict=True):
+            early = min(self._ahead.get(name, 0.0), sum_s)
+            self._ahead[name] = self._ahead.get(name, 0.0) - early
+            seconds[name] = sum_s - early
+        current = _SHARE_OF.get(self._phase, "other")
+        running = max(0.0, min(passed - sum(seconds.values()), now - self._began))
+        seconds[current] += running
+        self._ahead[current] = self._ahead.get(current, 0.0) + running
+        seconds["other"] += max(0.0, passed - sum(seconds.values()))
+        self._shares, self.summary_at = glance.shares_s, now
+        entry = self._entry(now, 0.0)
+        entry["seconds"] = {name: round(value, 3) for name, value in seconds.items()}
+        if now - self._began > LEAST_S:
+            entry["since"] = round(self._began, 3)
+        return entry
+
+
+class Timeline:
+    """Appends the timeline of a node's ranks while it is open, by a thread of its own. A disk that fails or hangs ends it silently: nothing depends on it."""
+
+    def __init__(
+        self, path: Path, beats: Mapping[int, BeatMemory], clock: Callable[[], float] = time.time
+    ) -> None:
+        """Opens nothing yet.
+
+        Args:
+            path: events/timeline-NODE.jsonl.
+            beats: of the ranks; may be filled or emptied while this is open.
+            clock: UTC seconds.
+        """
+        self._path = path
+        self._beats = beats
+        self._clock = clock
+        self._ranks: dict[int, RankTime] = {}
+        self._waiting: list[bytes] = []
+        self._written_at = 0.0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="timeline", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join(_CLOSE_S)
+
+    def sample(self) -> None:
+        """Looks at each rank once."""
+        now, ns = self._clock(), time.monotonic_ns()
+        for rank, memory in list(self._beats.items()):
+            glance = _glance_at(memory)
+            if glance is None:
+                continue
+            at = now - (ns - glance.at_ns) / 1e9
+            known = self._ranks.get(rank)
+            if known is None:
+                known = self._ranks[rank] = RankTime(rank, min(at, now))
+            for entry in known.note(glance, now, at=at):
+                self._waiting.append(_line(entry))
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError):
+            while not self._over.wait(_SAMPLE_S * random.uniform(0.5, 1.0)):  # noqa: S311 - steps of a fixed length must not fall into step with the samples
+                self.sample()
+                if time.monotonic() - self._written_at > _WRITE_S:
+                    self._write()
+            now = self._clock()
+            for rank, known in self._ranks.items():
+                memory = self._beats.get(rank)
+                glance = _glance_at(memory) if memory is not None else None
+                self._waiting += [_line(entry) for entry in known.end(glance, now)]
+            self._write()
+
+    def _write(self) -> None:
+        """Appends what waits, as whole lines.
+
+        Raises:
+            OSError: from the file system; a line that was written in part is removed.
+        """
+        self._written_at = time.monotonic()
+        if not self._waiting:
+            return
+        data, self._waiting = b"".join(self._waiting), []
+        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
+        try:
+            size = os.fstat(fd).st_size
+            if size and os.pread(fd, 1, size - 1) != b"\n":  # torn by a kill of an earlier front
+                data = b"\n" + data
+            written = os.write(fd, data)
+            if written < len(data):
+                os.ftruncate(fd, size)
+        finally:
+            os.close(fd)
+        most = max(_LEAST_BYTES, _BYTES_OF_RANK * len(self._ranks))
+        if size + written > most:
+            thin_file(self._path)
+
+
+def _glance_at(memory: BeatMemory) -> Glance | None:
+    try:
+        return memory.glance()
+    except ValueError:  # closed: the ranks are gone
+        return None
+
+
+def _line(entry: Entry) -> bytes:
+    return json.dumps(entry, separators=(",", ":")).encode() + b"\n"
+
+
+def thin_file(path: Path) -> None:
+    """Replaces the file by one with a thinner older half; whole or not at all.
+
+    Raises:
+        OSError: from the file system.
+    """
+    lines = read_bytes(path).splitlines()
+    older = [entry for line in lines[: len(lines) // 2] if (entry := read_entry(line)) is not None]
+    with whole_file(path) as temporary, temporary.open("wb") as file:
+        file.writelines(_line(entry) for entry in thinned(older))
+        file.writelines(line + b"\n" for line in lines[len(lines) // 2 :] if line)
+
+
+def read_entry(line: bytes) -> Entry | None:
+    """The entry of a line; None for a torn or foreign one."""
+    try:
+        value = parse_json(line)
+    except ValueError:
+        return None
+    is_entry = isinstance(value, dict) and type(value.get("rank")) is int
+    return value if is_entry else None
+
+
+def thinned(entries: Iterable[Entry]) -> list[Entry]:
+    """About a third of the entries, in order: the longest phases stay, and each two summaries of a rank become one."""
+    phases: list[Entry] = []
+    summaries: list[Entry] = []
+    open_: dict[int, Entry] = {}
+    for entry in entries:
+        if not isinstance(entry.get("seconds"), dict):
+            phases.append(entry)
+        elif (first := open_.pop(entry["rank"], None)) is None:
+            open_[entry["rank"]] = entry
+        else:
+            summaries.append(_joined(first, entry))
+    phases.sort(key=lambda entry: -float(entry.get("seconds") or 0.0))
+    kept = phases[: int(len(phases) * _KEPT_SHARE)]
+    return sorted([*kept, *summaries, *open_.values()], key=lambda entry: float(entry.get("time") or 0.0))
+
+
+def _joined(first: Entry, second: Entry) -> Entry:
+    """A summary of the time of two."""
+    names = dict.fromkeys([*first["seconds"], *second["seconds"]])
+    sums = {
+        name: round(first["seconds"].get(name, 0.0) + second["seconds"].get(name, 0.0), 3) for name in names
+    }
+    return {**second, "seconds": sums}
