@@ -16,8 +16,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from unisono.checkpoint.manifest import Manifest
-from unisono.checkpoint.verify import Reading, Stamp, read_manifest, stamp_of
+from unisono.checkpoint.manifest import MANIFEST, Manifest
+from unisono.checkpoint.verify import Reading, Stamp, inspect, read_manifest, stamp_of
 from unisono.checkpoint.writer import free_bytes
 from unisono.files import read_json, write_json
 
@@ -328,3 +328,30 @@ class KnownStates:
         if seen is None or seen.stamp is None or seen.stamp != stamp_of(path, seen.stamp.manifest):
             return Candidate(step, read_back=False)
         return Candidate(step, intact=True, read_back=seen.was_read)
+
+
+# ---- for people
+
+
+def row_of(path: Path, *, key: bytes) -> dict[str, Any]:
+    """A checkpoint as a JSON row, with writers (hosts whose ranks wrote files), foreign, and read_again (since it was written)."""
+    manifest, findings = inspect(path, key=key, contents=False)
+    verified = last_verified(path.parent, path.name, manifest)
+    complete = not any(finding.is_fatal for finding in findings)
+    return {
+        "step": int(path.name.removeprefix("step-")),
+        "path": str(path),
+        "bytes": manifest.total_bytes + (path / MANIFEST).stat().st_size if manifest else None,
+        "created": manifest.created if manifest else None,
+        "verified_at": verified.at if verified else None,
+        "intact": complete and (verified is None or verified.intact),
+        "holder": manifest.holder if manifest else None,
+        "foreign": any(finding.kind == "foreign" for finding in findings),
+        "writers": _writers(manifest),
+        "read_again": verified.read_again if verified else False,
+    }
+
+
+def _writers(manifest: Manifest | None) -> list[str]:
+    """The hosts that wrote its files. All files are on the holder's disk."""
+    return sorted({entry.host or manifest.holder for entry in manifest.files.values()}) if manifest else []

@@ -85,6 +85,12 @@ _COMMANDS: dict[str, tuple[str, str, str, str]] = {
         "Show the output, events and verdicts of all ranks.",
         "unisono logs runs/demo",
     ),
+    "board": (
+        "board",
+        "board",
+        "Show runs in a browser, live or as one file.",
+        "unisono board runs/demo",
+    ),
     "drill": (
         "doctor",
         "drill",

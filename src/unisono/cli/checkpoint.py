@@ -89,8 +89,8 @@ Run = Annotated[Path, typer.Argument(help="Directory of a run.", show_default=Fa
 @app.command("ls", epilog="For example: unisono checkpoint ls runs/demo")
 def list_(run: Run) -> None:
     """List the checkpoints of a run, oldest first. Only manifests and sizes are read, not the tensors."""
-    from unisono.checkpoint.retention import Rules
-    from unisono.cli.checkpoint_verify import open_run, row_of, table
+    from unisono.checkpoint.retention import Rules, row_of
+    from unisono.cli.checkpoint_verify import open_run, table
     from unisono.rundir import RunDir
 
     store, key = open_run(run)

@@ -9,7 +9,6 @@ import typer
 from unisono.cli.output import output
 
 if TYPE_CHECKING:
-    from unisono.checkpoint.manifest import Manifest
     from unisono.checkpoint.model_manifest import ModelCheck
     from unisono.checkpoint.store import CheckpointStore
     from unisono.checkpoint.verify import Damage, Reading
@@ -206,29 +205,6 @@ def open_run(run: Path) -> "tuple[CheckpointStore, bytes]":
     return CheckpointStore(files.checkpoints, key=key), key
 
 
-def row_of(path: Path, *, key: bytes) -> dict[str, Any]:
-    """A checkpoint as a JSON row, with writers (hosts whose ranks wrote files), foreign, and read_again (since it was written)."""
-    from unisono.checkpoint.manifest import MANIFEST
-    from unisono.checkpoint.retention import last_verified
-    from unisono.checkpoint.verify import inspect
-
-    manifest, findings = inspect(path, key=key, contents=False)
-    verified = last_verified(path.parent, path.name, manifest)
-    complete = not any(finding.is_fatal for finding in findings)
-    return {
-        "step": int(path.name.removeprefix("step-")),
-        "path": str(path),
-        "bytes": manifest.total_bytes + (path / MANIFEST).stat().st_size if manifest else None,
-        "created": manifest.created if manifest else None,
-        "verified_at": verified.at if verified else None,
-        "intact": complete and (verified is None or verified.intact),
-        "holder": manifest.holder if manifest else None,
-        "foreign": any(finding.kind == "foreign" for finding in findings),
-        "writers": _writers(manifest),
-        "read_again": verified.read_again if verified else False,
-    }
-
-
 def table(rows: list[dict[str, Any]], *, now: datetime | None = None) -> list[str]:
     """The rows in columns, under a line of titles.
 
@@ -259,11 +235,6 @@ def table(rows: list[dict[str, Any]], *, now: datetime | None = None) -> list[st
         "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
         for line in cells
     ]
-
-
-def _writers(manifest: "Manifest | None") -> list[str]:
-    """The hosts that wrote its files. All files are on the holder's disk."""
-    return sorted({entry.host or manifest.holder for entry in manifest.files.values()}) if manifest else []
 
 
 def _kept(row: dict[str, Any]) -> str:

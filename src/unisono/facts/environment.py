@@ -70,6 +70,8 @@ class Environment:
     visible_devices: str | None = None
     ray_address: str | None = None
     colour: bool = True
+    has_display: bool = False
+    """Whether a window could be opened here."""
 
     @property
     def live_launcher(self) -> str | None:
@@ -112,6 +114,7 @@ def read_environment() -> Environment:
         temporary_dir=_folder(env.get("TMPDIR"), "/tmp"),  # noqa: S108
         visible_devices=env.get("CUDA_VISIBLE_DEVICES"),
         ray_address=env.get("RAY_ADDRESS") or None,
+        has_display=bool(env.get("DISPLAY") or env.get("WAYLAND_DISPLAY")) or platform.system() == "Darwin",
         colour="NO_COLOR" not in env and env.get("TERM") != "dumb",
     )
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import heapq
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -65,7 +66,7 @@ def merged_logs(root: Path, *, on_skip: Callable[[str], None] = lambda _: None) 
     Raises:
         UsageError: if the directory is not a run, or has no logs.
     """
-    sources = _Sources(RunDir(root))
+    sources = LogSources(RunDir(root))
     sources.find()
     if not sources.all:
         raise UsageError.of(
@@ -84,7 +85,7 @@ def followed_logs(root: Path, *, on_skip: Callable[[str], None] = lambda _: None
     Raises:
         UsageError: if the directory is not a run, or has no logs.
     """
-    sources = _Sources(RunDir(root))
+    sources = LogSources(RunDir(root))
     sources.find()
     if not sources.all and not sources.run.lock.is_file():
         yield from merged_logs(root)  # which refuses it
@@ -98,11 +99,25 @@ def followed_logs(root: Path, *, on_skip: Callable[[str], None] = lambda _: None
         time.sleep(_FOLLOW_S)
 
 
-class _Sources:
+class LogSources:
     """The files of a run, as they come."""
 
-    def __init__(self, run: RunDir) -> None:
+    def __init__(
+        self,
+        run: RunDir,
+        *,
+        accepts: Callable[[Path], bool] = lambda _: True,
+        last_bytes: int | None = None,
+    ) -> None:
+        """Finds no file yet.
+
+        Args:
+            accepts: whether a file may be read.
+            last_bytes: how much of the end of each file is read at first; None: all of it.
+        """
         self.run = run
+        self._accepts = accepts
+        self._last_bytes = last_bytes
         self.all: dict[Path, _Printed | _EventFile] = {}
         self._verdicts = _Verdicts(run)
         self._reported: set[str] = set()
@@ -110,12 +125,15 @@ class _Sources:
     def find(self) -> None:
         """Takes in files that are new."""
         clocks = Clocks(self.run)
-        for path in sorted(self.run.log("HOST", 0).parent.glob(f"*{_NAME}*.log")):
-            if path not in self.all:
-                self.all[path] = _Printed(path, clocks)
-        for path in sorted(self.run.events(0).parent.glob("rank-*.jsonl")):
-            if path not in self.all:
-                self.all[path] = _EventFile(path, clocks)
+        for kind, folder, pattern in (
+            (_Printed, self.run.log("HOST", 0).parent, f"*{_NAME}*.log"),
+            (_EventFile, self.run.events(0).parent, "rank-*.jsonl"),
+        ):
+            for path in sorted(folder.glob(pattern)):
+                if path not in self.all and self._accepts(path):
+                    self.all[path] = kind(path, clocks)
+                    if self._last_bytes is not None:
+                        self.all[path].begin_near_end(self._last_bytes)
 
     def more(self, *, whole: bool) -> Iterator[LogLine]:
         """New lines since the last call."""
@@ -171,6 +189,18 @@ class _OfRank:
         self._now = 0.0
         self.refused = ""
         self.skipped: Counter[str] = Counter()
+
+    def begin_near_end(self, most_bytes: int) -> None:
+        """Skips all but the last bytes, and the line that they begin in; before the first reading."""
+        try:
+            with open_plain(self._path) as file:
+                size = file.seek(0, os.SEEK_END)
+                if size > most_bytes:
+                    file.seek(size - most_bytes)
+                    file.readline(most_bytes)
+                    self._place = file.tell()
+        except OSError as error:
+            self.refused = error.strerror or str(error)
 
     def _lines(self, *, whole: bool) -> Iterator[bytes]:
         """The lines that have come; one without an end in pieces, and with `whole` the last one only once it has ended."""
@@ -242,6 +272,7 @@ class _Verdicts:
     def __init__(self, run: RunDir) -> None:
         self._run = run
         self._last = 0.0
+        self._last_text = ""
 
     def more(self) -> Iterator[LogLine]:
         found: list[LogLine] = []
@@ -252,6 +283,9 @@ class _Verdicts:
                 at = path.stat().st_mtime
             if body.get("cause") and at > self._last:
                 text = one_line(f"verdict: {body.get('summary')} [{body['cause']}]")
+                if path == self._run.verdict and text == self._last_text:  # completed with more evidence
+                    continue
+                self._last_text = text
                 found.append(LogLine(at, _NOBODY, len(found), "", "verdict", text))
         self._last = max((line.time for line in found), default=self._last)
         yield from sorted(found)

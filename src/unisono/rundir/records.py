@@ -203,7 +203,7 @@ def _survey(file: IO[bytes], step: int, *, evaluated: bool) -> Truncation:
         if _stays(line, step, evaluated=evaluated):
             damaged, later = damaged + later, 0
             numbers, numbers_later = [*numbers, *numbers_later][:_NUMBERS], []
-        elif later or _parse_metrics_line(line) is not None or not line.endswith(b"\n"):
+        elif later or parse_metrics_line(line) is not None or not line.endswith(b"\n"):
             later += 1
             numbers_later = [*numbers_later, number][:_NUMBERS]
         else:
@@ -249,7 +249,7 @@ def iterate_metrics(path: Path) -> Iterator[dict[str, Any]]:
     """The complete lines in order; truncated ones are skipped."""
     with contextlib.suppress(FileNotFoundError):
         for line in iterate_lines(path):
-            value = _parse_metrics_line(line)
+            value = parse_metrics_line(line)
             if value is not None:
                 yield value
 
@@ -285,13 +285,13 @@ def without_nan(value: Any) -> Any:
 
 
 def _stays(line: bytes, step: int, *, evaluated: bool) -> bool:
-    value = _parse_metrics_line(line)
+    value = parse_metrics_line(line)
     if value is None or value["step"] > step:
         return False
     return evaluated or value["step"] < step or "eval_loss" not in value
 
 
-def _parse_metrics_line(line: bytes) -> dict[str, Any] | None:
+def parse_metrics_line(line: bytes) -> dict[str, Any] | None:
     """The object of a complete line."""
     if not line.endswith(b"\n"):
         return None
