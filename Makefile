@@ -3,6 +3,7 @@
 # make test   all checks that a change must pass; WORKERS=1 runs one test at a time
 # make system installs, as root, the programs that some tests need (apt-get: iptables, iproute2, openssh-server, Slurm …); without them these are skipped
 # make test-fast  the tests that start no process, in two to three minutes
+# make test-board  the tests of `unisono board` in Chromium
 # make test-long   tests that take minutes or hours; LONG_WORKERS=1 runs one at a time
 # make docs   build the documentation site in both languages into site/; a broken link, an unknown command or key fails. site/index.html opens without a server
 # make docs-serve  the same, then serve it at http://127.0.0.1:8000
@@ -19,7 +20,7 @@ TEST_OPTIONS ?=
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(PY) -m pytest
 STAMP := $(VENV)/.installed
 
-.PHONY: demo demo-dpo system test check lint types tests test-fast test-long format docs docs-serve clean
+.PHONY: demo demo-dpo system test check lint types tests test-fast test-board test-long format docs docs-serve clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "unisono needs Python 3.11 or newer; set PYTHON=python3.11")'
@@ -52,6 +53,9 @@ tests: $(STAMP)
 
 test-fast: $(STAMP)
 	$(PYTEST) -m "not processes" -n 2 -q $(TEST_OPTIONS)
+
+test-board: $(STAMP)
+	$(PYTEST) tests/board tests/supervise/test_timeline.py -n 2 -q $(TEST_OPTIONS)
 
 # mypy takes one core for a minute: beside the first tests.
 test: lint

@@ -367,7 +367,7 @@ def _read_trainer_log(line: bytes) -> dict[str, Any] | None:
     if not isinstance(value, dict) or type(value.get("current_steps")) is not int:
         return None
     names = {"current_steps": "step", "learning_rate": "lr"}
-    numbers = {names.get(key, key): number for key, number in value.items()}
+    numbers: dict[str, Any] = {names.get(str(key), str(key)): number for key, number in value.items()}
     return numbers if numbers["step"] >= 0 else None
 
 

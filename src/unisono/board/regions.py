@@ -284,7 +284,7 @@ def _ranks(run: FollowedRun, reader: _Reader, query: Query, key: bytes) -> Regio
     places = {place.get("rank"): place for place in objects_of(plan.get("ranks"))}
     ranks = sorted({rank for rank in places if type(rank) is int} | set(run.ranks))
     most = max(20, min(600, int(40_000 / max(1, len(ranks)))))
-    rows = []
+    rows: list[Region] = []
     for rank in ranks:
         place, times = places.get(rank, {}), run.ranks.get(rank)
         device = place.get("device")
@@ -363,7 +363,7 @@ def _samples(run: FollowedRun, reader: _Reader, query: Query, key: bytes) -> Reg
 
 def _config(run: FollowedRun, reader: _Reader, query: Query, key: bytes) -> Region:
     plan = reader.read(run.run.plan)
-    origins = plan.get("origins") if isinstance(plan.get("origins"), dict) else {}
+    origins: Region = plan["origins"] if isinstance(plan.get("origins"), dict) else {}
     config = plan.get("config")
     if not isinstance(config, dict):
         config = {}
