@@ -23,7 +23,7 @@ _GENERATED = {"decisions/README.md": "decisions", "reference/causes.md": "refere
 WEIGHTS = {"reference/causes/": 2, "decisions/": 0.3, "reference/variables": 0.6}
 """How much pages count in the search: whoever pastes a line looks for its cause."""
 SECTIONS = {
-    "Learn": "入门", "Do": "操作指南", "Train": "训练", "Resume and keep": "断点续训与检查点", "Many machines": "多机多卡",
+    "Learn": "入门", "Do": "操作指南", "Train": "训练", "Resume and keep": "断点续训与检查点", "Use the result": "使用结果", "Many machines": "多机多卡",
     "Check": "检查与诊断", "Watch an existing script": "监控现有脚本", "Come from another tool": "从其他工具迁移",
     "Causes": "故障原因", "Look up": "参考", "Understand": "原理", "Decisions": "设计决策",
 }  # fmt: skip

@@ -19,6 +19,10 @@ Kinds, and their fields besides `kind` and `time` (UTC, seconds):
     token       text: a piece of an answer, streamed              (generate, chat)
     answer      text, tokens, ended: a complete answer            (chat)
     refused_turn  text, fix: why a turn has no answer             (chat)
+    begun       id, prompt_tokens                     a request is being answered (serve)
+    refused_ask id, problem, text, fix: why a request has no answer (serve)
+    pieces      pieces: [id, text] of each request that got text with the last token (serve)
+    answered    id, tokens, ended: a complete answer  (serve)
     refused     exit_code, problems, verdict          from UnisonoError.to_json
     crashed     exit_code, error, traceback, peer_lost    an unexpected exception; peer_lost: a consequence of the failure of a different rank
     kept        cost_s, step_time_s, bytes, every     cost of the memory snapshots of an adapter: medians of the first steps, and the memory;

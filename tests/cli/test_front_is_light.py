@@ -26,7 +26,7 @@ HELP_CPU_S = 0.3 * 5
 IMPORT_THE_FRONT = """
 import importlib, json, pkgutil, sys
 import unisono, unisono.cli.app
-rooms = ["cli", "doctor", "drill", "launch", "plan", "config", "facts", "rundir", "causes"]
+rooms = ["cli", "doctor", "drill", "serve", "launch", "plan", "config", "facts", "rundir", "causes"]
 names = ["unisono." + name for name in ("errors", "events", "child", "files", "text")]
 names += ["unisono.checkpoint.manifest", "unisono.checkpoint.store", "unisono.launch.run_claim", "unisono.launch.curve_drawing"]
 for room in rooms:

@@ -61,6 +61,12 @@ _COMMANDS: dict[str, tuple[str, str, str, str]] = {
         "Answer one prompt, or each prompt of a file.",
         "unisono generate runs/demo 'remind me on Tuesday'",
     ),
+    "serve": (
+        "serve",
+        "serve",
+        "Answer OpenAI's protocol over HTTP with a model.",
+        "unisono serve runs/demo --port 8000",
+    ),
     "eval": (
         "generate",
         "evaluate",

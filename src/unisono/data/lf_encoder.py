@@ -296,15 +296,15 @@ class LfChatTemplate(ChatTemplate):
 
     writer: Writer | None = None
 
-    def prompt_ids(self, messages: Sequence[Message]) -> Ids:
-        """The tokens of a conversation up to an answer.
+    def prompt_ids(self, messages: Sequence[Message], tools: list[Any] | None = None) -> Ids:
+        """The tokens of a conversation up to an answer; `tools` are the schemas of functions.
 
         Raises:
             RowError: if the template has no way to write a message.
         """
         assert self.writer is not None
         asked = [*messages, {"role": "assistant", "content": ""}]
-        exchange = read_exchange("messages", {"messages": asked}, {})
+        exchange = read_exchange("messages", {"messages": asked} | ({"tools": tools} if tools else {}), {})
         pair = self.writer.question(exchange, exchange.answers[0])
         return PieceTokens(self.tokenizer).of([pair.source])[0]
 

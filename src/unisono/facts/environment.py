@@ -37,7 +37,8 @@ _NEAR = re.compile(
 _CREDENTIALS = re.compile(r"\S:\S+@")  # user:password@proxy, with a scheme or without
 _NAME_OR_VERSION = re.compile(r"^(Name|Version): *(.*?) *$", re.MULTILINE)
 _TOKEN = "UNISONO_TOKEN"  # noqa: S105 - the variable's name
-_OURS = frozenset({_TOKEN, "UNISONO_FORK_SERVER"})  # that of the tests, see supervise.fork_server
+_SERVE_KEY = "UNISONO_SERVE_KEY"
+_OURS = frozenset({_TOKEN, _SERVE_KEY, "UNISONO_FORK_SERVER"})  # that of the tests, see supervise.fork_server
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,11 @@ def take_token() -> str | None:
     Only `/proc/PID/environ` of this process, readable by the same user, still contains it.
     """
     return os.environ.pop(_TOKEN, "").strip() or None
+
+
+def take_serve_key() -> str | None:
+    """Removes UNISONO_SERVE_KEY and returns the key of `unisono serve`, as `take_token`. None if unset or empty."""
+    return os.environ.pop(_SERVE_KEY, "").strip() or None
 
 
 def _job_variables(env: Mapping[str, str]) -> dict[str, str]:

@@ -79,7 +79,7 @@ def child_environment(
         without: names to leave out, e.g. RANK and MASTER_ADDR on one device.
         device: the only accelerator that the child sees, or a CPU; None leaves the visible ones as they are.
     """
-    gone = {*without, "UNISONO_TOKEN"}
+    gone = {*without, "UNISONO_TOKEN", "UNISONO_SERVE_KEY"}
     environment = {name: value for name, value in os.environ.items() if name not in gone}
     environment |= {
         "OMP_NUM_THREADS": str(threads),

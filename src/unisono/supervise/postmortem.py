@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from unisono.agree.membership import refused_node
 from unisono.causes import Evidence, Verdict, find_cause
+from unisono.causes.verdict import OwnRunOnly
 from unisono.events import Message
 from unisono.plan import RankPlace
 from unisono.supervise.decision import Decision, NodeLoss, is_victim
@@ -127,6 +128,36 @@ def _how(end: RankEnd, where: str) -> tuple[str, str, list[Evidence]]:
     if end.returncode < 0:
         return "rank_killed", f"was {how} {{at}}", [Evidence(where=where, text=how)]
     return "user_code_error", f"exited by itself {{at}}: {how}", [Evidence(where=where, text=how)]
+
+
+def name_task_death(
+    name: str, *, returncode: int, crash: Message | None, tail: str, oom_killed: bool, host: str
+) -> Verdict:
+    """The verdict on a task that crashed, was killed, or exited without a final message.
+
+    Args:
+        name: of the task.
+        returncode: of its process; negative: a signal.
+        crash: the message of the exception that ended it; None if there was none.
+        tail: the end of its output.
+        oom_killed: whether the kernel counted an OOM kill in this cgroup meanwhile.
+        host: of this machine.
+    """
+    end = RankEnd(0, returncode, crash, name, 0, tail=tail, oom_killed=oom_killed)
+    where = f"the task {name} ({host})"
+    cause, what, evidence = _how(end, where)
+    if crash is not None and "OutOfMemoryError" in str(crash.get("error")):
+        cause, what = "cuda_oom", "ran out of GPU memory {at}"
+    known = find_cause(cause)
+    return Verdict(
+        cause=cause,
+        when="during",
+        summary=f"{where} {what.format(at=f'in phase {name}')}",
+        hosts=(host,),
+        phase=name,
+        evidence=(*evidence, *_tail(end, where)),
+        fix=tuple(line for line in known.remedy if not isinstance(line, OwnRunOnly)) if known else (),
+    )
 
 
 def name_victims(ends: Sequence[RankEnd], plan: Job, *, after_s: float | None = None) -> Verdict:

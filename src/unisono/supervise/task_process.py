@@ -73,7 +73,11 @@ def run_task(
 
 
 class TaskProcess:
-    """A running task: start it as a context, `send` to it, read its `messages`."""
+    """A running task: start it as a context, `send` to it, read its `messages`.
+
+    Attributes:
+        crash: the message of the exception that ended it; None if there was none.
+    """
 
     def __init__(
         self,
@@ -96,6 +100,7 @@ class TaskProcess:
             printed: a new file for its output; by default one that is removed with the task.
         """
         self.name = name
+        self.crash: Message | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="unisono-")  # mode 0700: requests hold prompts
         path = Path(self._folder.name) / "request.json"
         path.write_text(json.dumps(request, ensure_ascii=False), encoding="utf-8")
@@ -155,8 +160,24 @@ class TaskProcess:
         if message["kind"] == "refused":
             raise refusal(message)
         if message["kind"] == "crashed":
+            self.crash = message
             raise self._died(f"{message['error']} ({message.get('where', '')})")
         return message
+
+    @property
+    def fileno(self) -> int | None:
+        """The pipe of its messages, readable also when it ends; None once that is closed."""
+        return self._child.fileno
+
+    @property
+    def returncode(self) -> int | None:
+        """None until it has ended; negative: the signal that ended it."""
+        return self._child.returncode
+
+    @property
+    def tail(self) -> str:
+        """The end of its output."""
+        return tail_of(self._printed)
 
     def send(self, message: Message) -> None:
         """Sends a JSON line to the task's stdin; needs `has_input=True`."""

@@ -17,6 +17,7 @@ TASKS = {
     "preview": ("data_tasks", "preview"),
     "generate": ("generation", "run_generate"),
     "chat": ("generation", "run_chat"),
+    "serve": ("serving", "run"),
     "eval": ("evaluate", "run"),
     "predict": ("evaluate", "run_predict"),
     "export": ("export", "run"),

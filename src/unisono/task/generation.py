@@ -126,7 +126,7 @@ def _ids_of(
     """
     if template is None:
         assert isinstance(prompt.content, str)
-        return _tokens_of_text(opened, prompt.content)
+        return tokens_of_text(opened, prompt.content)
     turns: Turns = (
         [{"role": "user", "content": prompt.content}] if isinstance(prompt.content, str) else prompt.content
     )
@@ -134,7 +134,7 @@ def _ids_of(
     return prompt_ids(opened.tokenizer, template, [*before, *turns])
 
 
-def _tokens_of_text(opened: InferenceModel, text: str) -> list[int]:
+def tokens_of_text(opened: InferenceModel, text: str) -> list[int]:
     """The tokens of a complete text: with the tokenizer's special tokens, but no end of sequence."""
     ids = list(encode_texts(opened.tokenizer, [text], special=True)[0].ids)
     end = opened.tokenizer.eos_token_id

@@ -163,15 +163,24 @@ def template_of(target: Target, tokenizer: Any) -> ChatTemplate | None:
     return found
 
 
-def prompt_ids(tokenizer: Any, template: ChatTemplate, messages: Sequence[Message]) -> list[int]:
+def prompt_ids(
+    tokenizer: Any, template: ChatTemplate, messages: Sequence[Message], tools: list[Any] | None = None
+) -> list[int]:
     """The tokens of a conversation with the generation prompt: what the model continues.
+
+    Args:
+        tokenizer: of transformers.
+        template: for a conversation.
+        messages: the conversation.
+        tools: schemas of functions.
 
     Raises:
         RowError: if the template refuses the messages.
     """
     if isinstance(template, LfChatTemplate):
-        return template.prompt_ids(messages)
-    return list(encode_texts(tokenizer, [template.render(messages, prompt=True)], special=False)[0].ids)
+        return template.prompt_ids(messages, tools)
+    text = template.render(messages, tools, prompt=True)
+    return list(encode_texts(tokenizer, [text], special=False)[0].ids)
 
 
 def stops_of(target: Target, tokenizer: Any, template: ChatTemplate | None) -> set[int]:

@@ -1,0 +1,117 @@
+"""`unisono serve`: answers OpenAI's protocol with a trained model."""
+
+import asyncio
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from unisono.cli.generate import Overrides, Step, Target
+from unisono.cli.output import output
+
+if TYPE_CHECKING:
+    from unisono.errors import RankDied
+
+
+def serve(
+    target: Target,
+    overrides: Overrides = None,
+    host: Annotated[
+        str, typer.Option(metavar="HOST", help="Address to listen on; every other one needs a key.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int | None,
+        typer.Option(min=1, max=65535, metavar="N", help="Port; default: a free one.", show_default=False),
+    ] = None,
+    key_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Keys of clients, one per line; default: UNISONO_SERVE_KEY.",
+            show_default=False,
+        ),
+    ] = None,
+    grace: Annotated[
+        float,
+        typer.Option(min=0.0, metavar="SECONDS", help="Time of running answers after SIGTERM or Ctrl-C."),
+    ] = 25.0,
+    step: Step = None,
+) -> None:
+    """Serve a model over HTTP with OpenAI's protocol: /v1/chat/completions, /v1/completions, /v1/models."""
+    from unisono.cli.llamafactory_file import read_inference_file
+    from unisono.cli.terminal import Progress
+    from unisono.errors import RankDied
+    from unisono.facts.environment import take_serve_key
+
+    key = take_serve_key()
+    _refuse_without_extra()
+    from unisono.serve.model_process import ModelProcess
+    from unisono.serve.server import address_of, listen, read_keys
+    from unisono.serve.server import serve as serve_model
+
+    printer = output()
+    given = read_inference_file(target, overrides or [])
+    request = (given.model if given else {"target": target}) | {"step": step}
+    keys = read_keys(key_file, key, warn=printer.warn)
+    name = target.rstrip("/") or target
+    with listen(host, port, keys) as bound, Progress(printer) as progress:
+        url = address_of(bound, host)
+
+        def say_ready() -> None:
+            progress.close()
+            if model.facts["note"]:
+                printer.warn(f"warning: {model.facts['note']}")
+            if printer.json:
+                printer.emit({"kind": "serve", "schema": 1, "url": url, "model": name})
+            else:
+                printer.result(f"serving {model.facts['description']} at {url}/v1 as model {name!r}")
+            printer.notify("Ctrl-C or SIGTERM ends it; running answers are completed")
+
+        model = ModelProcess(request, on_message=progress.show, on_restart=_say_restart)
+        try:
+            asyncio.run(
+                serve_model(
+                    model,
+                    bound,
+                    name=name,
+                    keys=keys,
+                    grace_s=grace,
+                    on_ready=say_ready,
+                    created=int(time.time()),
+                )
+            )
+        except RankDied as error:
+            progress.close()
+            _show_verdict(error)
+            raise
+
+
+def _say_restart(error: "RankDied") -> None:
+    _show_verdict(error)
+    output().warn("the model is loaded again; requests that it was answering got 503")
+
+
+def _show_verdict(error: "RankDied") -> None:
+    for line in error.verdict.lines() if error.verdict else ():
+        output().warn(line)
+
+
+def _refuse_without_extra() -> None:
+    """Refuses to start without the packages of the server.
+
+    Raises:
+        UsageError: if one is not installed.
+    """
+    from importlib.util import find_spec
+
+    from unisono.errors import UsageError
+
+    missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
+    if missing:
+        raise UsageError.of(
+            f"`unisono serve` needs {' and '.join(missing)}, which {'are' if missing[1:] else 'is'} not installed",
+            where="unisono serve",
+            why="the HTTP server is an extra",
+            fix="pip install 'unisono[board]'",
+        )

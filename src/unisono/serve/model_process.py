@@ -1,0 +1,276 @@
+"""The model's side of a server: a task process that answers, the requests that wait for a place, and what happens when it dies."""
+
+import asyncio
+import contextlib
+import itertools
+import math
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from unisono.errors import RankDied, UnisonoError
+from unisono.events import Message
+from unisono.facts import read_machine
+from unisono.facts.limits import oom_kills
+from unisono.serve.protocol import ApiError
+from unisono.supervise.child_process import Programs
+from unisono.supervise.postmortem import name_task_death
+from unisono.supervise.task_process import TaskProcess
+
+ROWS = 16
+"""Answers that are computed together."""
+WAITING = 32
+"""Requests that may wait for a place."""
+_RESTARTS = 1
+_TICK_S = 0.2  # between looks at a process whose pipe is silent
+_USUAL_S = 5.0  # of an answer, before the first one has been timed
+_STATUS = {"length": (413, "context_length_exceeded")}
+"""Of a refusal of the task, by its problem; others are 400."""
+
+
+@dataclass(eq=False)
+class Ask:
+    """One prompt, and what has come of it.
+
+    Attributes:
+        body: for the task.
+        id: of the task's messages.
+        messages: `begun`, then `pieces` with `text`, then `answered`; or an ApiError.
+    """
+
+    body: Message
+    id: int
+    messages: "asyncio.Queue[Message | ApiError]" = field(default_factory=asyncio.Queue)
+    since: float = field(default_factory=time.monotonic)
+
+    async def next(self) -> Message:
+        """The next message.
+
+        Raises:
+            ApiError: if there will be no answer.
+        """
+        message = await self.messages.get()
+        if isinstance(message, ApiError):
+            raise message
+        return message
+
+    async def rest(self) -> AsyncIterator[Message]:
+        """The messages to the last, `answered`."""
+        while True:
+            message = await self.next()
+            yield message
+            if message["kind"] == "answered":
+                return
+
+
+class ModelProcess:
+    """A model in a task process. All methods are called in the event loop.
+
+    Attributes:
+        facts: of the task's message `ready`.
+        is_ending: whether new requests are refused.
+        failure: why it has ended for good, once `ended` is set.
+    """
+
+    def __init__(
+        self,
+        request: dict[str, Any],
+        *,
+        on_message: Callable[[Message], None],
+        on_restart: Callable[[RankDied], None],
+        programs: Programs | None = None,
+    ) -> None:
+        """A process that is started with `start`.
+
+        Args:
+            request: what to load, for the task.
+            on_message: gets the messages while it is loaded.
+            on_restart: gets the reason of a restart.
+            programs: to start; tests pass different ones.
+        """
+        self._request = {**request, "rows": ROWS}
+        self._on_message = on_message
+        self._on_restart = on_restart
+        self._programs = programs
+        self._restarts = 0
+        self._numbers = itertools.count(1)
+        self._waiting: deque[Ask] = deque()
+        self._running: dict[int, Ask] = {}
+        self._answer_s = _USUAL_S
+        self._is_ready = False
+        self.facts: dict[str, Any] = {}
+        self.is_ending = False
+        self.failure: UnisonoError | None = None
+        self.ready = asyncio.Event()
+        self.ended = asyncio.Event()
+        self.idle = asyncio.Event()
+        self.idle.set()
+
+    def start(self) -> None:
+        """Starts the process."""
+        self._is_ready = False
+        self._kills_before = oom_kills() or 0
+        self._task = TaskProcess("serve", self._request, has_input=True, programs=self._programs)
+        self._fd = self._task.fileno
+        loop = asyncio.get_running_loop()
+        if self._fd is not None:
+            loop.add_reader(self._fd, self._read)
+        self._timer = loop.call_later(_TICK_S, self._tick)
+
+    def close(self) -> None:
+        """Ends the process; requests that are still open get 503."""
+        self._stop_reading()
+        self._refuse_all(_ending())
+        self._task.close(patience_s=0.5)
+
+    def submit(self, bodies: list[Message]) -> list[Ask]:
+        """Queues prompts.
+
+        Raises:
+            ApiError: if the server ends, or too many wait.
+        """
+        if self.is_ending or self.failure is not None:
+            raise _ending()
+        free = ROWS - len(self._running) if self._is_ready else ROWS
+        if len(self._waiting) + len(bodies) > WAITING + max(0, free):
+            raise ApiError(
+                429,
+                f"{len(self._waiting)} requests wait already, and at most {WAITING} may; try again later",
+                code="queue_full",
+                retry_after_s=self._wait_s(),
+            )
+        asks = [Ask(body, next(self._numbers)) for body in bodies]
+        self._waiting += asks
+        self.idle.clear()
+        self._fill()
+        return asks
+
+    def drop(self, asks: list[Ask]) -> None:
+        """Frees the places of prompts whose client has gone, or has its answer."""
+        for ask in asks:
+            if ask in self._waiting:
+                self._waiting.remove(ask)
+            elif self._running.pop(ask.id, None) is not None:
+                self._task.send({"kind": "drop", "id": ask.id})
+        self._fill()
+
+    def end(self) -> None:
+        """Refuses new requests and those that wait; answers that are being computed are continued."""
+        self.is_ending = True
+        while self._waiting:
+            self._waiting.popleft().messages.put_nowait(_ending())
+        self._fill()
+
+    def _wait_s(self) -> int:
+        """Seconds until a request that is sent now could begin, by the time of the latest answers."""
+        return max(1, math.ceil(self._answer_s * len(self._waiting) / ROWS))
+
+    def _fill(self) -> None:
+        """Gives free places to requests that wait."""
+        while self._is_ready and self._waiting and len(self._running) < ROWS:
+            ask = self._waiting.popleft()
+            self._running[ask.id] = ask
+            ask.since = time.monotonic()
+            self._task.send({"kind": "ask", "id": ask.id, **ask.body})
+        if not self._running and not self._waiting:
+            self.idle.set()
+
+    def _tick(self) -> None:
+        """Looks at the process even if its pipe is silent, and sends what the pipe did not take."""
+        self._timer = asyncio.get_running_loop().call_later(_TICK_S, self._tick)
+        self._read()
+
+    def _read(self) -> None:
+        try:
+            for message in self._task.new_messages():
+                self._take(message)
+        except UnisonoError as error:
+            self._died(error)
+
+    def _take(self, message: Message) -> None:
+        kind = message["kind"]
+        if kind == "ready":
+            self.facts, self._is_ready = message["facts"], True
+            self.ready.set()
+            self._fill()
+        elif kind == "pieces":
+            for number, text in message["pieces"]:
+                if number in self._running:
+                    self._running[number].messages.put_nowait({"kind": "piece", "text": text})
+        elif kind == "begun" and message["id"] in self._running:
+            self._running[message["id"]].messages.put_nowait(message)
+        elif kind in ("answered", "refused_ask"):
+            self._finish(message)
+        elif not self.ready.is_set():
+            self._on_message(message)
+
+    def _finish(self, message: Message) -> None:
+        ask = self._running.pop(message["id"], None)
+        if ask is None:
+            return
+        if message["kind"] == "answered":
+            self._answer_s += 0.2 * (time.monotonic() - ask.since - self._answer_s)
+            ask.messages.put_nowait(message)
+        else:
+            status, code = _STATUS.get(message["problem"], (400, "invalid_value"))
+            text = f"{message['text']}; {message['fix']}" if message["fix"] else message["text"]
+            param = (
+                message["problem"] if status == 400 else "messages" if "messages" in ask.body else "prompt"
+            )
+            ask.messages.put_nowait(ApiError(status, text, param=param, code=code))
+        self._fill()
+
+    def _died(self, error: UnisonoError) -> None:
+        """Restarts the process once; then, or if it refused the model, the server ends."""
+        self._stop_reading()
+        died = self._verdict_on(error) if isinstance(error, RankDied) else None
+        self._task.close(patience_s=0)
+        running, self._running = list(self._running.values()), {}
+        for ask in running:
+            ask.messages.put_nowait(_lost())
+        if died is not None and self._restarts < _RESTARTS and self.ready.is_set() and not self.is_ending:
+            self._restarts += 1
+            self._on_restart(died)
+            self.start()
+            return
+        self.failure = died or error
+        self._refuse_all(_lost())
+        self.ended.set()
+
+    def _verdict_on(self, error: RankDied) -> RankDied:
+        """The same error with a verdict."""
+        verdict = name_task_death(
+            "serve",
+            returncode=self._task.returncode or 0,
+            crash=self._task.crash,
+            tail=self._task.tail,
+            oom_killed=(oom_kills() or 0) > self._kills_before,
+            host=read_machine(lambda: ([], "")).host,
+        )
+        return RankDied(*error.problems, verdict=verdict)
+
+    def _refuse_all(self, error: ApiError) -> None:
+        for ask in (*self._running.values(), *self._waiting):
+            ask.messages.put_nowait(error)
+        self._running.clear()
+        self._waiting.clear()
+        self.idle.set()
+
+    def _stop_reading(self) -> None:
+        self._timer.cancel()
+        if self._fd is not None:
+            with contextlib.suppress(OSError, ValueError):  # the pipe may be closed already
+                asyncio.get_running_loop().remove_reader(self._fd)
+            self._fd = None
+
+
+def _ending() -> ApiError:
+    return ApiError(503, "the server is ending; send the request to a different one", code="ending")
+
+
+def _lost() -> ApiError:
+    return ApiError(
+        503, "the process of the model ended while it answered; send the request again", code="model_lost"
+    )

@@ -1,0 +1,537 @@
+"""The HTTP side of a server: addresses and keys, requests and streams, and its end."""
+
+import asyncio
+import contextlib
+import errno
+import hmac
+import json
+import signal
+import socket
+import stat
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from uvicorn import Config, Server
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+
+from unisono.errors import UsageError
+from unisono.facts.tcp import find_listener
+from unisono.files import open_given
+from unisono.serve.model_process import Ask, ModelProcess
+from unisono.serve.protocol import (
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    Objects,
+    Usage,
+    find_tool_calls,
+    read_request,
+    unknown_model,
+)
+from unisono.text import one_line
+
+LOCAL = ("127.0.0.1", "localhost")
+_BODY_BYTES = 16 << 20
+_BODY_S = 30.0
+_HEADERS_S = 10.0
+_KEEP_ALIVE_S = 30
+_CONNECTIONS = 512
+_KEY_BYTES = 1 << 16
+_CLOSE_S = 2  # for the last bytes of answers, once all have ended
+_PEER_GONE_MS = 60_000  # without an acknowledgement: a machine that vanished, or a cut network
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The keys that a client may send; none: everybody on this machine is served."""
+
+    values: tuple[bytes, ...] = field(default=(), repr=False)
+
+    def admit(self, header: str | None) -> bool:
+        """Whether an `Authorization` header has one of them. Takes the same time for all wrong ones."""
+        kind, _, given = (header or "").partition(" ")
+        found = [hmac.compare_digest(given.strip().encode(), value) for value in self.values]
+        return kind.lower() == "bearer" and any(found)
+
+
+def read_keys(file: Path | None, from_environment: str | None, *, warn: Callable[[str], None]) -> Keys:
+    """The keys of `--key-file` (one per line), else that of UNISONO_SERVE_KEY.
+
+    Raises:
+        UsageError: if the file cannot be read, or has none.
+    """
+    if file is None:
+        return Keys((from_environment.encode(),) if from_environment else ())
+    try:
+        with open_given(file.expanduser()) as stream:
+            mode = stat.S_IMODE(file.expanduser().stat().st_mode)
+            lines = stream.read(_KEY_BYTES).split(b"\n")
+    except OSError as error:
+        raise UsageError.of(
+            f"the key file {file} cannot be read",
+            where="--key-file",
+            why=error.strerror or str(error),
+            fix="name a file with one key per line",
+        ) from error
+    keys = tuple(line.strip() for line in lines if line.strip() and not line.startswith(b"#"))
+    if not keys:
+        raise UsageError.of(
+            f"there is no key in {file}", where="--key-file", fix="write one key per line, and no empty file"
+        )
+    if mode & 0o077:
+        warn(f"warning: {file} can be read or changed by other users (mode {mode:04o}): chmod 600 {file}")
+    return Keys(keys)
+
+
+def listen(host: str, port: int | None, keys: Keys) -> socket.socket:
+    """A socket bound to the address of the server, which does not accept connections yet.
+
+    Args:
+        host: a name or address of this machine.
+        port: None: a free one.
+        keys: required on every address but 127.0.0.1.
+
+    Raises:
+        UsageError: if it cannot be bound, or other machines could reach it without a key.
+    """
+    if host not in LOCAL and not keys.values:
+        raise UsageError.of(
+            f"there is no key for the address {one_line(host)}",
+            where="--host",
+            why="every machine that reaches it could use the model; without a key only 127.0.0.1 is served",
+            fix="python3 -c 'import secrets; print(secrets.token_urlsafe(32))' > key; chmod 600 key; and add --key-file key",
+        )
+    try:
+        family, *_, address = socket.getaddrinfo(
+            host, port or 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        bound = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as error:
+        raise _unusable(host, error) from error
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # connections inherit these three
+    with contextlib.suppress(OSError, AttributeError):
+        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30)
+        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _PEER_GONE_MS)
+    try:
+        bound.bind(address)
+    except OSError as error:
+        bound.close()
+        raise (_taken(port or 0) if error.errno == errno.EADDRINUSE else _unusable(host, error)) from error
+    return bound
+
+
+def _unusable(host: str, error: OSError) -> UsageError:
+    return UsageError.of(
+        f"{one_line(host)} cannot be used as address: {error.strerror or error}",
+        where="--host",
+        fix="give an address of this machine, e.g. --host 127.0.0.1",
+    )
+
+
+def _taken(port: int) -> UsageError:
+    holder = find_listener(port)
+    who = f"process {holder.pid} ({one_line(holder.command, limit=100)})" if holder else "a different process"
+    return UsageError.of(
+        f"port {port} is taken by {who}",
+        where="--port",
+        fix="give a different one; without --port a free one is used",
+    )
+
+
+def address_of(bound: socket.socket, host: str) -> str:
+    """The URL of the server."""
+    name = f"[{host}]" if ":" in host else host
+    return f"http://{name}:{bound.getsockname()[1]}"
+
+
+class Api:
+    """The application: routes, keys, and answers in OpenAI's form."""
+
+    def __init__(self, model: ModelProcess, *, name: str, keys: Keys, created: int) -> None:
+        self._model = model
+        self._name = name
+        self._keys = keys
+        self._created = created
+        self.app = Starlette(
+            routes=[
+                Route("/v1/models", self._models, methods=["GET"]),
+                Route("/v1/models/{model:path}", self._one_model, methods=["GET"]),
+                Route("/v1/chat/completions", self._chat, methods=["POST"]),
+                Route("/v1/completions", self._complete, methods=["POST"]),
+            ],
+            exception_handlers={ApiError: _show_error, HTTPException: _show_http_error},
+        )
+
+    async def _models(self, request: Request) -> Response:
+        self._check(request)
+        return JSONResponse({"object": "list", "data": [self._description()]})
+
+    async def _one_model(self, request: Request) -> Response:
+        self._check(request)
+        if request.path_params["model"] != self._name:
+            raise unknown_model(request.path_params["model"], self._name)
+        return JSONResponse(self._description())
+
+    def _description(self) -> dict[str, Any]:
+        return {"id": self._name, "object": "model", "created": self._created, "owned_by": "unisono"}
+
+    def _check(self, request: Request) -> None:
+        """Refuses strangers.
+
+        Without a key, a web page that the user visits must not reach the model through the user's browser: its origin would be a
+        different one, and with DNS rebinding the host, too.
+
+        Raises:
+            ApiError: 401 without a valid key, 403 from a web page.
+        """
+        if self._keys.values:
+            if not self._keys.admit(request.headers.get("authorization")):
+                raise ApiError(
+                    401,
+                    "the key is missing or wrong; send it as `Authorization: Bearer KEY`",
+                    code="invalid_api_key",
+                )
+            return
+        origin = request.headers.get("origin")
+        for name in (request.url.hostname, urlsplit(origin).hostname if origin else LOCAL[0]):
+            if name not in LOCAL:
+                raise ApiError(
+                    403,
+                    f"requests for or from {one_line(str(name), limit=100)} need a key",
+                    code="origin_refused",
+                )
+
+    async def _chat(self, request: Request) -> Response:
+        return await self._answer(request, ChatRequest)
+
+    async def _complete(self, request: Request) -> Response:
+        return await self._answer(request, CompletionRequest)
+
+    async def _answer(self, request: Request, kind: Any) -> Response:
+        self._check(request)
+        wanted = read_request(kind, await _body(request), model=self._name)
+        asks = self._model.submit(wanted.asks())
+        answer = _Answer(
+            asks,
+            Objects(self._name, is_chat=kind is ChatRequest),
+            may_call=kind is ChatRequest and wanted.may_call,
+            shows_usage=bool(wanted.stream_options and wanted.stream_options.include_usage),
+        )
+        try:
+            begun = await _while_connected(request, answer.begin())
+            if begun is None:
+                return _nobody(self._model, asks)
+            if wanted.stream:
+                return StreamingResponse(
+                    self._until_gone(answer),
+                    media_type="text/event-stream",
+                    headers={"cache-control": "no-cache"},
+                )
+            whole = await _while_connected(request, answer.whole())
+            return _nobody(self._model, asks) if whole is None else JSONResponse(whole)
+        except BaseException:
+            self._model.drop(asks)
+            raise
+
+    async def _until_gone(self, answer: "_Answer") -> AsyncIterator[str]:
+        """The events of an answer; frees its place if the client goes."""
+        try:
+            async for event in answer.events():
+                yield event
+        finally:
+            self._model.drop(answer.asks)
+
+
+@dataclass
+class _Answer:
+    """The answer to one HTTP request, of one or several prompts."""
+
+    asks: list[Ask]
+    objects: Objects
+    may_call: bool
+    shows_usage: bool
+    usage: Usage = field(default_factory=Usage)
+
+    async def begin(self) -> bool:
+        """Waits until all prompts are being answered.
+
+        Raises:
+            ApiError: if one is refused.
+        """
+        for ask in self.asks:
+            self.usage.prompt += (await ask.next())["prompt_tokens"]
+        return True
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer in one object."""
+        texts, ended = [], []
+        for ask in self.asks:
+            text = ""
+            async for message in ask.rest():
+                text += message.get("text", "")
+                if message["kind"] == "answered":
+                    self.usage.answer += message["tokens"]
+                    ended.append(message["ended"])
+            texts.append(text)
+        return self.objects.whole(texts, ended, self.usage, may_call=self.may_call)
+
+    async def events(self) -> AsyncIterator[str]:
+        """The answer as server-sent events; an error ends them."""
+        try:
+            async for index, message in _merged(self.asks):
+                for value in self._chunks(index, message):
+                    yield _event(value)
+        except ApiError as error:
+            yield _event(error.body())
+            return
+        if self.shows_usage:
+            yield _event(self.objects.usage(self.usage))
+        yield "data: [DONE]\n\n"
+
+    _held: dict[int, str] = field(default_factory=dict)
+
+    def _chunks(self, index: int, message: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        if index not in self._held:
+            self._held[index] = ""
+            if self.objects.is_chat:
+                yield self.objects.first(index)
+        if message["kind"] == "piece":
+            if self.may_call:
+                self._held[index] += message["text"]  # only its end shows whether it is a call
+            else:
+                yield self.objects.piece(index, message["text"])
+            return
+        self.usage.answer += message["tokens"]
+        text, calls = find_tool_calls(self._held[index]) if self.may_call else (None, [])
+        if text:
+            yield self.objects.piece(index, text)
+        if calls:
+            yield self.objects.calls(index, calls)
+        yield self.objects.last(index, "tool_calls" if calls else message["ended"])
+
+
+async def _merged(asks: Sequence[Ask]) -> AsyncIterator[tuple[int, dict[str, Any]]]:
+    """The messages of several prompts as they come, with the prompt's index.
+
+    Raises:
+        ApiError: if one will have no answer.
+    """
+    if len(asks) == 1:
+        async for message in asks[0].rest():
+            yield 0, message
+        return
+    found: asyncio.Queue[tuple[int, dict[str, Any] | ApiError]] = asyncio.Queue()
+
+    async def pass_on(index: int) -> None:
+        try:
+            async for message in asks[index].rest():
+                found.put_nowait((index, message))
+        except ApiError as error:
+            found.put_nowait((index, error))
+
+    readers = [asyncio.create_task(pass_on(index)) for index in range(len(asks))]
+    try:
+        left = len(asks)
+        while left:
+            index, news = await found.get()
+            if isinstance(news, ApiError):
+                raise news
+            left -= news["kind"] == "answered"
+            yield index, news
+    finally:
+        for reader in readers:
+            reader.cancel()
+
+
+def _event(value: dict[str, Any]) -> str:
+    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
+
+
+async def _body(request: Request) -> bytes:
+    """The body of a request.
+
+    Raises:
+        ApiError: if it is too large, or takes too long.
+    """
+    data = bytearray()
+    try:
+        async with asyncio.timeout(_BODY_S):
+            async for chunk in request.stream():
+                data += chunk
+                if len(data) > _BODY_BYTES:
+                    raise ApiError(
+                        413, f"the body has more than {_BODY_BYTES >> 20} MiB", code="body_too_large"
+                    )
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {_BODY_S:g} s", code="timeout") from None
+    except ClientDisconnect:
+        raise ApiError(400, "the client has gone", code="disconnected") from None
+    return bytes(data)
+
+
+async def _while_connected(request: Request, work: Any) -> Any:
+    """The result of `work`; None if the client goes before, which ends the work.
+
+    Raises:
+        ApiError: that of the work.
+    """
+    working, gone = asyncio.create_task(work), asyncio.create_task(_gone(request))
+    try:
+        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        for task in (working, gone):
+            task.cancel()
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _nobody(model: ModelProcess, asks: list[Ask]) -> Response:
+    """What is sent to a client that has gone; frees its places."""
+    model.drop(asks)
+    return Response(status_code=499)
+
+
+async def _show_error(request: Request, error: Exception) -> Response:
+    del request
+    assert isinstance(error, ApiError)
+    headers = {"retry-after": str(error.retry_after_s)} if error.retry_after_s is not None else None
+    return JSONResponse(error.body(), status_code=error.status, headers=headers)
+
+
+async def _show_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    path = one_line(request.url.path, limit=100)
+    what = f"{request.method} {path}: {error.detail}"
+    return await _show_error(request, ApiError(error.status_code, what))
+
+
+class _Protocol(H11Protocol):
+    """HTTP that drops a client which does not send the head of a request in time."""
+
+    _timer: asyncio.TimerHandle | None = None
+    _before: object = None  # the request before the head that the timer waits for
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._expect_head()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._is_between() and (self._timer is None or self._before is not self.cycle):
+            self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _expect_head(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._before = self.cycle
+        self._timer = self.loop.call_later(_HEADERS_S, self._drop_if_silent)
+
+    def _drop_if_silent(self) -> None:
+        self._timer = None
+        if self.cycle is self._before and self._is_between():
+            self.transport.close()
+
+    def _is_between(self) -> bool:
+        """Whether no request is being answered."""
+        cycle: RequestResponseCycle | None = self.cycle  # None before the first request
+        return cycle is None or cycle.response_complete
+
+
+class _Server(Server):
+    """uvicorn's server without its own handlers of signals."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def serve(
+    model: ModelProcess,
+    bound: socket.socket,
+    *,
+    name: str,
+    keys: Keys,
+    grace_s: float,
+    on_ready: Callable[[], None],
+    created: int,
+) -> None:
+    """Loads the model and serves until a signal comes, or the model's process cannot be restarted.
+
+    Args:
+        model: not started yet.
+        bound: from `listen`.
+        name: of the model, for clients.
+        keys: that clients may send.
+        grace_s: seconds that running answers have after SIGTERM or Ctrl-C; a second signal ends them at once.
+        on_ready: called when requests are accepted.
+        created: seconds since 1970, for clients.
+
+    Raises:
+        UnisonoError: if the model is refused, or its process died twice.
+    """
+    signals: asyncio.Queue[int] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, signals.put_nowait, number)
+    stop = asyncio.create_task(signals.get())
+    model.start()
+    try:
+        await _first(stop, model.ready.wait(), model.ended.wait())
+        if model.failure is not None:
+            raise model.failure
+        if stop.done():
+            return
+        app = Api(model, name=name, keys=keys, created=created).app
+        config = Config(
+            app, http=_Protocol, ws="none", lifespan="off", loop="asyncio", log_config=None, access_log=False,
+            server_header=False, timeout_keep_alive=_KEEP_ALIVE_S, limit_concurrency=_CONNECTIONS,
+            timeout_graceful_shutdown=_CLOSE_S,
+        )  # fmt: skip
+        server = _Server(config)
+        serving = asyncio.create_task(server.serve(sockets=[bound]))
+        while not server.started and not serving.done():
+            await asyncio.sleep(0.01)
+        on_ready()
+        await _first(stop, model.ended.wait())
+        if model.failure is None:
+            model.end()
+            second = asyncio.create_task(signals.get())
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(_first(second, model.idle.wait(), model.ended.wait()), grace_s)
+            second.cancel()
+        model.close()
+        server.should_exit = True
+        await serving
+    finally:
+        model.close()
+        stop.cancel()
+    if model.failure is not None and not model.is_ending:
+        raise model.failure
+
+
+async def _first(task: "asyncio.Task[int]", *others: Any) -> None:
+    """Waits for the first of them."""
+    waits = [asyncio.ensure_future(other) for other in others]
+    try:
+        await asyncio.wait((task, *waits), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()

@@ -1,0 +1,149 @@
+"""What happens to answers when clients go, places run out, or a process ends. Run: pytest tests/serve/test_ends.py"""
+
+import json
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+import openai
+import psutil
+import pytest
+
+from tests.serve.conftest import LIMIT_S, Serve, Served, Stream, wait_until
+from unisono.serve.model_process import ROWS, WAITING
+
+pytestmark = pytest.mark.slow
+LONG = 6000  # tokens: longer than any of these tests takes
+
+
+def text_of(event: dict[str, Any]) -> str:
+    return str(event["choices"][0]["text"])
+
+
+def next_event(stream: Stream) -> dict[str, Any]:
+    return next(stream.events())
+
+
+def test_a_client_that_goes_frees_its_place_and_a_full_queue_is_refused(serve: Serve, endless: Path) -> None:
+    served = serve(endless)
+    running = [served.stream(max_tokens=LONG) for _ in range(ROWS)]
+    for stream in running:
+        assert text_of(next_event(stream)) is not None
+    waiting = [served.stream(max_tokens=LONG) for _ in range(WAITING)]
+    wait_until(lambda: served.post(max_tokens=1).status == 429)
+    reply = served.post(max_tokens=1)
+    assert reply.status == 429
+    assert int(reply.retry_after or 0) >= 1
+    error = reply.body["error"]
+    assert error["type"] == "rate_limit_error"
+    assert f"{WAITING} requests wait" in error["message"]
+    running[3].close()
+    assert text_of(next_event(waiting[0])) is not None  # while the others are still being answered
+    assert text_of(next_event(running[0])) is not None
+    half = waiting[1].connection  # one that waits and goes frees its place in the queue
+    half.shutdown(socket.SHUT_RDWR)
+    for stream in (*running[:3], *running[4:], waiting[0], *waiting[2:]):
+        stream.close()
+    assert served.post(max_tokens=1).status == 200
+    assert served.end() == 0
+
+
+def test_connections_that_say_nothing_delay_nobody_and_are_dropped(serve: Serve, endless: Path) -> None:
+    served = serve(endless)
+    silent = [served.connect() for _ in range(5)]
+    silent[0].sendall(b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-le")
+    silent[1].sendall(b"GET /v1/models HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
+    assert silent[1].recv(100).startswith(b"HTTP/1.1 200")
+    silent[1].sendall(b"GET /v1/mod")  # and then no more
+    silent[2].sendall(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc")  # TLS
+    assert served.post(max_tokens=2).status == 200
+    for connection in silent[:4]:
+        while connection.recv(4096):
+            pass
+    silent[4].close()
+    served.connect("POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 5000\r\n\r\n{")
+    assert served.end() == 0  # not delayed by the body that never comes
+
+
+def test_sigterm_completes_running_answers_and_refuses_others(serve: Serve, endless: Path) -> None:
+    served = serve(endless)
+    stream = served.stream(max_tokens=1500)
+    first = next_event(stream)
+    served.process.send_signal(signal.SIGTERM)
+    wait_until(lambda: refused(served))
+    events = list(stream.events())
+    assert events[-1]["choices"][0]["finish_reason"] == "length"
+    assert served.process.wait(LIMIT_S) == 0
+    assert text_of(first) is not None
+
+
+def refused(served: Served) -> bool:
+    reply = served.post(max_tokens=1)
+    if reply.status == 503:
+        assert reply.body["error"]["code"] == "ending"
+    return reply.status == 503
+
+
+@pytest.mark.parametrize("second", [False, True])
+def test_an_answer_that_outlives_the_grace_or_a_second_signal_is_cut_with_an_error(
+    serve: Serve,
+    endless: Path,
+    second: bool,  # noqa: FBT001
+) -> None:
+    served = serve(endless, "--grace", 100 if second else 0.2)
+    stream = served.stream(max_tokens=8000)
+    next_event(stream)
+    served.process.send_signal(signal.SIGTERM)
+    if second:
+        wait_until(lambda: refused(served))
+        served.process.send_signal(signal.SIGTERM)
+    *_, last = stream.events()
+    assert last["error"]["code"] == "ending"
+    assert served.process.wait(LIMIT_S) == 0
+
+
+def test_the_death_of_the_model_is_a_503_then_a_restart_and_then_the_end(serve: Serve, endless: Path) -> None:
+    served = serve(endless)
+    wanted = served.post(max_tokens=8).body["choices"][0]["text"]
+    stream = served.stream(max_tokens=LONG)
+    next_event(stream)
+    task = served.task()
+    task.kill()
+    *_, last = stream.events()
+    assert last["error"]["code"] == "model_lost"
+    again = served.post(max_tokens=8)  # waits for the restart
+    assert again.body["choices"][0]["text"] == wanted
+    new = served.task()
+    assert new.pid != task.pid
+    stream = served.stream(max_tokens=LONG)
+    next_event(stream)
+    new.kill()
+    *_, last = stream.events()
+    assert last["error"]["code"] == "model_lost"
+    out, err = served.process.communicate(timeout=LIMIT_S)
+    assert served.process.returncode == 5
+    verdict = json.loads(out.splitlines()[-1])["verdict"]
+    assert verdict["cause"] == "rank_killed"
+    assert "SIGKILL" in verdict["summary"]
+    assert err.count("WHAT ") == 2
+    assert "loaded again" in err
+
+
+def test_no_process_outlives_the_server(serve: Serve, endless: Path) -> None:
+    served = serve(endless)
+    task = served.task()
+    served.process.kill()
+    served.process.wait(LIMIT_S)
+    assert psutil.wait_procs([task], timeout=LIMIT_S)[1] == []
+
+
+def test_the_official_client_sees_an_error_in_the_middle_of_a_stream(serve: Serve, endless: Path) -> None:
+    served = serve(endless)
+    chunks = served.client.completions.create(
+        model=served.model, prompt="what", max_tokens=LONG, temperature=0, stream=True
+    )
+    next(iter(chunks))
+    served.task().kill()
+    with pytest.raises(openai.APIError, match="process of the model ended"):
+        list(chunks)
