@@ -8,6 +8,8 @@ import pytest
 from tests.diffusion.making import write_pictures, write_pipeline
 from tests.ranks.conftest import Done, Workshop
 from unisono.config import RunConfig
+from unisono.files import write_json
+from unisono.plan import RunPlan
 
 SIZES = ((32, 32), (48, 24), (24, 48), (40, 32))
 
@@ -16,6 +18,13 @@ class Studio(Workshop):
     """Makes runs on pictures."""
 
     kinds = {"diffusion": {}}  # noqa: RUF012 - as in the class above
+
+    def alone(self, plan: RunPlan) -> Done:
+        """One rank, in this process; the directory has what a front writes, so that it can be exported."""
+        done = super().alone(plan)
+        write_json(done.directory / "plan.json", plan.to_json())
+        write_json(done.directory / "result.json", {"outcome": done.result["outcome"]})
+        return done
 
     def _config(self, sections: dict[str, Any], out: Path, strategy: str) -> RunConfig:
         raw: dict[str, Any] = {

@@ -124,7 +124,7 @@ class Workshop:
             more: `faults`, and config sections over those of the kind.
         """
         faults = more.pop("faults", {})
-        if KINDS[kind].get("model", {}).get("quantize"):
+        if self.kinds[kind].get("model", {}).get("quantize"):
             needs.package("bitsandbytes")
         out = self._folder()
         config = self._config(self.kinds[kind] | more, out, strategy)

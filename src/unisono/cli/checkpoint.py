@@ -29,6 +29,15 @@ def export(
         bool, typer.Option("--merge", help="Merge the adapter into the weights of its base model.")
     ] = False,
     step: Step = None,
+    format_: Annotated[
+        str | None,
+        typer.Option(
+            "--format",
+            metavar="FORMAT",
+            help="Of the LoRA of an image model: diffusers, or kohya for A1111 and ComfyUI.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Write the adapter, or the whole model, with tokenizer, chat template and generation_config."""
     from unisono.cli.llamafactory_file import read_inference_file, split_prompt
@@ -36,6 +45,8 @@ def export(
     from unisono.errors import UsageError
     from unisono.supervise.task_process import run_task
 
+    if format_ not in (None, "diffusers", "kohya"):
+        raise UsageError.of(f"--format {format_} is unknown", where="--format", fix="use diffusers or kohya")
     out, overrides = split_prompt(out, overrides)
     given = read_inference_file(target, overrides)
     request = given.export(merge=merge) if given else {"target": target, "merge": merge}
@@ -45,7 +56,7 @@ def export(
         raise UsageError.of("there is no directory to write to", where="OUT", fix="add one, e.g. `merged`")
     printer = output()
     with Progress(printer) as progress:
-        result = run_task("export", request | {"step": step}, on_message=progress.show)
+        result = run_task("export", request | {"step": step, "format": format_}, on_message=progress.show)
     if printer.json:
         printer.emit({"schema": 1, **result})
         return
@@ -59,6 +70,12 @@ def _lines(result: dict[str, Any]) -> list[str]:
     lines = [
         f"{result['out']}: {result['what']}, {show_bytes(result['bytes'])}, of {one_line(result['description'])}"
     ]
+    if result.get("pictures"):
+        file = next(f"{result['out']}/{name}" for name in result["files"] if name.endswith(".safetensors"))
+        loads = "copy it to models/loras of ComfyUI, or models/Lora of A1111"
+        if result["format"] == "diffusers":
+            loads = f"pipeline.load_lora_weights({result['out']!r}) of diffusers loads it"
+        return [*lines, f"  {file}: {loads}"]
     if result["merged"]:
         difference = result["logits_differ_by"]
         lines.append(

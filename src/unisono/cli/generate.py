@@ -76,8 +76,8 @@ def generate(
         Path | None,
         typer.Option(
             "--out",
-            metavar="FILE",
-            help="Write the answers to this file, one JSON object per line.",
+            metavar="FILE|DIR",
+            help="Write the answers to this file, one JSON object per line; or the pictures of an image model into this directory.",
             show_default=False,
         ),
     ] = None,
@@ -105,10 +105,35 @@ def generate(
         bool, typer.Option("--raw", help="Continue the prompt without applying a chat template.")
     ] = False,
     step: Step = None,
+    number: Annotated[
+        int,
+        typer.Option(min=1, max=10_000, help="Image model: pictures to draw, with the seeds from --seed on."),
+    ] = 1,
+    steps: Annotated[int, typer.Option(min=1, max=1000, help="Image model: denoising steps.")] = 30,
+    guidance: Annotated[
+        float, typer.Option(min=0.0, help="Image model: scale of the guidance by the prompt.")
+    ] = 7.5,
+    size: Annotated[
+        str | None,
+        typer.Option(
+            metavar="WIDTHxHEIGHT",
+            help="Image model: size in pixels; default: that of the training.",
+            show_default=False,
+        ),
+    ] = None,
+    negative: Annotated[
+        str | None, typer.Option(help="Image model: what pictures should not show.", show_default=False)
+    ] = None,
 ) -> None:
-    """Answer one prompt, or each prompt of a file. Answers go to stdout, everything else to stderr."""
+    """Answer one prompt, or each prompt of a file; with an image model, draw pictures. Answers go to stdout, everything else to stderr."""
     from unisono.cli.llamafactory_file import read_inference_request, split_prompt
     from unisono.errors import UsageError
+    from unisono.rundir.records import is_image_model
+
+    if is_image_model(Path(target).expanduser()):
+        drawing = {"number": number, "steps": steps, "guidance": guidance, "negative": negative, "seed": seed}
+        _draw({"target": target, "step": step, **drawing, **_size(size)}, prompt, out)
+        return
 
     prompt, overrides = split_prompt(prompt, overrides)
     if prompt is not None and file is not None:
@@ -139,6 +164,39 @@ def generate(
     }
     result = _run(request, streams=file is None and out is None and not output().json)
     _hand_over(result["answers"], out=out, single=file is None)
+
+
+def _size(size: str | None) -> dict[str, int]:
+    """`width` and `height` of `512x768`; nothing without a size."""
+    import re
+
+    from unisono.errors import UsageError
+
+    if size is None:
+        return {}
+    found = re.fullmatch(r"([1-9]\d{0,4})[x×]([1-9]\d{0,4})", size)
+    if found is None:
+        raise UsageError.of(f"{size!r} is not a size", where="--size", fix="write it as 512x768, in pixels")
+    return {"width": int(found[1]), "height": int(found[2])}
+
+
+def _draw(request: dict[str, Any], prompt: str | None, out: Path | None) -> None:
+    """Draws pictures of a prompt into a directory."""
+    from unisono.errors import UsageError
+
+    if out is None:
+        raise UsageError.of(
+            "there is no directory for the pictures", where="--out", fix="add e.g. --out pictures"
+        )
+    if out.exists() and not out.is_dir():
+        raise UsageError.of(f"{out} is not a directory", where="--out", fix="pass a directory")
+    result = _run_task("draw", request | {"prompt": _prompt(prompt), "out": str(out)})
+    printer = output()
+    if printer.json:
+        printer.emit({"schema": 1, **result})
+        return
+    for file in result["files"]:
+        printer.result(file)
 
 
 def _prompt(prompt: str | None) -> str:

@@ -13,6 +13,7 @@ from unisono.cli.terminal import first_screen
 from unisono.errors import Problem
 from unisono.events import Message
 from unisono.plan import RunPlan
+from unisono.rundir.records import is_image_model
 from unisono.text import columns, one_line, shortened, show_bytes, show_count, show_seconds
 
 _PLAIN_EVERY_S = 15.0
@@ -278,8 +279,7 @@ def ending(result: Message, cwd: Path, *, alone: bool = False, reward: bool = Fa
     if result.get("outcome") == "completed":
         weights = _near(str(result.get("weights") or output_dir), cwd)
         run = shlex.quote(_near(output_dir, cwd))
-        following = f"unisono eval {run} --data PAIRS" if reward else f"unisono chat {run}"
-        return [*lines, f"result: {weights}", f"next:   {following}"]
+        return [*lines, f"result: {weights}", f"next:   {_following(run, Path(output_dir), reward=reward)}"]
     checkpoint = result.get("checkpoint")
     none = "there is no checkpoint yet"
     if verdict.get("cause") == "output_removed":  # its checkpoints are where the directory went
@@ -288,6 +288,13 @@ def ending(result: Message, cwd: Path, *, alone: bool = False, reward: bool = Fa
     if result.get("exit_code") in (75, 130):
         lines.append("next:   the same command " + ("resumes from it" if checkpoint else "starts at step 1"))
     return lines
+
+
+def _following(run: str, directory: Path, *, reward: bool) -> str:
+    """The command to use a finished run with."""
+    if is_image_model(directory):
+        return f'unisono generate {run} "a prompt" --out pictures'
+    return f"unisono eval {run} --data PAIRS" if reward else f"unisono chat {run}"
 
 
 def _evaluation(figures: dict[str, Any]) -> list[str]:

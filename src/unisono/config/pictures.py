@@ -78,6 +78,10 @@ class DiffusionSection(Section):
         default=None,
         description="with `adapter.targets: unet+text`: learning rate of the text encoders; null: optim.lr",
     )
+    prompts: list[Annotated[str, Field(min_length=1)]] = Field(
+        default=[],
+        description="prompts of sample pictures, which are drawn at each evaluation into `samples/`, beside those of `eval.samples`",
+    )
     sample_steps: int = Field(default=20, ge=1, le=1000, description="denoising steps of sample pictures")
     guidance: NotNegative = Field(
         default=7.5, description="scale of the classifier-free guidance of sample pictures; up to 1: none"

@@ -412,7 +412,10 @@ class EvalSection(Section):
         description="generate answers for all evaluation rows before step 1 and at the end, and compare them with the references",
     )
     samples: int = Field(
-        default=0, ge=0, le=100, description="number of evaluation rows to generate sample answers for"
+        default=0,
+        ge=0,
+        le=100,
+        description="number of evaluation rows to generate sample answers for, or sample pictures of their captions",
     )
     sample_tokens: int = Field(default=64, ge=1, description="maximum number of tokens of a sample answer")
 

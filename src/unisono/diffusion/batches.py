@@ -92,6 +92,17 @@ class PictureLoader:
                 )
         return self._batch(uses)
 
+    def sample(self, picture: int) -> tuple[str, tuple[int, int]]:
+        """The caption and the size of a picture."""
+        entry = self._entries[picture]
+        return str(entry["caption"]), (int(entry["size"][0]), int(entry["size"][1]))
+
+    @property
+    def usual_size(self) -> tuple[int, int]:
+        """The most frequent size of pictures."""
+        sizes = [self.sample(i)[1] for i in range(len(self._entries))]
+        return max(sizes, key=sizes.count)
+
     def _batch(self, uses: list[PictureUse]) -> PictureBatch:
         captions = {use.caption for use in uses} if self._captions_are_cached else ()
         return PictureBatch(uses, {caption: self._states(caption) for caption in captions})

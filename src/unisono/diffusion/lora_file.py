@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from unisono.checkpoint.manifest import FileEntry
 from unisono.checkpoint.state import bytes_of, dtype_name
 from unisono.checkpoint.writer import TensorPart, write_tensor_file
-from unisono.diffusion.pipeline import Denoiser
+from unisono.diffusion.pipeline_files import Pipeline
 from unisono.errors import ModelError
 from unisono.files import write_json
 from unisono.plan import RunPlan
@@ -70,9 +70,8 @@ class LoraFile:
     sgm: int = 0
 
 
-def lora_of(denoiser: Denoiser, alpha: float) -> LoraFile:
-    """The LoRA that a denoiser has in memory."""
-    tensors = dict(denoiser.named_parameters())
+def lora_of(tensors: Mapping[str, torch.Tensor], alpha: float) -> LoraFile:
+    """The LoRA among the parameters of a denoiser, by their names there."""
     layers = {}
     for name, down in tensors.items():
         found = re.fullmatch(r"(unet|text_encoder|text_encoder_2)\.(.*)\.lora_A\.default\.weight", name)
@@ -86,14 +85,14 @@ def lora_of(denoiser: Denoiser, alpha: float) -> LoraFile:
     return LoraFile(layers)
 
 
-def write_lora(denoiser: Any, plan: RunPlan, directory: Path) -> dict[str, FileEntry]:
+def write_lora(denoiser: torch.nn.Module, plan: RunPlan, directory: Path) -> dict[str, FileEntry]:
     """Writes the result of a run: the file for diffusers, and what it was trained on.
 
     Raises:
         OSError: if the storage fails.
     """
     assert plan.config.adapter is not None
-    file = lora_of(denoiser, plan.config.adapter.alpha)
+    file = lora_of(dict(denoiser.named_parameters()), plan.config.adapter.alpha)
     entry = write_diffusers(file, directory / LORA_FILE)
     write_json(
         directory / SETTINGS_FILE,
@@ -370,3 +369,62 @@ def _hashes(tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> di
     begin = 8 + int.from_bytes(content[:8], "little")
     legacy = hashlib.sha256(content[0x100000 : 0x100000 + 0x10000]).hexdigest()[:8]
     return {"sshash_model_hash": hashlib.sha256(content[begin:]).hexdigest(), "sshash_legacy_hash": legacy}
+
+
+def kohya_metadata(file: LoraFile, plan: RunPlan | None, pipeline: Pipeline | None) -> dict[str, str]:
+    """The metadata that sd-scripts writes and other tools show, as far as they are known."""
+    ranks, alphas = (
+        {f(layer) for layer in file.layers.values()} for f in (lambda o: o.rank, lambda o: o.scale)
+    )
+    found = {
+        "ss_network_module": "networks.lora",
+        "ss_network_dim": str(max(ranks)) if len(ranks) == 1 else "Dynamic",
+        "ss_network_alpha": f"{max(alphas):g}" if len(alphas) == 1 else "Dynamic",
+        "modelspec.architecture": "stable-diffusion-xl-v1-base/lora"
+        if file.sgm
+        else "stable-diffusion-v1/lora",
+    }
+    if pipeline is not None:
+        is_v2 = pipeline.unet.get("cross_attention_dim") == 1024 and not pipeline.is_xl
+        version = "sdxl_base_v1-0" if pipeline.is_xl else "sd_v2" if is_v2 else "sd_v1"
+        found |= {"ss_base_model_version": version, "ss_v2": str(is_v2)}
+        found["modelspec.architecture"] = f"{_ARCHITECTURES[version]}/lora"
+    if plan is not None:
+        config, train = plan.config, plan.data.train
+        assert config.adapter is not None
+        section = config.diffusion
+        found |= {
+            "ss_sd_model_name": Path(config.model.path).name,
+            "ss_learning_rate": str(config.optim.lr),
+            "ss_text_encoder_lr": str(section.text_lr or config.optim.lr),
+            "ss_network_dropout": str(config.adapter.dropout),
+            "ss_num_train_images": str(train.sequences),
+            "ss_num_epochs": str(round(plan.total_sequences / max(1, train.sequences))),
+            "ss_max_train_steps": str(plan.total_steps),
+            "ss_steps": str(plan.total_steps),
+            "ss_batch_size_per_device": str(plan.micro_batch),
+            "ss_total_batch_size": str(plan.global_batch),
+            "ss_lr_scheduler": config.optim.schedule,
+            "ss_optimizer": "torch.optim.adamw.AdamW",
+            "ss_mixed_precision": {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}[plan.dtype],
+            "ss_seed": str(config.seed),
+            "ss_clip_skip": str(section.clip_skip),
+            "ss_min_snr_gamma": str(section.min_snr_gamma),
+            "ss_noise_offset": str(section.noise_offset or None),
+            "ss_caption_dropout_rate": str(section.caption_dropout),
+            "ss_shuffle_caption": str(section.shuffle_captions),
+            "ss_keep_tokens": str(section.keep_tokens),
+            "ss_prior_loss_weight": str(section.prior_weight),
+            "ss_cache_latents": str(section.cache),
+            "ss_enable_bucket": str(section.buckets),
+            "ss_resolution": str(config.data.resolution),
+            "ss_output_name": Path(plan.output_dir).name,
+        }
+    return found
+
+
+_ARCHITECTURES = {
+    "sd_v1": "stable-diffusion-v1",
+    "sd_v2": "stable-diffusion-v2-512",
+    "sdxl_base_v1-0": "stable-diffusion-xl-v1-base",
+}

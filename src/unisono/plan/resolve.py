@@ -112,7 +112,9 @@ def resolve_plan(given: PlanInputs) -> RunPlan:
         total_sequences=total_sequences,
         steps_per_epoch=per_epoch,
         warmup_steps=Warmup.parse(config.optim.warmup).steps(total_steps),
-        eval_every=_period(config.eval.every, config, data) if data.eval else None,
+        eval_every=_period(config.eval.every, config, data)
+        if data.eval or config.diffusion.prompts
+        else None,
         checkpoint_every=_period(config.checkpoint.every, config, data) or total_steps,
         keep_every=_period(config.checkpoint.keep_every, config, data),
         digest_every=_period(config.watch.digest_every, config, data) if strategy == "ddp" else None,
@@ -399,7 +401,7 @@ def _without_effect(config: RunConfig, data: DataSummary, strategy: Strategy, mo
         found.append(
             f"parallel.strategy: {config.parallel.strategy} has no effect: there is one rank; pass --nproc"
         )
-    if data.eval is None:
+    if data.eval is None and not config.diffusion.prompts:
         found += [
             f"eval.{key} has no effect: there are no evaluation rows; set data.eval"
             for key in _changed(config.eval)

@@ -101,6 +101,11 @@ class RunDir:
         return self.root / "tensorboard"
 
     @property
+    def samples(self) -> Path:
+        """Sample pictures of a run on pictures, by step and prompt, and `strip.png` with all of them."""
+        return self.root / "samples"
+
+    @property
     def slurm(self) -> Path:
         """The batch script, the job id, and the output of its fronts; only with `--launcher slurm`."""
         return self.root / "slurm"

@@ -21,6 +21,7 @@ TASKS = {
     "eval": ("evaluate", "run"),
     "predict": ("evaluate", "run_predict"),
     "export": ("export", "run"),
+    "draw": ("picture_tasks", "run_generate"),
     "storage": ("fsspec_storage", "run"),
     "rehearsed": ("read_back", "run"),
     "rows": ("data_tasks", "row_origins"),

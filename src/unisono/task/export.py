@@ -30,6 +30,7 @@ from unisono.files import fsync_dir, read_json, write_json
 from unisono.model.forward import head_values
 from unisono.model.load import SCORE, load_base, load_tokenizer
 from unisono.model.quantization import is_quantized
+from unisono.rundir.records import is_image_model
 from unisono.task.inference import stops_of, template_of
 from unisono.task.loading import adapter_tokenizer, load_target, merge_adapter, stored_dtype, trusts_code
 from unisono.task.target import Target, requested_target, verify_target
@@ -52,6 +53,14 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
         UnfitError: if the storage fails.
     """
     out = _free_place(request["out"])
+    if is_image_model(Path(request["target"]).expanduser()):
+        return _export_lora(request, report, out)
+    if request.get("format"):
+        raise UsageError.of(
+            f"--format {request['format']} is for image models",
+            where="--format",
+            fix="omit it: transformers, vLLM and llama.cpp's converter load the export as it is",
+        )
     target = requested_target(request)
     verify_target(target, report)
     merge = bool(request.get("merge")) and _has_adapter(target)
@@ -86,6 +95,28 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
         "bytes": sum(file.stat().st_size for file in files),
         "reward": target.is_reward,
         **extra,
+    }
+
+
+def _export_lora(request: dict[str, Any], report: Reporter, out: Path) -> dict[str, Any]:
+    from unisono.task.picture_tasks import run_export
+
+    if request.get("merge"):
+        raise UsageError.of(
+            "a LoRA of an image model is not merged",
+            where="--merge",
+            why="diffusers, A1111 and ComfyUI load it beside the model",
+            fix="omit --merge",
+        )
+    report.phase("export", f"writing {out}")
+    with whole_directory(out) as directory:
+        found = run_export(request, report, out, directory)
+    files = sorted(file for file in out.rglob("*") if file.is_file())
+    return {
+        "out": str(out),
+        "files": [str(file.relative_to(out)) for file in files],
+        "bytes": sum(file.stat().st_size for file in files),
+        **found,
     }
 
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from unisono.checkpoint.manifest import user_key
 from unisono.checkpoint.model_manifest import MODEL_MANIFEST, check_model, listed_files, read_digest
 from unisono.checkpoint.store import CheckpointStore, IntactCheckpoint
+from unisono.config.pictures import DIFFUSION
 from unisono.errors import IntegrityError, ModelError, Problem, UsageError
 from unisono.events import Reporter
 from unisono.facts import read_environment
@@ -240,7 +241,11 @@ def _refuse_other_places(name: str, directory: Path) -> None:
 def _of_run(name: str, run: RunDir, step: int | None) -> Target:
     plan = _read_plan(name, run)
     base = Path(plan.model.directory)
-    if not base.is_dir():  # the run was moved, or the built-in model is in a different environment now
+    if not base.is_dir() and plan.config.objective == DIFFUSION:
+        from unisono.diffusion.pipeline_files import locate_pipeline
+
+        base = locate_pipeline(plan.config).root
+    elif not base.is_dir():  # the run was moved, or the built-in model is in a different environment now
         base = locate_model(plan.config.model.path, plan.config.model.revision)
     store = CheckpointStore(run.checkpoints, key=user_key(read_environment().settings_dir))
     if step is not None:
@@ -317,7 +322,8 @@ def _at_step(store: CheckpointStore, plan: RunPlan, step: int) -> IntactCheckpoi
 
 def _at_result(name: str, plan: RunPlan, base: Path, final: Path) -> Target:
     if plan.config.adapter is not None:
-        _refuse_incomplete_adapter(final)
+        if plan.config.objective != DIFFUSION:  # whose file is read with an error of its own
+            _refuse_incomplete_adapter(final)
         return Target(
             name,
             "adapter",

@@ -19,7 +19,8 @@ from unisono.objectives.objective import Counts
 from unisono.text import plain
 from unisono.train import faults
 from unisono.train.front_io import flags_of, outcome_of
-from unisono.train.run import EvaluationBatches, Run, counts_of, load_micro, with_pictures
+from unisono.train.pictures import draw_samples, with_pictures
+from unisono.train.run import EvaluationBatches, Run, counts_of, load_micro
 
 _AGREE_EVERY_TOKENS = 8
 _REPORT_EVERY_S = 2.0  # a short evaluation reports its result only
@@ -151,7 +152,11 @@ def question_of(table: TokenTable, row: int) -> Question | None:
 def show_samples(run: Run, *, step: int) -> None:
     """Sends answers to the first evaluation rows to the front. Rank 0 does it; with sharded weights all ranks take part."""
     section = run.plan.config.eval
-    if run.eval_table is None or not section.samples or not run.plan.answers or run.pictures is not None:
+    if run.pictures is not None:
+        with torch.no_grad(), evaluating(run):
+            draw_samples(run, step=step)
+        return
+    if run.eval_table is None or not section.samples or not run.plan.answers:
         return
     if not run.group.is_main and run.sharded is None:
         return

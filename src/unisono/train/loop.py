@@ -99,9 +99,8 @@ def _advance(run: Run) -> Verdict | None:
     run.state.tokens += batches.tokens
     run.state.loss_tokens += batches.counts.loss_tokens
     last = run.state.step == run.plan.total_steps
-    run.state.evaluation_due = run.eval_table is not None and (
-        last or _is_due(run.plan.eval_every, run.state.step)
-    )
+    evaluates = run.eval_table is not None or bool(run.plan.config.diffusion.prompts)
+    run.state.evaluation_due = evaluates and (last or _is_due(run.plan.eval_every, run.state.step))
     if not outcome.is_sound:
         note_skipped_step(run, batches, outcome)
     _log_step(run, outcome, tokens=batches.tokens)
@@ -134,6 +133,10 @@ def _measure_before(run: Run) -> None:
 
 def _evaluate(run: Run) -> None:
     """Measures loss and metrics on the evaluation rows, and saves the state if it is the best."""
+    if run.eval_table is None:  # there is nothing to measure, only pictures to draw
+        run.state.evaluation_due = False
+        show_samples(run, step=run.state.step)
+        return
     figures = evaluate_rows(run)
     if figures is None:  # a stop request cut it short; evaluation_due stays set, and is saved
         return

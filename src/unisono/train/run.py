@@ -3,7 +3,7 @@
 import hashlib
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -30,6 +30,7 @@ from unisono.watch import Beats
 
 if TYPE_CHECKING:
     from unisono.diffusion.batches import PictureLoader
+    from unisono.diffusion.drawing import Sampler
 
 
 @dataclass(frozen=True)
@@ -378,6 +379,8 @@ class Run:
     """Saves in the background while training continues."""
     pictures: "PictureLoader | None" = None
     """Loads the pictures of the tables' rows; None for text."""
+    sampler: "Sampler | None" = None
+    """Draws sample pictures; set on rank 0 of a run on pictures."""
     root_id: tuple[int, int] | None = None
     """Device and inode of the run's directory; None until it has been read."""
     front_messages: FrontMessages | None = None
@@ -426,28 +429,6 @@ class Run:
     def tokenizer(self) -> Any:
         """The model's tokenizer."""
         return self.forward.loaded.tokenizer
-
-
-def with_pictures(
-    run: Run, table: TokenTable, micro: Micro, units: Sequence[int], places: Sequence[int]
-) -> Micro:
-    """The micro batch with its pictures, of an image model.
-
-    Args:
-        run: the run.
-        table: of the split.
-        micro: of these units.
-        units: rows of the table.
-        places: where in the order of the run each of them is used; for evaluation the units themselves.
-    """
-    if run.pictures is None:
-        return micro
-    is_training = table.split == "train"
-    name = "pictures" if is_training else "evaluation pictures"
-    seeds = [stream_seed(run.plan.config.seed, name, place) for place in places]
-    numbers = table.columns["picture"][list(units)].tolist()
-    load = run.pictures.load if is_training else run.pictures.load_evaluation
-    return replace(micro, pictures=load(numbers, seeds))
 
 
 Place = tuple[tuple[int, ...], tuple[int, ...]]

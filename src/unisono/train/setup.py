@@ -1,7 +1,7 @@
 """Builds a run from its plan: model, data, optimizer, state; fresh or from a checkpoint."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -32,15 +32,13 @@ from unisono.train.optim import (
     build_optimizers,
     scalars_of_a_step,
 )
+from unisono.train.pictures import choose_pictures_forward, load_pictures_model, open_pictures
 from unisono.train.process_group import Alone, Group, world_mesh
 from unisono.train.reference import set_reference
 from unisono.train.run import GeneratorWatch, Run, TrainingData, TrainState, seed_torch
 from unisono.train.saver import Saver, Staging
 from unisono.train.saving import restore
 from unisono.watch import Beats
-
-if TYPE_CHECKING:
-    from unisono.diffusion.batches import PictureLoader
 
 
 def set_up(plan: RunPlan, place: RankPlace, report: Reporter, stop: StopRequest, beats: Beats) -> Run:
@@ -68,7 +66,12 @@ def set_up(plan: RunPlan, place: RankPlace, report: Reporter, stop: StopRequest,
     sharded = shard_model(loaded, world_mesh(device, plan.world_size)) if plan.strategy == "fsdp" else None
     forward = _choose_forward(plan, loaded, sharded)
     loaded.model.train()
-    pictures = _open_pictures(plan, forward) if plan.config.objective == DIFFUSION else None
+    is_main = group.is_main
+    pictures, sampler = (
+        open_pictures(plan, forward, device, draws=is_main)
+        if plan.config.objective == DIFFUSION
+        else (None, None)
+    )
     run = Run(
         plan=faults.plan_of_rank(plan, place.rank),
         place=place,
@@ -85,6 +88,7 @@ def set_up(plan: RunPlan, place: RankPlace, report: Reporter, stop: StopRequest,
         data=data,
         eval_table=eval_table,
         pictures=pictures,
+        sampler=sampler,
         state=TrainState(),
         store=_open_store(files) if group.is_main else None,
         metrics=None,
@@ -120,7 +124,7 @@ def _bind_device(plan: RunPlan) -> torch.device:
 def _load_model(plan: RunPlan, place: RankPlace, device: torch.device) -> LoadedModel:
     seed_torch(plan.config.seed, "weights")
     if plan.config.objective == DIFFUSION:
-        return _load_denoiser(plan, place, device)
+        return load_pictures_model(plan, place, device)
     loaded = load_for_training(
         plan.config,
         directory=Path(plan.model.directory),
@@ -136,40 +140,10 @@ def _load_model(plan: RunPlan, place: RankPlace, device: torch.device) -> Loaded
     return loaded
 
 
-def _load_denoiser(plan: RunPlan, place: RankPlace, device: torch.device) -> LoadedModel:
-    from unisono.diffusion.pipeline import load_denoiser
-
-    loaded = load_denoiser(plan.config, directory=Path(plan.model.directory), dtype=plan.dtype, device=device)
-    faults.change_loaded(plan, place.rank, loaded)
-    return loaded
-
-
-def _open_pictures(plan: RunPlan, forward: Forward) -> "PictureLoader":
-    from unisono.diffusion.batches import PictureLoader
-    from unisono.diffusion.pipeline import PictureForward
-
-    assert isinstance(forward, PictureForward)
-    return PictureLoader(
-        plan.config,
-        Path(plan.data.cache_dir),
-        directory=Path(plan.model.directory),
-        device=forward.alphas.device,
-        timesteps=len(forward.alphas),
-    )
-
-
 def _choose_forward(plan: RunPlan, loaded: LoadedModel, sharded: ShardedRoot | None) -> Forward:
     adapter = plan.config.adapter
     if plan.config.objective == DIFFUSION:
-        from unisono.diffusion.pipeline import choose_picture_forward
-
-        return choose_picture_forward(
-            loaded,
-            plan.config,
-            directory=Path(plan.model.directory),
-            dtype=plan.dtype,
-            gradient_checkpointing=plan.gradient_checkpointing,
-        )
+        return choose_pictures_forward(plan, loaded)
     forward = choose_forward(
         loaded,
         dtype=plan.dtype,

@@ -22,7 +22,8 @@ from unisono.train import faults
 from unisono.train.evaluation import first_sum
 from unisono.train.front_io import flags_of, outcome_of
 from unisono.train.optim import FIXED_SCALARS, lr_factor, scalars_of_a_step
-from unisono.train.run import Run, StepBatches, embedding_noise, load_micro, seed_torch, with_pictures
+from unisono.train.pictures import with_pictures
+from unisono.train.run import Run, StepBatches, embedding_noise, load_micro, seed_torch
 from unisono.train.saving import wait_for_copies
 
 

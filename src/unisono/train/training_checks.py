@@ -16,7 +16,8 @@ from unisono.objectives.objective import Counts, Micro
 from unisono.plan import estimate_memory
 from unisono.text import show_bytes
 from unisono.train.evaluation import evaluating, evaluation_part, first_sum
-from unisono.train.run import Run, StepBatches, counts_of, load_micro, with_pictures
+from unisono.train.pictures import with_pictures
+from unisono.train.run import Run, StepBatches, counts_of, load_micro
 from unisono.train.step import StepOutcome
 
 MAX_SKIPPED = 3
