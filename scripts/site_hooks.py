@@ -18,6 +18,8 @@ from page_checks import BLOCK, DOCS, ROOT, unknown_commands, unknown_keys
 QUERY = ROOT / "docs-theme" / "search-query.js"
 log = logging.getLogger("mkdocs.hooks.site")  # a warning fails the build, since it is strict
 _LINK = re.compile(r'\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s#]*)(#[^)\s]*)?(?: "([^"]*)")?\)')
+_LIST = re.compile(r"^((?![-*|>#\s]|\d+\. ).+)\n(?=(?:-|1\.) )", re.MULTILINE)
+"""A paragraph that a list follows without an empty line."""
 _GENERATED = {"decisions/README.md": "decisions", "reference/causes.md": "reference/causes"}
 """Pages that are followed in the navigation by all others of a folder."""
 WEIGHTS = {"reference/causes/": 2, "decisions/": 0.3, "reference/variables": 0.6}
@@ -73,7 +75,7 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
 
 
 def _relink(text: str, source: Path, folder: Path) -> str:
-    """Links to pages in the other language as addresses; links to the repository's other files as their names."""
+    """Links to pages in the other language as addresses; links to the repository's other files as their names; lists begin a paragraph, as on GitHub."""
 
     def replace(link: re.Match[str]) -> str:
         words, target, anchor, title = link.groups(default="")
@@ -96,7 +98,7 @@ def _relink(text: str, source: Path, folder: Path) -> str:
             return f'<abbr title="{name}{"::" if title else ""}{title}">{words}</abbr>'
         return words if name in words else f"{words} (`{name}`)"
 
-    return _LINK.sub(replace, text)
+    return _LIST.sub(r"\1\n\n", _LINK.sub(replace, text))
 
 
 def on_post_build(*, config: MkDocsConfig) -> None:

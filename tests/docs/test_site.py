@@ -137,3 +137,17 @@ def test_blocks_within_lists_are_checked() -> None:
     assert BLOCK.search(text)
     assert list(unknown_commands(text)) == ["unisono trian x"]
     assert list(unknown_keys(text)) == ["optim.rate"]
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_the_script_of_the_fifth_story_is_named_with_its_rank(tmp_path: Path) -> None:
+    """docs/explanation/reports.md: the command that it shows, and the verdict."""
+    command = [sys.executable, "-m", "unisono", "run", "--", "torchrun", "--nproc-per-node", "2", str(ROOT / "examples" / "unequal_split.py")]  # fmt: skip
+    env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 4, done.stderr
+    assert "[unequal_steps]" in done.stderr + done.stdout
+    assert re.search(r"^WHO +rank 0, host ", done.stderr + done.stdout, re.MULTILINE)
