@@ -5,7 +5,7 @@ from typing import Any
 
 from unisono.model.directory import facts_of_shape
 from unisono.plan import MemoryEstimate, ModelFacts, estimate_memory
-from unisono.plan.memory import packed_bytes
+from unisono.plan.run_plan import packed_bytes
 
 TOKENS = 2048
 RANK = 16

@@ -17,7 +17,7 @@ from unisono.checkpoint.manifest import FileEntry, user_key
 from unisono.checkpoint.model_manifest import write_model_manifest
 from unisono.checkpoint.store import CheckpointStore
 from unisono.checkpoint.writer import TensorPart, write_tensor_file
-from unisono.cli.checkpoint_verify import table
+from unisono.cli.checkpoint import table
 from unisono.rundir import RunDir
 from unisono.rundir.lock import RunLock
 

@@ -12,8 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from unisono.facts.accelerators import DevicesDetails, Holder
-from unisono.facts.machine import numa_node_of, pci_address
+from unisono.facts.machine import DevicesDetails, Holder, numa_node_of, pci_address
 from unisono.facts.nvidia import (
     KernelLine,
     OtherSources,

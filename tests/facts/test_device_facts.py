@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from unisono.facts.accelerators import Holder, Xid
+from unisono.facts.machine import Holder, Xid
 from unisono.facts.nvidia import (
     KernelLine,
     nvidia_devices,

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.nodes.network_namespaces import Namespaces, Own, why_no_namespaces
-from unisono.facts.accelerators import NoGpuUtilization, gpu_utilization
+from unisono.facts.machine import NoGpuUtilization, gpu_utilization
 from unisono.facts.processes import child_states, frozen_cgroup, has_handler, read_stat, wait_channel
 from unisono.facts.tcp import RetransmittingConnection, retransmitting_connections
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from unisono.model.fused_layers import head_log_probs, head_loss, logits_loss, speed_up_lora
+from unisono.model.layers import head_log_probs, head_loss, logits_loss, speed_up_lora
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])

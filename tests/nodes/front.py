@@ -16,8 +16,7 @@ import unisono.doctor.check
 import unisono.launch.train_request
 from unisono.cli.app import main
 from unisono.facts import Probes, package_versions
-from unisono.facts.accelerators import DevicesDetails
-from unisono.facts.machine import DeviceProbe, Gpu
+from unisono.facts.machine import DeviceProbe, DevicesDetails, Gpu
 from unisono.facts.network import NetworkInterface, SystemNetwork
 from unisono.supervise.child_process import Programs
 from unisono.supervise.fork_server import ForkServer

@@ -8,8 +8,14 @@ from pathlib import Path
 
 from tests.launch.test_culprits import plan
 from unisono.causes import Verdict
-from unisono.cluster.ray.cluster_health import RayHead, RayLossFiles, loss_file, ray_head_lost
-from unisono.cluster.ray.node_fronts import JobNode, lost_node_verdict
+from unisono.cluster.ray.node_fronts import (
+    JobNode,
+    RayHead,
+    RayLossFiles,
+    loss_file,
+    lost_node_verdict,
+    ray_head_lost,
+)
 from unisono.launch.attempt_end import with_launcher_cause
 from unisono.launch.outcome import Ending, ending_of
 from unisono.supervise.decision import Decision, NodeLoss

@@ -24,7 +24,7 @@ from unisono.model.forward import Rows, choose_forward
 from unisono.model.load import LoadedModel, load_for_training
 from unisono.model.quantization import is_quantized, weight_bytes
 from unisono.plan import Stream
-from unisono.plan.memory import packed_bytes
+from unisono.plan.run_plan import packed_bytes
 from unisono.train.join import make_rank_report
 from unisono.train.run import TrainingData, load_micro, seed_torch
 

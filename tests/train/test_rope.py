@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConf
 from unisono.config.schema import RopeSection
 from unisono.errors import ModelError
 from unisono.model.forward import Rows, choose_forward
+from unisono.model.layers import context_of, scale_rope
 from unisono.model.load import LoadedModel
-from unisono.model.rope import context_of, scale_rope
 from unisono.task.export import logits_of_probe
 from unisono.task.loading import load_target, merge_adapter
 from unisono.task.target import find_target

@@ -25,8 +25,7 @@ from unisono.doctor.device_selection import (
     transport_rows,
     visible_line,
 )
-from unisono.facts.accelerators import DeviceDetails, DevicesDetails
-from unisono.facts.machine import Processors, read_processors
+from unisono.facts.machine import DeviceDetails, DevicesDetails, Processors, read_processors
 from unisono.facts.nvidia import INSTALL, NO_ANSWER
 
 SEEN = Check(

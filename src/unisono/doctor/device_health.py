@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from unisono.doctor.check import Status
-from unisono.facts.accelerators import DeviceDetails, DevicesDetails, Xid
-from unisono.facts.machine import Processors
+from unisono.facts.machine import DeviceDetails, DevicesDetails, Processors, Xid
 from unisono.text import one_line, show_seconds
 
 Gravity = Literal["grave", "doubtful"]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Literal
 
-from unisono.facts.accelerators import DeviceDetails, DevicesDetails, Holder, Level
+from unisono.facts.machine import DeviceDetails, DevicesDetails, Holder, Level
 from unisono.text import one_line, show_bytes
 
 TransportKind = Literal["nvlink", "p2p", "shm", "net", "broken"]

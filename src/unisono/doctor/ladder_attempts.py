@@ -27,8 +27,7 @@ from unisono.doctor.network_rules import leads_out, usable_interfaces
 from unisono.errors import UnisonoError
 from unisono.events import Message
 from unisono.facts import read_environment
-from unisono.facts.accelerators import DevicesDetails
-from unisono.facts.machine import read_processors
+from unisono.facts.machine import DevicesDetails, read_processors
 from unisono.files import make_private_dir
 from unisono.plan import DeviceChoice
 from unisono.supervise.child_process import DEBUG_COMM, Programs, child_environment, misleading_variables

@@ -11,7 +11,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, Protocol
 
-from unisono.facts.accelerators import (
+from unisono.facts.machine import (
     DeviceDetails,
     DevicesDetails,
     Health,
@@ -21,8 +21,9 @@ from unisono.facts.accelerators import (
     Pair,
     Peer,
     Xid,
+    numa_node_of,
+    pci_address,
 )
-from unisono.facts.machine import numa_node_of, pci_address
 from unisono.facts.processes import holder_of_driver
 
 _NVIDIA = "0x10de"

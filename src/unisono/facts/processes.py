@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from unisono.facts.accelerators import Holder
 from unisono.facts.limits import CGROUP_ROOT, cgroup_folders
+from unisono.facts.machine import Holder
 
 _UTIME, _STIME = 11, 12  # fields of stat after the name and its bracket; the first of them is the state
 _TICKS = os.sysconf("SC_CLK_TCK")

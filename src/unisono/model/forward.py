@@ -20,9 +20,16 @@ from peft.utils import ModulesToSaveWrapper
 
 from unisono.errors import ModelError
 from unisono.model.attention import FLAT_ATTENTION, Merged, UnsupportedAttentionError, merge, register
-from unisono.model.fused_layers import head_log_probs, head_loss, logits_log_probs, logits_loss, speed_up_lora
+from unisono.model.layers import (
+    head_log_probs,
+    head_loss,
+    logits_log_probs,
+    logits_loss,
+    scale_rows_apart,
+    scale_rows_together,
+    speed_up_lora,
+)
 from unisono.model.load import DTYPES, SCORE, LoadedModel
-from unisono.model.rope import scale_rows_apart, scale_rows_together
 
 Layout = Literal["flat", "padded"]
 Head = Literal["chunked", "model"]

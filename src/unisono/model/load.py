@@ -21,6 +21,7 @@ from unisono.model.adapter import BaseChanges, add_adapter
 from unisono.model.directory import no_reward_model, read_model_config, refuse_other_task
 from unisono.model.file_settings import refuse_training
 from unisono.model.files import check_tokenizer_files, read_json_object, read_safetensors_header, weight_files
+from unisono.model.layers import scale_rope
 from unisono.model.quantization import (
     QuantizedLoad,
     count_parameters,
@@ -29,7 +30,6 @@ from unisono.model.quantization import (
     scales_of,
     set_products,
 )
-from unisono.model.rope import scale_rope
 from unisono.text import library_words, nearest
 
 LIBRARY_ERRORS = (

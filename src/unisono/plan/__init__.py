@@ -1,6 +1,5 @@
 """The decisions of a run, made once before the start. Pure: values in, values out; no torch, no clock, no disk."""
 
-from unisono.plan.memory import estimate_memory
 from unisono.plan.resolve import PlanInputs, resolve_plan
 from unisono.plan.run_plan import (
     DataSummary,
@@ -15,6 +14,7 @@ from unisono.plan.run_plan import (
     Strategy,
     Stream,
     deal,
+    estimate_memory,
     permutation,
     steps_for_tokens,
 )

@@ -9,7 +9,6 @@ from unisono.config.fields import Section
 from unisono.config.pictures import DIFFUSION
 from unisono.config.schema import BatchSection, RunConfig, config_digest
 from unisono.errors import ConfigError
-from unisono.plan.memory import estimate_memory
 from unisono.plan.run_plan import (
     DataSummary,
     DeviceChoice,
@@ -21,6 +20,7 @@ from unisono.plan.run_plan import (
     RunPlan,
     Setting,
     Strategy,
+    estimate_memory,
 )
 from unisono.text import Duration, Warmup, show_bytes
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from unisono.events import Message
-from unisono.facts.accelerators import GpuUtilization, gpu_utilization
+from unisono.facts.machine import GpuUtilization, gpu_utilization
 from unisono.facts.processes import (
     ThreadCounters,
     child_states,

@@ -52,7 +52,7 @@ _CHUNK_BYTES = 8 << 20
 _PROGRESS_S = 1.0
 
 
-def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
+def run_storage(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     """Carries out one request.
 
     Raises:

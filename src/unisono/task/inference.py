@@ -19,11 +19,11 @@ from unisono.errors import UsageError
 from unisono.events import Reporter
 from unisono.facts import read_machine
 from unisono.model.forward import Forward, choose_forward
+from unisono.model.layers import context_of
 from unisono.model.load import (
     SCORE,
     LoadedModel,
 )
-from unisono.model.rope import context_of
 from unisono.task.loading import load_target, stored_dtype
 from unisono.task.target import Target, requested_target, verify_target
 

@@ -12,6 +12,7 @@ from unisono.errors import ModelError
 from unisono.model.adapter import fit_base_to_adapter
 from unisono.model.file_settings import ADAPTER_FILE
 from unisono.model.files import odd_weights, read_contents, read_safetensors_header, weight_files
+from unisono.model.layers import take_rope
 from unisono.model.load import (
     DTYPES,
     LIBRARY_ERRORS,
@@ -23,7 +24,6 @@ from unisono.model.load import (
     set_pad_token,
 )
 from unisono.model.quantization import count_parameters, is_quantized, make_dense, quantized_load
-from unisono.model.rope import take_rope
 from unisono.task.target import Target
 from unisono.text import library_words
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from unisono.checkpoint.state import CheckpointReader
 
 
-def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
+def run_rehearsed(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     """Reports the disk space at once, then reads everything.
 
     Raises:

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from unisono.checkpoint.manifest import user_key
 from unisono.child import parse_child_arguments, run_child
-from unisono.cluster.ray.cluster_health import RayHead
 from unisono.cluster.ray.job_attempt import AttemptEnd, JobAttempt, RayJobRequest
 from unisono.cluster.ray.node_fronts import (
     ActorLost,
     JobNode,
     NodeFronts,
+    RayHead,
     lost_node_verdict,
     refuse_different_install,
 )

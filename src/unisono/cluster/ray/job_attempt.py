@@ -11,9 +11,17 @@ from typing import Any, Protocol
 
 from unisono.causes import Verdict
 from unisono.checkpoint.manifest import user_key
-from unisono.cluster.ray.cluster_health import RayHead, loss_file, ray_head_lost
 from unisono.cluster.ray.mirror import Mirror, MirrorThread
-from unisono.cluster.ray.node_fronts import ActorLost, JobNode, NodeFronts, lost_node_verdict, ray_label
+from unisono.cluster.ray.node_fronts import (
+    ActorLost,
+    JobNode,
+    NodeFronts,
+    RayHead,
+    loss_file,
+    lost_node_verdict,
+    ray_head_lost,
+    ray_label,
+)
 from unisono.cluster.ray.ray_cluster import head_endpoint
 from unisono.config import RunConfig
 from unisono.control.protocol import new_token

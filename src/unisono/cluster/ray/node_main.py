@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.child import end_with_front
-from unisono.cluster.ray.cluster_health import RayLossFiles
+from unisono.cluster.ray.node_fronts import RayLossFiles
 from unisono.errors import UnisonoError
 from unisono.events import Message, Reporter
 from unisono.launch.session import train

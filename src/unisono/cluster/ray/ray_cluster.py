@@ -12,8 +12,7 @@ from functools import partial
 from typing import Any
 
 from unisono.cluster.ray import node_actor
-from unisono.cluster.ray.cluster_health import RayHead
-from unisono.cluster.ray.node_fronts import ActorLost, JobNode
+from unisono.cluster.ray.node_fronts import ActorLost, JobNode, RayHead
 from unisono.errors import UnfitError, UsageError
 from unisono.text import one_line, show_bytes
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.causes import Verdict, find_cause
-from unisono.cluster.ray.cluster_health import RayHead, ray_head_lost
+from unisono.cluster.ray.node_fronts import RayHead, ray_head_lost
 from unisono.config import LoadedConfig
 from unisono.errors import Disagreed, RankDied, UsageError
 from unisono.events import Message, Show, notify
