@@ -21,10 +21,10 @@ from unisono.agree.version_rules import KNOWN_BAD, VERSION_RULES
 from unisono.causes.variables import GROUP_MEANING, VARIABLES, Variable
 from unisono.causes.verdict import EXIT_CODES
 from unisono.cli.app import build_app
-from unisono.config.fields import Section
 from unisono.config.llamafactory import SWITCHES, V1_KEYS
 from unisono.config.llamafactory_keys import KEYS, Key
 from unisono.config.schema import RunConfig
+from unisono.config.sections import Section
 from unisono.config.yaml_file import describe_field, section_in
 from unisono.doctor.check import AREAS, Check
 from unisono.doctor.examination import CATALOGUE as CHECKS

@@ -14,7 +14,7 @@ import yaml
 
 from tests.ports import free_port
 from unisono.config import RunConfig
-from unisono.config.preference import PreferenceSection
+from unisono.config.sections import PreferenceSection
 from unisono.launch.node_report import flat_config
 from unisono.launch.train_request import with_absolute_paths
 from unisono.rundir.lock import RunLock

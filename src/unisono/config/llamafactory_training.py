@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 from unisono.config.llamafactory_keys import KEYS, PREFERENCE_STAGES, Draft, Values
-from unisono.config.preference import keys_of
 from unisono.config.schema import RunConfig
+from unisono.config.sections import keys_of
 from unisono.errors import Problem
 
 

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from unisono.config.fields import NotNegative, Positive, Section, Share
+from unisono.config.sections import NotNegative, Positive, Section, Share
 
 DIFFUSION = "diffusion"
 

@@ -15,24 +15,28 @@ from pydantic import (
     model_validator,
 )
 
-from unisono.config.fields import (
+from unisono.config.lf_template import lf_name
+from unisono.config.pictures import DIFFUSION, DiffusionSection, TargetWord
+from unisono.config.sections import (
+    PAIRS,
+    PREFERENCE,
     BytesText,
     DateText,
     DurationText,
     NotNegative,
+    Objective,
     PatienceText,
     Pattern,
     Positive,
+    PreferenceSection,
     SecondsText,
     Section,
     Share,
     StorageText,
     WarmupText,
     float_of_yaml,
+    keys_of,
 )
-from unisono.config.lf_template import lf_name
-from unisono.config.pictures import DIFFUSION, DiffusionSection, TargetWord
-from unisono.config.preference import PAIRS, PREFERENCE, Objective, PreferenceSection, keys_of
 from unisono.config.yaml_file import Takes
 
 _ROUNDING = 1e-6  # of a sum of probabilities, which people write with few digits

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from unisono.config.lf_template import lf_name, lf_template_of
-from unisono.config.preference import PREFERENCE, RATINGS, sides_of
 from unisono.config.schema import MixSection, RunConfig, SourceSection
+from unisono.config.sections import PREFERENCE, RATINGS, sides_of
 from unisono.data.encode import Encoder, RowEncoder
 from unisono.data.ingest import Ingest, Progress, UsableRows, expected_rows, explain_fit
 from unisono.data.lf_encoder import LfEncoder

@@ -9,8 +9,8 @@ from typing import Literal
 
 import numpy as np
 
-from unisono.config.preference import PAIRS, PREFERENCE, RATINGS
 from unisono.config.schema import DataSection
+from unisono.config.sections import PAIRS, PREFERENCE, RATINGS
 from unisono.data.encode import RowEncoder
 from unisono.data.formats import COLUMNS, FormatName, detect, shown
 from unisono.data.preference_rows import is_rated, sides_in

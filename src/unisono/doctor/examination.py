@@ -46,13 +46,8 @@ from unisono.events import Show
 from unisono.facts import read_environment, take_token
 from unisono.facts.storage import leave_nonce, remove_nonce
 from unisono.files import make_private_dir
-from unisono.launch.node_report import (
-    look_at_files,
-    look_at_output,
-    make_node_report,
-    party_of,
-    report_early_refusal,
-)
+from unisono.launch.meeting_entry import party_of, report_early_refusal
+from unisono.launch.node_report import look_at_files, look_at_output, make_node_report
 from unisono.launch.train_request import TrainRequest
 from unisono.rendezvous.party import NONCE_FILE, BackgroundWork, ChannelFacts, MakeReport, Party
 from unisono.rendezvous.remote_fronts import SshFronts, start_others, token_of_step

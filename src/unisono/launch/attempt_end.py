@@ -17,7 +17,7 @@ from unisono.events import Show, notify
 from unisono.files import open_plain, parse_json
 from unisono.launch.curve_drawing import Drawing
 from unisono.launch.head_nodes import HeadNodes
-from unisono.launch.node_report import is_about_nodes
+from unisono.launch.meeting_entry import is_about_nodes
 from unisono.launch.outcome import Ending, ending_of
 from unisono.launch.output_watch import CAUSE as OUTPUT_REMOVED
 from unisono.launch.output_watch import OutputWatch

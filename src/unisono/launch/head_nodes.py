@@ -16,7 +16,7 @@ from unisono.config import LoadedConfig
 from unisono.errors import Disagreed
 from unisono.events import Show
 from unisono.facts.storage import leave_nonce, remove_nonce
-from unisono.launch.node_report import prepared_facts, report_maker
+from unisono.launch.meeting_entry import prepared_facts, report_maker
 from unisono.launch.outcome import Ending, result_of
 from unisono.launch.planning import LocalNode
 from unisono.launch.run_records import Table

@@ -8,7 +8,7 @@ from unisono.causes import Verdict
 from unisono.config import LoadedConfig
 from unisono.events import Message, Show
 from unisono.launch.head_nodes import HeadNodes
-from unisono.launch.node_report import look_alone, refusal_alone
+from unisono.launch.meeting_entry import look_alone, refusal_alone
 from unisono.launch.planning import LocalNode, make_plan, offer_of, prepare
 from unisono.launch.run_claim import Claim, find_resume_point, with_changes
 from unisono.launch.run_records import Table

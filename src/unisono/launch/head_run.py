@@ -14,7 +14,7 @@ from unisono.launch.attempt_end import AttemptEnd, checkpoints_of, keep_result
 from unisono.launch.head_attempt import HeadAttempts
 from unisono.launch.head_nodes import HeadNodes, together
 from unisono.launch.head_preparation import plan_start, prepare_all, restore_from_storage
-from unisono.launch.node_report import is_about_nodes
+from unisono.launch.meeting_entry import is_about_nodes
 from unisono.launch.outcome import NOTHING_DONE, Ending, result_of
 from unisono.launch.output_watch import OutputWatch
 from unisono.launch.planning import LocalNode

@@ -14,8 +14,9 @@ from unisono.config import LoadedConfig
 from unisono.errors import Disagreed, UnfitError, UsageError
 from unisono.events import Show
 from unisono.files import make_private_dir, read_object, write_json
+from unisono.launch.meeting_entry import prepared_facts, report_maker
 from unisono.launch.member_supervisor import HeadlessEnd, LastWord, LostHead, Serving, keep_end, keep_refusal
-from unisono.launch.node_report import look_again, prepared_facts, report_maker
+from unisono.launch.node_report import look_again
 from unisono.launch.planning import LocalNode, accept_plan, prepare
 from unisono.launch.train_request import TrainRequest
 from unisono.plan import RunPlan

@@ -14,7 +14,7 @@ from unisono.events import Message, Show, notify
 from unisono.facts import Environment, read_environment, read_machine, take_token
 from unisono.launch.head_preparation import plan_start
 from unisono.launch.head_run import HeadRun
-from unisono.launch.node_report import is_about_nodes, party_of, report_early_refusal
+from unisono.launch.meeting_entry import is_about_nodes, party_of, report_early_refusal
 from unisono.launch.outcome import NOTHING_DONE, Ending, result_of
 from unisono.launch.planning import LocalNode, look_around, prepare
 from unisono.launch.train_request import TrainRequest, load_requested, refuse_live_launcher, show_notes

@@ -15,8 +15,8 @@ from typing import Literal
 import torch
 from torch.nn.functional import logsigmoid
 
-from unisono.config.preference import PreferenceSection
 from unisono.config.schema import RunConfig
+from unisono.config.sections import PreferenceSection
 from unisono.model.forward import Forward, Rows
 from unisono.objectives.objective import (
     BOTH,

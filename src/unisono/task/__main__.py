@@ -22,8 +22,8 @@ TASKS = {
     "predict": ("evaluate", "run_predict"),
     "export": ("export", "run"),
     "draw": ("picture_tasks", "run_generate"),
-    "storage": ("fsspec_storage", "run"),
-    "rehearsed": ("read_back", "run"),
+    "storage": ("checkpoint_tasks", "run_storage"),
+    "rehearsed": ("checkpoint_tasks", "run_rehearsed"),
     "rows": ("data_tasks", "row_origins"),
 }
 

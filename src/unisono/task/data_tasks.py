@@ -12,8 +12,8 @@ from unisono.checkpoint.model_manifest import check_model, read_digest
 from unisono.child import loading_modules
 from unisono.config.lf_template import adapt_tokenizer, lf_template_of
 from unisono.config.pictures import DIFFUSION
-from unisono.config.preference import PREFERENCE
 from unisono.config.schema import RunConfig
+from unisono.config.sections import PREFERENCE
 from unisono.data.lf_pieces import NO_TOKEN
 from unisono.data.preference_rows import is_rated, sides_in
 from unisono.data.prepare import load_tokenizer, prepare_data

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from unisono.config.preference import PAIRS, PREFERENCE, Objective, PreferenceSection, keys_of
 from unisono.config.schema import AdapterSection, DataSection, ModelSection, RunConfig
+from unisono.config.sections import PAIRS, PREFERENCE, Objective, PreferenceSection, keys_of
 from unisono.data.token_table import TokenTable
 from unisono.errors import DataError
 from unisono.events import Reporter

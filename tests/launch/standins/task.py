@@ -10,7 +10,7 @@ from typing import Any
 from unisono.child import parse_child_arguments, run_child
 from unisono.errors import DataError
 from unisono.events import Reporter
-from unisono.task import fsspec_storage
+from unisono.task import checkpoint_tasks
 
 SPLIT = {
     "rows": 40,
@@ -56,7 +56,7 @@ if __name__ == "__main__":
     tasks = {
         "prepare": body,
         "export": export,
-        "storage": lambda report, request: fsspec_storage.run(request, report),
+        "storage": lambda report, request: checkpoint_tasks.run_storage(request, report),
     }
     task = tasks[arguments.name]
     sys.exit(run_child(lambda report: task(report, request), arguments))
