@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from babel.messages.pofile import read_po
+
 from unisono.causes import ALL_CAUSES, CATALOGUE
 from unisono.causes.signatures import SEEN_WITH, SIGNATURES, Signature
 from unisono.causes.variables import VARIABLES
@@ -58,8 +60,31 @@ SYMPTOMS = (
     "training in docker, bus error or shared memory",
 )
 """Symptoms of the index, ranked as `unisono explain --symptom` ranks them."""
+_LABEL = re.compile(r"^(- (?:\[.*?\]\(.*?\)|`[^`]+`|\*\*.*?\*\*)): ")
+"""What a list item is about: Chinese has its own colon behind it."""
 
 Translate = Callable[[str], str]
+CHINESE = ROOT / "src" / "unisono" / "locale" / "zh" / "LC_MESSAGES" / "unisono.po"
+
+
+class Chinese:
+    """Translates by the catalogue of texts.
+
+    Attributes:
+        missing: the texts that it does not have; they stay in English.
+    """
+
+    def __init__(self) -> None:
+        with CHINESE.open("rb") as file:
+            entries = read_po(file)
+        self.texts = {str(entry.id): str(entry.string) for entry in entries if entry.id and entry.string}
+        self.missing: set[str] = set()
+
+    def __call__(self, text: str) -> str:
+        """The text in Chinese."""
+        if text not in self.texts:
+            self.missing.add(str(text))
+        return self.texts.get(text, text)
 
 
 def cause_pages(translate: Translate, language: str) -> dict[str, list[str]]:
@@ -67,6 +92,8 @@ def cause_pages(translate: Translate, language: str) -> dict[str, list[str]]:
     pages = {"causes.md": _index(translate, language)}
     for cause in ALL_CAUSES:
         pages[f"causes/{cause.id}.md"] = list(_page(cause, translate, language))
+    if language == "zh":
+        pages = {name: [_LABEL.sub(r"\1：", line) for line in lines] for name, lines in pages.items()}
     return pages
 
 
@@ -129,9 +156,12 @@ def _page(cause: Cause, t: Translate, language: str) -> Iterator[str]:
         yield from ("", f"### {t('In other programs')}", "", *programs)
     yield from _related(cause, t)
     retry = t("A retry can help.") if cause.retry_helps else t("A retry does not help by itself.")
-    when = {"before": t("before a run"), "during": t("during a run"), "after": t("after a run")}
-    separator = "、" if language == "zh" else ", "
-    yield from ("", f"{t('Exit code')} {cause.exit_code}. {retry} {t('Found')}: {separator.join(when[one] for one in cause.when)}.")  # fmt: skip
+    times = {"before": t("before a run"), "during": t("during a run"), "after": t("after a run")}
+    when = [times[one] for one in cause.when]
+    if language == "zh":
+        yield from ("", f"{t('Exit code')} {cause.exit_code}。{retry}{t('Found')}：{'、'.join(when)}。")
+    else:
+        yield from ("", f"{t('Exit code')} {cause.exit_code}. {retry} {t('Found')}: {', '.join(when)}.")
 
 
 def _examples(signatures: list[Signature]) -> Iterator[str]:
@@ -151,7 +181,10 @@ def _hints(signatures: list[Signature]) -> list[str]:
 
 
 def _check(line: str) -> str:
-    """A check with its command as code."""
+    """A check with its command as code; in Chinese the command comes last."""
+    if "：" in line:
+        before, _, command = line.partition("：")
+        return f"{before}：{_check(command)}"
     command, rest = re.fullmatch(
         r"(.*?)((?:,| as a test)(?: (?:on|between|from|with|of|and|beside|over)\b.*)?|(?: on| while| beside) .*)?",
         line,
@@ -185,6 +218,8 @@ def _related(cause: Cause, t: Translate) -> Iterator[str]:
 
 
 def _sentence(text: str) -> str:
+    if not text.isascii() and text[-1:] not in ".。":
+        return f"{text}。"
     return f"{text[0].upper()}{text[1:]}" if text.endswith((".", "。")) else f"{text[0].upper()}{text[1:]}."
 
 

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from cause_pages import cause_pages
+from cause_pages import Chinese, cause_pages
 from memory_page import memory_page
 from unisono.agree.environment_rules import LAUNCH, LINTS, ONLY_WARN
 from unisono.agree.rules import NEED_MEANING, NETWORK_RULES, NODE_RULES, PREPARED_RULES, RANK_RULES, Rule
@@ -31,6 +31,7 @@ from unisono.doctor.examination import CATALOGUE as CHECKS
 from unisono.rundir import RunDir
 
 FOLDER = Path(__file__).parent.parent / "docs" / "reference"
+CHINESE = "../zh/reference"
 WIDTH = 100  # columns of a help text
 MADE = "<!-- Made by scripts/make_reference.py. Change the code, then run it. -->"
 
@@ -49,8 +50,8 @@ def main() -> int:
         for path in old:
             print(f"{path} is not up to date: run python scripts/make_reference.py", file=sys.stderr)
         return 1 if old else 0
-    (FOLDER / "causes").mkdir(parents=True, exist_ok=True)
     for path, text in pages.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     return 0
 
@@ -68,6 +69,7 @@ def make_pages() -> dict[str, str]:
         "files.md": files_page(),
         "memory.md": memory_page(),
         **cause_pages(str, "en"),
+        **{f"{CHINESE}/{name}": lines for name, lines in cause_pages(Chinese(), "zh").items()},
     }
     return {name: "\n".join([MADE, "", *lines]).rstrip("\n") + "\n" for name, lines in bodies.items()}
 

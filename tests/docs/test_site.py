@@ -72,6 +72,24 @@ def test_the_words_of_the_most_asked_questions_find_their_pages(site: Path) -> N
 
 
 @pytest.mark.slow
+def test_the_chinese_search_finds_causes_by_chinese_words_and_by_lines_of_logs(site: Path) -> None:
+    need("node")
+    asked = {
+        "显存不足": "cuda_oom",
+        "掉卡": "gpu_fell_off",
+        "端口被占用": "port_in_use",
+        "检查点损坏": "corrupt_checkpoint",
+        "数据量不一致 步数不同": "unequal_steps",
+        "术语表": "glossary",
+        "Watchdog caught collective operation timeout": "rank_stalled",
+    }
+    for (words, page), first in zip(
+        asked.items(), ask(site / "zh", [{"line": words} for words in asked]), strict=True
+    ):
+        assert page in first, (words, first)
+
+
+@pytest.mark.slow
 def test_a_link_between_the_languages_and_to_other_files_leads_somewhere(site: Path) -> None:
     """MkDocs itself checks links within a language."""
     for page in site.rglob("*.html"):
