@@ -69,7 +69,7 @@ ROOM_BUDGETS = {
     "guard": 4_300,
     "integrations": 3_100,
     "launch": 5_600,
-    "model": 4_700,
+    "model": 5_400,
     "objectives": 800,
     "plan": 1_800,
     "remote_checkpoint": 2_000,

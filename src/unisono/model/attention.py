@@ -175,6 +175,7 @@ def flat_attention(
         )
     del attention_mask  # transformers creates none for a custom attention
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    module._flat_settings = (scale, sliding_window, query.shape[-1])  # noqa: SLF001 - for model.decoder
     # Under autocast rotary embeddings give float32 queries and keys beside bfloat16 values; one dtype for all three.
     q, k, v = (tensor[0].transpose(0, 1).to(value.dtype) for tensor in (query, key, value))
     with torch.autocast(query.device.type, enabled=False):
@@ -260,6 +261,15 @@ def plan_rows(lengths: tuple[int, ...], *, window: int | None) -> Plan:
     starts = [0]
     for length in lengths:
         starts.append(starts[-1] + length)
+    groups, long_rows = group_rows(lengths, window=window)
+    return Plan(
+        [_group([(starts[row], lengths[row]) for row in members]) for members in groups],
+        [(starts[row], starts[row + 1]) for row in long_rows],
+    )
+
+
+def group_rows(lengths: Sequence[int], *, window: int | None) -> tuple[list[list[int]], list[int]]:
+    """Short rows in groups of similar length, and long rows, each by its number; empty rows are in none."""
     longest_short = BLOCK if window is None else min(BLOCK, window)
     short = sorted(
         (row for row, n in enumerate(lengths) if 0 < n <= longest_short), key=lambda row: lengths[row]
@@ -271,10 +281,7 @@ def plan_rows(lengths: tuple[int, ...], *, window: int | None) -> Plan:
             groups[-1].append(row)
         else:
             groups.append([row])
-    return Plan(
-        [_group([(starts[row], lengths[row]) for row in members]) for members in groups],
-        [(starts[row], starts[row + 1]) for row, n in enumerate(lengths) if n > longest_short],
-    )
+    return groups, [row for row, n in enumerate(lengths) if n > longest_short]
 
 
 def _group(members: list[tuple[int, int]]) -> Group:

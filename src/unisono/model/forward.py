@@ -20,6 +20,7 @@ from peft.utils import ModulesToSaveWrapper
 
 from unisono.errors import ModelError
 from unisono.model.attention import FLAT_ATTENTION, Merged, UnsupportedAttentionError, merge, register
+from unisono.model.decoder import slow_down_layers, speed_up_layers
 from unisono.model.layers import (
     head_log_probs,
     head_loss,
@@ -86,6 +87,8 @@ class Forward:
     """Set if weights are sharded over ranks: every use of them goes through it (`model.sharding`)."""
     quick: bool = False
     """Whether each adapted layer computes the products of its weight and its adapter in one function."""
+    fast_layers: int = 0
+    """Norms, MLPs and attentions that are one function each (`model.decoder`)."""
 
     def within(self, use: Callable[[], T]) -> T:
         """The result of `use`, called where all weights are unsharded. With sharded weights all ranks must call it alike."""
@@ -257,6 +260,14 @@ def choose_forward(
             forward.within(lambda: _try_flat(forward, wanted))
         if forward.layout == "flat" and not forward.rows_apart:
             forward.within(lambda: _try_merging(forward))
+        if (
+            forward.layout == "flat"
+            and quick
+            and dtype == "bfloat16"
+            and base.device.type == "cpu"
+            and not root
+        ):
+            _try_layers(forward, wanted)
     loaded.model.train(was_training)
     if forward.rows_apart and forward.layout == "padded":
         raise ModelError.of(
@@ -413,6 +424,17 @@ def _try_merging(forward: Forward) -> None:
         forward.merges = False
     else:
         forward.merges = _alike(merged, complete, forward.dtype)
+
+
+def _try_layers(forward: Forward, wanted: torch.Tensor) -> None:
+    """Chooses the fast layers only if the outputs stay the same."""
+    changed = speed_up_layers(forward.loaded.model)
+    values = forward._hidden if forward.loaded.is_reward else forward._logits  # noqa: SLF001 - same module
+    rows = _probe_rows(forward.loaded.base, first=11)
+    if _alike(values(rows).float(), wanted, forward.dtype):
+        forward.fast_layers = len(changed)
+    else:
+        slow_down_layers(changed)
 
 
 def _alike(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> bool:

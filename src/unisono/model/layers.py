@@ -15,6 +15,7 @@ from peft.tuners.lora.layer import Linear as LoraLinear
 from unisono.config.schema import RopeSection
 from unisono.errors import ModelError
 from unisono.model.files import read_json_object
+from unisono.model.kernels import load_kernels
 from unisono.model.quantization import adapted_layers, dequantized, state_of
 
 
@@ -84,6 +85,13 @@ def speed_up_lora(model: torch.nn.Module) -> int:
     return count
 
 
+def is_quick(layer: Any) -> bool:
+    """Whether a LoRA layer has the fast forward, on a weight that is not quantized."""
+    return (
+        isinstance(layer, LoraLinear) and _is_linear(layer) and _is_plain(layer) and "forward" in vars(layer)
+    )
+
+
 def _is_plain(layer: Any) -> bool:
     """Whether the adapter is one pair of matrices, and nothing else."""
     names = list(layer.lora_A)
@@ -149,22 +157,15 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if needs_weight else None
         )
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        needs_gradient = needs_hidden or needs_weight
         for first in range(0, hidden.shape[0], _CHUNK):
-            rows, wanted = hidden[first : first + _CHUNK], labels[first : first + _CHUNK, None]
-            logits = (rows @ weight.t()).float()
-            normaliser = torch.logsumexp(logits, dim=1, keepdim=True)
-            picked = logits.gather(1, wanted)
-            if smoothing:
-                picked = (1 - smoothing) * picked + smoothing * logits.mean(1, keepdim=True)
-            total += (normaliser - picked).sum()
-            if d_hidden is None and d_weight is None:
+            rows, wanted = hidden[first : first + _CHUNK], labels[first : first + _CHUNK]
+            losses, d_logits = _losses(
+                rows @ weight.t(), wanted, count, smoothing, needs_gradient=needs_gradient
+            )
+            total += losses.sum()
+            if not needs_gradient:
                 continue
-            # d loss / d logits = (softmax - target) / count, in the memory of the logits; the target is one hot unless it is smoothed
-            logits.sub_(normaliser).exp_()
-            logits.scatter_add_(1, wanted, torch.full_like(wanted, smoothing - 1, dtype=logits.dtype))
-            if smoothing:
-                logits.sub_(smoothing / logits.shape[1])
-            d_logits = logits.div_(count).to(weight.dtype)
             if d_hidden is not None:
                 torch.mm(d_logits, weight, out=d_hidden[first : first + _CHUNK])
             if d_weight is not None:
@@ -187,6 +188,33 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             None,
             None,
         )
+
+
+def _losses(
+    logits: torch.Tensor, labels: torch.Tensor, count: int, smoothing: float, *, needs_gradient: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The losses (n,) of logits (n, V), and the gradient of their sum / count, in the dtype of the logits; the logits are overwritten."""
+    kernels = (
+        load_kernels() if logits.dtype == torch.bfloat16 and not logits.is_cuda and not smoothing else None
+    )
+    if kernels is not None:
+        return kernels.cross_entropy(
+            logits, labels.contiguous(), 1 / count if needs_gradient else 0.0
+        ), logits
+    dtype, logits, wanted = logits.dtype, logits.float(), labels[:, None]
+    normaliser = torch.logsumexp(logits, dim=1, keepdim=True)
+    picked = logits.gather(1, wanted)
+    if smoothing:
+        picked = (1 - smoothing) * picked + smoothing * logits.mean(1, keepdim=True)
+    losses = normaliser - picked
+    if not needs_gradient:
+        return losses, logits
+    # d loss / d logits = (softmax - target) / count, in the memory of the logits; the target is one hot unless it is smoothed
+    logits.sub_(normaliser).exp_()
+    logits.scatter_add_(1, wanted, torch.full_like(wanted, smoothing - 1, dtype=logits.dtype))
+    if smoothing:
+        logits.sub_(smoothing / logits.shape[1])
+    return losses, logits.div_(count).to(dtype)
 
 
 class ChunkedLogProbs(torch.autograd.Function):

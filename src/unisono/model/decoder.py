@@ -1,0 +1,492 @@
+"""Attention and MLP of a decoder layer with LoRA, each as one function with few products and passes over memory, in bfloat16 on CPUs.
+
+Letters: T tokens, E hidden size, H query heads, K key-value heads, G = H / K, D head size, F intermediate size; W (out, in) a frozen
+weight, A (r, in) and B (out, r) of its adapter, s the adapter's scaling.
+
+Whether a model has such layers is not looked up in a list of names: their parts are recognized by name and type, and `model.forward` keeps
+the fast layers only if the model's outputs stay the same.
+"""
+
+import functools
+import types
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from peft.tuners.lora.layer import Linear as LoraLinear
+
+from unisono.model.attention import BLOCK, KEEP_UP_TO, group_rows
+from unisono.model.kernels import Kernels, load_kernels
+from unisono.model.layers import is_quick
+
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_MLP = ("gate_proj", "up_proj", "down_proj")
+
+
+class Joined:
+    """Adapted layers with the same input: one product x @ [W; s·A]ᵀ gives the outputs of all base weights and of all A.
+
+    The base weights become views of the joined weight, so it takes no memory of its own.
+    """
+
+    def __init__(self, layers: list[Any]) -> None:
+        self.layers = layers
+        bases = [layer.get_base_layer() for layer in layers]
+        self.sizes = [base.out_features for base in bases]
+        self.ranks = [_a_of(layer).shape[0] for layer in layers]
+        self.out = sum(self.sizes)
+        self.scales = [layer.scaling[next(iter(layer.lora_A))] for layer in layers]
+        first = bases[0].weight
+        self.weight = first.new_empty(self.out + sum(self.ranks), first.shape[1])  # (out + r, in)
+        self.up = first.new_zeros(self.out, sum(self.ranks))  # (out, r): each B in its rows and columns
+        for base, part in zip(bases, self.weight[: self.out].split(self.sizes), strict=True):
+            part.copy_(base.weight.data)
+            base.weight.data = part
+
+    def parameters(self) -> list[torch.Tensor]:
+        """All A, then all B."""
+        return [_a_of(layer) for layer in self.layers] + [_b_of(layer) for layer in self.layers]
+
+    def is_usable(self) -> bool:
+        """Whether all adapters are switched on, and not merged."""
+        return not any(layer.disable_adapters or layer.merged for layer in self.layers)
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """x (T, in) → (T, out + r): the outputs of the layers, and s·A·x of all."""
+        parts = self.weight[self.out :].split(self.ranks)
+        for part, layer, scale in zip(parts, self.layers, self.scales, strict=True):
+            part.copy_(_a_of(layer).detach() * scale)
+        for part, layer in zip(_diagonal(self.up.split(self.ranks, 1), self.sizes), self.layers, strict=True):
+            part.copy_(_b_of(layer).detach())
+        joint = x @ self.weight.t()
+        joint[:, : self.out].addmm_(joint[:, self.out :], self.up.t())
+        return joint
+
+    def input_gradient(self, d_joint: torch.Tensor) -> torch.Tensor:
+        """(T, in), from the gradient of the outputs, the first columns of `d_joint` (T, out + r); writes that of s·A·x into the others."""
+        d_joint[:, self.out :].copy_(d_joint[:, : self.out] @ self.up)
+        return d_joint @ self.weight
+
+    def adapter_gradients(
+        self, d_joint: torch.Tensor, x: torch.Tensor, low: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """Those of all A, then of all B.
+
+        Args:
+            d_joint: (T, out + r), complete.
+            x: (T, in).
+            low: (T, r), the last columns of the product.
+        """
+        d_a = (d_joint[:, self.out :].t() @ x).float()
+        d_b = (low.t() @ d_joint[:, : self.out]).float()  # (r, out)
+        found = [part.mul_(scale) for part, scale in zip(d_a.split(self.ranks), self.scales, strict=True)]
+        return found + _diagonal(d_b.t().split(self.ranks, 1), self.sizes)
+
+
+def _diagonal(columns: Sequence[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:
+    """Of each of `columns` (out, r) the rows of its own layer."""
+    return [column.split(sizes)[i] for i, column in enumerate(columns)]
+
+
+def _a_of(layer: Any) -> torch.Tensor:
+    (name,) = layer.lora_A
+    found: torch.Tensor = layer.lora_A[name].weight
+    return found
+
+
+def _b_of(layer: Any) -> torch.Tensor:
+    (name,) = layer.lora_B
+    found: torch.Tensor = layer.lora_B[name].weight
+    return found
+
+
+# ---- norms
+
+
+class Norm(torch.autograd.Function):
+    """RMSNorm with a frozen weight."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, kernels: Kernels
+    ) -> torch.Tensor:
+        """x (…, E), weight (E,) → (…, E)."""
+        rows = x.reshape(-1, x.shape[-1])
+        y, factor = kernels.norm(rows, weight, eps)
+        ctx.save_for_backward(rows, weight, factor)
+        ctx.kernels = kernels
+        return y.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The gradient of x."""
+        rows, weight, factor = ctx.saved_tensors
+        found = ctx.kernels.norm_backward(grad.reshape(rows.shape).contiguous(), rows, weight, factor)
+        return found.view(grad.shape), None, None, None
+
+
+# ---- MLP
+
+
+class GatedMlp(torch.autograd.Function):
+    """down(silu(gate(x)) * up(x)); silu and product are computed once more in the backward pass instead of being kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, wide: Joined, down: Joined, kernels: Kernels, *parameters: torch.Tensor
+    ) -> torch.Tensor:
+        """x (T, E) → (T, E)."""
+        joint = wide.product(x)
+        size = wide.sizes[0]
+        hidden = kernels.gate(joint[:, :size], joint[:, size : 2 * size])
+        out = down.product(hidden)
+        low = out[:, down.out :].contiguous()
+        ctx.save_for_backward(x, joint, low)
+        ctx.parts = (wide, down, kernels)
+        return out[:, : down.out]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The gradients of x and the adapters."""
+        x, joint, low = ctx.saved_tensors
+        wide, down, kernels = ctx.parts
+        size = wide.sizes[0]
+        d_out = grad.new_empty(grad.shape[0], down.weight.shape[0])
+        d_out[:, : down.out] = grad
+        d_hidden = down.input_gradient(d_out)
+        low_of_wide = joint[:, wide.out :].contiguous()
+        hidden = kernels.gate_backward(d_hidden, joint[:, :size], joint[:, size : 2 * size])
+        d_joint = joint  # in the memory of the outputs, which are not needed any more
+        d_x = wide.input_gradient(d_joint)
+        of_wide = wide.adapter_gradients(d_joint, x, low_of_wide)
+        return d_x, None, None, None, *of_wide, *down.adapter_gradients(d_out, hidden, low)
+
+
+# ---- attention
+
+
+class Packed(NamedTuple):
+    """Where the tokens of a micro batch are in the packed layout of kernels.c."""
+
+    start: torch.Tensor
+    """(T,) int64."""
+    length: torch.Tensor
+    """(T,) int64."""
+    groups: list[tuple[int, int, int]]
+    """First place, rows, places of each row."""
+    places: int
+    """T and the pads."""
+
+
+@functools.lru_cache(maxsize=8)  # every layer and every backward needs those of the same rows
+def pack_rows(lengths: tuple[int, ...], kv: int, window: int | None) -> Packed:
+    """Assigns places to the tokens of rows; rows of similar length, if short, form groups with pads."""
+    groups, long_rows = group_rows(lengths, window=window)
+    start, length = (torch.zeros(sum(lengths), dtype=torch.int64) for _ in range(2))
+    begins = [0]
+    for n in lengths:
+        begins.append(begins[-1] + n)
+    found, place = [], 0
+    for rows in [*groups, *([row] for row in long_rows)]:
+        longest = max(lengths[row] for row in rows)
+        found.append((place, len(rows), longest))
+        for row in rows:
+            tokens = slice(begins[row], begins[row + 1])
+            start[tokens] = place * kv + torch.arange(lengths[row])
+            length[tokens] = longest
+            place += longest
+    return Packed(start, length, found, place)
+
+
+class Heads(NamedTuple):
+    """The shape of an attention layer."""
+
+    kv: int
+    group: int
+    size: int
+    scale: float
+    window: int | None
+
+
+class _Block(NamedTuple):
+    """Queries of one group that are computed together: views of what is packed."""
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    other: torch.Tensor
+    """Of the layout of queries: where the output goes, or its gradient."""
+    low: int
+    high: int
+    first: int
+    """The first query's place among the keys low to high."""
+    is_whole: bool
+    """Whether all queries of the group are in this block."""
+    keeps: bool
+    """Whether its probabilities are kept for the backward pass."""
+
+
+def _blocks(packed: Packed, heads: Heads, tensors: tuple[torch.Tensor, ...]) -> Any:
+    """The blocks of all groups, in order: views of queries, keys, values and one more tensor like queries."""
+    for place, rows, longest in packed.groups:
+        part = slice(place * heads.kv, (place + rows * longest) * heads.kv)
+        of_queries = [
+            tensor.view(-1, heads.group * heads.size)[part].view(rows * heads.kv, -1, heads.size)
+            for tensor in (tensors[0], tensors[3])
+        ]
+        of_keys = [
+            tensor.view(-1, heads.size)[part].view(rows * heads.kv, longest, heads.size)
+            for tensor in tensors[1:3]
+        ]
+        width = longest if rows > 1 else BLOCK
+        for first in range(0, longest, width):
+            stop = min(first + width, longest)
+            low = max(0, first - heads.window + 1) if heads.window else 0
+            lines = slice(first * heads.group, stop * heads.group)
+            yield _Block(
+                of_queries[0][:, lines],
+                of_keys[0],
+                of_keys[1],
+                of_queries[1][:, lines],
+                low,
+                stop,
+                first - low,
+                stop - first == longest,
+                longest <= KEEP_UP_TO,
+            )
+
+
+def _probabilities(block: _Block, heads: Heads, kernels: Kernels) -> torch.Tensor:
+    """(rows · K, queries · G, keys)."""
+    keys = block.keys[:, block.low : block.high]
+    scores = torch.bmm(block.queries, keys.transpose(1, 2))
+    kernels.softmax(scores, first=block.first, group=heads.group, window=heads.window)
+    return scores
+
+
+def _attend(
+    packed: Packed, heads: Heads, kernels: Kernels, tensors: tuple[torch.Tensor, ...]
+) -> list[torch.Tensor]:
+    """Writes the output into the last of queries, keys, values, output; gives the probabilities to keep."""
+    kept = []
+    for block in _blocks(packed, heads, tensors):
+        p = _probabilities(block, heads, kernels)
+        if block.keeps:
+            kept.append(p)
+        _product(p, block.values[:, block.low : block.high], block.other)
+    return kept
+
+
+def _product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    """Writes a @ b into `out`."""
+    if out.is_contiguous():
+        torch.bmm(a, b, out=out)
+    else:
+        out.copy_(torch.bmm(a, b))
+
+
+def _attend_backward(
+    packed: Packed,
+    heads: Heads,
+    kernels: Kernels,
+    tensors: tuple[torch.Tensor, ...],
+    kept: list[torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of queries, keys and values, packed, from queries, keys, values and the output's gradient."""
+    adds_up = any(rows == 1 and longest > BLOCK for _, rows, longest in packed.groups)
+    d_queries = torch.empty_like(tensors[0])
+    d_keys, d_values = (
+        (torch.zeros_like if adds_up else torch.empty_like)(tensor) for tensor in tensors[1:3]
+    )
+    stored = iter(kept)
+    blocks = _blocks(packed, heads, tensors)
+    grads = _blocks(packed, heads, (d_queries, d_keys, d_values, d_queries))
+    for block, grad in zip(blocks, grads, strict=True):
+        keys = slice(block.low, block.high)
+        p = next(stored) if block.keeps else _probabilities(block, heads, kernels)
+        d_scores = torch.bmm(block.other, block.values[:, keys].transpose(1, 2))
+        kernels.softmax_backward(d_scores, p, first=block.first, group=heads.group, window=heads.window)
+        _product(d_scores, block.keys[:, keys], grad.queries)
+        if block.is_whole:
+            _product(p.transpose(1, 2), block.other, grad.values)
+            _product(d_scores.transpose(1, 2), block.queries, grad.keys)
+        else:
+            grad.values[:, keys] += torch.bmm(p.transpose(1, 2), block.other)
+            grad.keys[:, keys] += torch.bmm(d_scores.transpose(1, 2), block.queries)
+    return d_queries, d_keys, d_values
+
+
+class SelfAttention(torch.autograd.Function):
+    """Products for queries, keys and values, rotation, causal attention inside each row."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        rope: tuple[torch.Tensor, torch.Tensor],
+        lengths: tuple[int, ...],
+        joined: Joined,
+        heads: Heads,
+        kernels: Kernels,
+        *parameters: torch.Tensor,
+    ) -> torch.Tensor:
+        """x (T, E), cosines and sines (T, D) → (T, H · D)."""
+        packed = pack_rows(lengths, heads.kv, heads.window)
+        places = (packed.start, packed.length)
+        joint = joined.product(x)
+        make = torch.empty if packed.places == len(x) else torch.zeros
+        sizes = [heads.kv * heads.group, heads.kv, heads.kv]
+        tensors = tuple(make(packed.places * n * heads.size, dtype=x.dtype) for n in sizes)
+        kernels.pack(_heads_of(joint, joined, heads), rope, heads.scale, places, tensors)
+        mixed = torch.empty_like(tensors[0])
+        kept = _attend(packed, heads, kernels, (*tensors, mixed))
+        out = x.new_empty(len(x), sizes[0], heads.size)
+        kernels.pack_heads(out, mixed, places, kv=heads.kv, back=True)
+        ctx.save_for_backward(x, joint[:, joined.out :].contiguous(), *rope, *tensors, *kept)
+        ctx.parts = (packed, joined, heads, kernels)
+        return out.view(len(x), -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The gradients of x and the adapters."""
+        x, low, cosine, sine, queries, keys, values, *kept = ctx.saved_tensors
+        packed, joined, heads, kernels = ctx.parts
+        places = (packed.start, packed.length)
+        d_mixed = torch.empty_like(queries) if packed.places == len(x) else torch.zeros_like(queries)
+        kernels.pack_heads(
+            grad.contiguous().view(len(x), -1, heads.size), d_mixed, places, kv=heads.kv, back=False
+        )
+        found = _attend_backward(packed, heads, kernels, (queries, keys, values, d_mixed), kept)
+        d_joint = x.new_empty(len(x), joined.weight.shape[0])
+        kernels.unpack(found, (cosine, sine), heads.scale, places, _heads_of(d_joint, joined, heads))
+        d_x = joined.input_gradient(d_joint)
+        return d_x, None, None, None, None, None, *joined.adapter_gradients(d_joint, x, low)
+
+
+def _heads_of(
+    joint: torch.Tensor, joined: Joined, heads: Heads
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Views of a joint product: q (T, H, D), k and v (T, K, D)."""
+    q, k, v = (part.unflatten(1, (-1, heads.size)) for part in joint[:, : joined.out].split(joined.sizes, 1))
+    return q, k, v
+
+
+# ---- putting them into a model
+
+
+def speed_up_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Sets the fast forward on the norms, MLPs and attentions that have the expected parts; gives the changed modules.
+
+    An attention needs the settings with which it has called `flat_attention` before.
+    """
+    kernels = load_kernels()
+    if kernels is None:
+        return []
+    changed = []
+    for module in model.modules():
+        if _is_norm(module, kernels):
+            forward: Any = _norm_forward
+        elif _has_parts(module, _MLP) and _is_silu(getattr(module, "act_fn", None)):
+            wide = Joined([module.gate_proj, module.up_proj])
+            module._joined = (wide, Joined([module.down_proj]))  # noqa: SLF001 - our own
+            forward = _mlp_forward
+        elif (
+            _has_parts(module, _ATTENTION)
+            and hasattr(module, "_flat_settings")
+            and _heads(module) is not None
+        ):
+            module._joined = Joined([module.q_proj, module.k_proj, module.v_proj])  # noqa: SLF001
+            module._heads = _heads(module)  # noqa: SLF001
+            forward = _attention_forward
+        else:
+            continue
+        module._kernels = kernels  # noqa: SLF001
+        module.forward = types.MethodType(forward, module)
+        changed.append(module)
+    return changed
+
+
+def slow_down_layers(changed: list[torch.nn.Module]) -> None:
+    """Restores the forward of transformers."""
+    for module in changed:
+        del module.forward
+
+
+def _is_norm(module: Any, kernels: Kernels) -> bool:
+    """Whether it is RMSNorm with a frozen weight: it has its two parts, and gives the same values."""
+    weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
+    if type(eps) is not float or not isinstance(weight, torch.nn.Parameter) or list(module.children()):
+        return False
+    if weight.ndim != 1 or weight.dtype != torch.bfloat16 or weight.requires_grad:
+        return False
+    x = torch.linspace(-2, 3, 2 * len(weight)).view(2, -1).to(torch.bfloat16)
+    return torch.allclose(kernels.norm(x, weight, eps)[0], module(x), rtol=0.02)
+
+
+def _has_parts(module: Any, names: tuple[str, ...]) -> bool:
+    """Whether its children with parameters are quick LoRA layers without bias on dense bfloat16 weights, with exactly these names."""
+    children = {
+        name: child for name, child in module.named_children() if next(child.parameters(), None) is not None
+    }
+    return set(children) == set(names) and all(_is_dense(child) for child in children.values())
+
+
+def _is_dense(layer: Any) -> bool:
+    if not isinstance(layer, LoraLinear) or not is_quick(layer):
+        return False
+    base = layer.get_base_layer()
+    return base.bias is None and base.weight.dtype == torch.bfloat16 and not base.weight.requires_grad
+
+
+def _is_silu(function: Any) -> bool:
+    values = torch.linspace(-8, 8, 33)
+    return callable(function) and torch.equal(function(values), torch.nn.functional.silu(values))
+
+
+def _heads(module: Any) -> Heads | None:
+    """The shape of an attention, if queries fall into equal groups for its key-value heads."""
+    scale, window, size = module._flat_settings  # noqa: SLF001 - of model.attention
+    queries, keys, values = (
+        getattr(module, name).get_base_layer().out_features for name in ("q_proj", "k_proj", "v_proj")
+    )
+    if keys != values or keys % size or queries % keys or size % 2:
+        return None
+    return Heads(keys // size, queries // keys, size, scale, window)
+
+
+def _norm_forward(module: Any, x: torch.Tensor) -> torch.Tensor:
+    if x.dtype != torch.bfloat16 or x.device.type != "cpu":
+        found: torch.Tensor = type(module).forward(module, x)
+        return found
+    return Norm.apply(x, module.weight, module.variance_epsilon, module._kernels)  # noqa: SLF001
+
+
+def _mlp_forward(module: Any, x: torch.Tensor) -> torch.Tensor:
+    wide, down = module._joined  # noqa: SLF001
+    if x.dtype != torch.bfloat16 or not (wide.is_usable() and down.is_usable()):
+        found: torch.Tensor = type(module).forward(module, x)
+        return found
+    rows = x.reshape(-1, x.shape[-1])
+    parameters = (*wide.parameters(), *down.parameters())
+    return GatedMlp.apply(rows, wide, down, module._kernels, *parameters).view(x.shape)  # noqa: SLF001
+
+
+def _attention_forward(module: Any, hidden_states: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
+    rope, ends, joined = kwargs.get("position_embeddings"), kwargs.get("cu_seq_lens_q"), module._joined  # noqa: SLF001
+    if (
+        hidden_states.dtype != torch.bfloat16
+        or ends is None
+        or rope is None
+        or rope[0].shape[-1] != module._heads.size  # noqa: SLF001
+        or rope[0].dtype != torch.bfloat16
+        or kwargs.get("past_key_values") is not None
+        or kwargs.get("merged") is not None
+        or not joined.is_usable()
+    ):
+        found: tuple[torch.Tensor, None] = type(module).forward(module, hidden_states, **kwargs)
+        return found
+    turned = tuple(part[0].contiguous() for part in rope)
+    lengths = tuple(ends.diff().tolist())
+    parts = (turned, lengths, joined, module._heads, module._kernels)  # noqa: SLF001
+    out = SelfAttention.apply(hidden_states[0], *parts, *joined.parameters())
+    return module.o_proj(out[None]), None

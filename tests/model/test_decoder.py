@@ -1,0 +1,168 @@
+"""The fast layers give the outputs and gradients of transformers and peft. Run: pytest tests/model/test_decoder.py"""
+
+import copy
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+
+from unisono.model.attention import FLAT_ATTENTION, register
+from unisono.model.decoder import slow_down_layers, speed_up_layers
+from unisono.model.forward import Rows, _flat_inputs
+from unisono.model.kernels import load_kernels
+from unisono.model.layers import head_loss, speed_up_lora
+
+pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs cc")
+
+_LENGTHS = [
+    5,
+    9,
+    9,
+    30,
+    300,
+    128,
+    129,
+    1,
+    1100,
+]  # groups with pads, rows of several blocks, one that keeps no probabilities
+_SMALL = {
+    "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+_MODELS = {
+    "llama": (transformers.LlamaConfig(**_SMALL), 9),
+    "mistral with a window of 100": (transformers.MistralConfig(**_SMALL, sliding_window=100, head_dim=8), 9),
+    "qwen2, whose products have a bias": (transformers.Qwen2Config(**_SMALL), 7),
+    "qwen3, whose queries and keys have norms": (transformers.Qwen3Config(**_SMALL, head_dim=8), 11),
+}
+
+
+def _model(config: Any, *, dtype: torch.dtype) -> Any:
+    """A LoRA model on the same weights for every dtype; what is adapted is never at its start, where B is 0."""
+    register()
+    torch.manual_seed(0)
+    settings = peft.LoraConfig(r=4, lora_alpha=6, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = peft.get_peft_model(transformers.AutoModelForCausalLM.from_config(config), settings)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name or "norm" in name:
+            torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.1)
+        if "lora_" not in name:
+            parameter.data = parameter.data.bfloat16().to(dtype)
+    speed_up_lora(model)
+    model.get_base_model().set_attn_implementation(FLAT_ATTENTION)
+    return model
+
+
+def _inputs(vocabulary: int = 97) -> dict[str, Any]:
+    ids = torch.randint(0, vocabulary, (sum(_LENGTHS),), generator=torch.Generator().manual_seed(1))
+    positions = torch.cat([torch.arange(n) for n in _LENGTHS])
+    return _flat_inputs(Rows(ids, positions, _LENGTHS, ids[:1], ids[:1]), None)
+
+
+def _outcome(model: Any) -> dict[str, torch.Tensor]:
+    """The logits, and the gradient of each parameter of the adapter."""
+    logits = model(**_inputs()).logits[0].float()
+    weight = torch.randn(logits.shape, generator=torch.Generator().manual_seed(2))
+    (logits * weight).sum().backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"logits": logits.detach(), **found}
+
+
+def _error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("kind", _MODELS)
+def test_outputs_and_gradients_are_as_near_to_float32_as_those_of_torch(kind: str) -> None:
+    config, count = _MODELS[kind]
+    exact = _outcome(_model(config, dtype=torch.float32))
+    slow, fast = (_model(config, dtype=torch.bfloat16) for _ in range(2))
+    with torch.no_grad():
+        fast(**_inputs())  # attentions note their settings
+    assert len(speed_up_layers(fast)) == count
+    theirs, mine = _outcome(slow), _outcome(fast)
+    assert mine.keys() == exact.keys()
+    for name, wanted in exact.items():
+        assert _error(mine[name], wanted) < 1.3 * _error(theirs[name], wanted) + 0.002, name
+
+
+def test_what_needs_the_original_layers_gets_them() -> None:
+    config, _ = _MODELS["llama"]
+    slow, fast = (_model(config, dtype=torch.bfloat16) for _ in range(2))
+    with torch.no_grad():
+        fast(**_inputs())
+    changed = speed_up_layers(fast)
+    with torch.no_grad():
+        with fast.disable_adapter(), slow.disable_adapter():
+            assert _error(fast(**_inputs()).logits, slow(**_inputs()).logits) < 0.02
+        prompt = {
+            "input_ids": torch.arange(7)[None],
+            "max_new_tokens": 5,
+            "do_sample": False,
+            "pad_token_id": 0,
+        }
+        for model in (fast, slow):
+            model.get_base_model().set_attn_implementation("sdpa")
+        outputs = [model.generate(**prompt) for model in (fast, slow)]
+        assert outputs[0].shape == outputs[1].shape
+        slow_down_layers(changed)
+        assert torch.equal(
+            fast(input_ids=prompt["input_ids"]).logits, slow(input_ids=prompt["input_ids"]).logits
+        )
+
+
+def test_base_weights_keep_their_values_and_names() -> None:
+    config, _ = _MODELS["llama"]
+    model = _model(config, dtype=torch.bfloat16)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with torch.no_grad():
+        model(**_inputs())
+    speed_up_layers(model)
+    after = model.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_nan_in_the_weights_is_a_nan_in_the_outputs() -> None:
+    model = _model(_MODELS["llama"][0], dtype=torch.bfloat16)
+    with torch.no_grad():
+        model(**_inputs())
+        speed_up_layers(model)
+        for name, parameter in copy.deepcopy(dict(model.named_parameters())).items():
+            if "lora_A" not in name or "layers.1" not in name:
+                continue
+            dict(model.named_parameters())[name].fill_(float("nan"))
+            assert model(**_inputs()).logits.isnan().any(), name
+            dict(model.named_parameters())[name].copy_(parameter)
+
+
+@pytest.mark.parametrize("needs_weight", [False, True])
+def test_the_loss_of_bfloat16_logits_equals_that_of_torch(*, needs_weight: bool) -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(300, 32).bfloat16().requires_grad_()
+    weight = (torch.randn(1000, 32) * 3).bfloat16().requires_grad_(needs_weight)
+    labels = torch.randint(0, 1000, (300,))
+    mine = head_loss(hidden, weight, labels, count=77, dtype=torch.bfloat16)
+    logits = (hidden @ weight.t()).float()
+    theirs = torch.nn.functional.cross_entropy(logits, labels, reduction="sum") / 77
+    assert abs(float((mine - theirs).detach())) < 1e-5 * float(theirs.detach())
+    wanted = [hidden, weight] if needs_weight else [hidden]
+    for a, b in zip(torch.autograd.grad(mine, wanted), torch.autograd.grad(theirs, wanted), strict=True):
+        assert _error(a.float(), b.float()) < 0.01
+
+
+def test_without_a_compiler_torch_does_the_work(tmp_path: Path) -> None:
+    program = "from unisono.model.kernels import load_kernels; print(load_kernels())"
+    environment = {**os.environ, "PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "None\n"
+    assert load_kernels() is not None
