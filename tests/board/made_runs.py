@@ -18,10 +18,12 @@ VERDICT: dict[str, Any] = {
 }  # fmt: skip
 
 
-def metrics_line(step: int, rng: random.Random) -> dict[str, Any]:
+def metrics_line(
+    step: int, rng: random.Random, *, lr: float = 2e-4, total: int = 1_000_000
+) -> dict[str, Any]:
     """A line of metrics.jsonl, as rank 0 writes it."""
     return {
-        "step": step, "epoch": step / 100, "loss": 8 * math.exp(-step / 60) + 0.1 + 0.05 * rng.random(), "lr": 2e-4 * (1 - step / 1e6), "grad_norm": 1 + rng.random(),
+        "step": step, "epoch": step / 100, "loss": 8 * math.exp(-step * lr / 0.012) + 0.1 + 0.05 * rng.random(), "lr": lr * (1 - step / (total + 1)), "grad_norm": 1 + rng.random(),
         "tokens": step * 1500, "loss_tokens": step * 1100, "tokens_per_second": 4000 + 500 * rng.random(), "step_time_s": 0.3 + 0.02 * rng.random(), "data_time_s": 0.001,
         "comm_time_s": 0.02, "cpu_time_s": 0.1, "memory_bytes": 501608448,
     }  # fmt: skip
@@ -56,7 +58,7 @@ def make_run(
     })  # fmt: skip
     with (root / "metrics.jsonl").open("w") as file:
         for step in range(1, steps + 1):
-            file.write(json.dumps(metrics_line(step, rng)) + "\n")
+            file.write(json.dumps(metrics_line(step, rng, lr=lr, total=total)) + "\n")
             if step % 10 == 0:
                 file.write(json.dumps({"step": step, "eval_loss": 2 / step}) + "\n")
     write_ranks(root, ranks, steps)

@@ -1,8 +1,10 @@
 """What each region shows of runs in every state. Run: .venv/bin/python -m pytest tests/board/test_regions.py"""
 
+import hashlib
 import json
 import math
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from tests.board.made_runs import (
 from unisono.board.curves import Curves, thin
 from unisono.board.file import runs_file
 from unisono.board.follow import FollowedRun, find_runs
+from unisono.board.page import STATIC, words
 from unisono.board.regions import REGIONS, show_region
 from unisono.rundir import RunDir
 from unisono.rundir.lock import RunLock
@@ -69,7 +72,7 @@ def test_curves_in_memory_stay_bounded_and_keep_the_extremes() -> None:
     for step in range(1, 120_001):
         curves.add({"step": step, "loss": -5.0 if step == 7_777 else 1.0 if step != 50_000 else None})
     series = curves.series["loss"]
-    assert len(series.values) <= 40_000
+    assert len(series.values) <= 20_000
     points = series.points(2_000)
     assert min(value for value in points["values"] if value is not None) == -5.0
     assert None in points["values"]
@@ -319,3 +322,21 @@ def test_a_timeline_that_was_thinned_is_not_counted_twice(tmp_path: Path) -> Non
     (root / "t").rename(path)
     run.look()
     assert shown(run, "ranks")["ranks"][0]["seconds"] == before["ranks"][0]["seconds"]
+
+
+def test_the_library_of_curves_is_the_one_that_was_published_with_its_licence() -> None:
+    for line in (STATIC / "uPlot.sha256").read_text().splitlines():
+        digest, name = line.split()
+        assert hashlib.sha256((STATIC / name).read_bytes()).hexdigest() == digest, name
+    assert "Permission is hereby granted" in (STATIC / "uPlot.LICENSE.txt").read_text()
+    assert {path.suffix for path in STATIC.iterdir()} == {".js", ".css", ".json", ".txt", ".sha256"}
+
+
+def test_both_languages_have_the_same_words() -> None:
+    english, chinese = words()["en"], words()["zh"]
+    assert set(english) == set(chinese)
+    for name, text in english.items():
+        assert sorted(re.findall(r"\{\w+\}", text)) == sorted(re.findall(r"\{\w+\}", chinese[name])), name
+    script = (STATIC / "board.js").read_text()
+    for name in re.findall(r'\bt\("(\w+)"', script):
+        assert name in english, name

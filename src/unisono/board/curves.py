@@ -9,10 +9,9 @@ from typing import Any
 
 TIME = "time_s"
 """A key of our own: seconds of training since step 1, the sum of step_time_s."""
-_MOST_POINTS = 16_384
+_MOST_POINTS = 8_192
 _MOST_KEYS = 100
 _RECENT_LINES = 2_000
-_SPECIAL = ("step",)
 Point = tuple[float, float]
 
 
@@ -27,7 +26,7 @@ class Series:
         """Appends a point; where there are twice as many as are kept, they are thinned."""
         self.steps.append(step)
         self.values.append(value)
-        if len(self.steps) > 2 * _MOST_POINTS:
+        if len(self.values) > 2 * _MOST_POINTS:
             chosen = thin(self.values, _MOST_POINTS)
             self.steps = array("d", [self.steps[index] for index in chosen])
             self.values = array("d", [self.values[index] for index in chosen])
@@ -103,7 +102,7 @@ class Curves:
         self.lines = 0
         self.series: dict[str, Series] = {}
         self.last: dict[str, Point] = {}
-        self._recent: deque[tuple[float, dict[str, float]]] = deque(maxlen=_RECENT_LINES)
+        self._recent: deque[tuple[float, dict[str, Any]]] = deque(maxlen=_RECENT_LINES)
         self._seconds = 0.0
 
     @property
@@ -113,24 +112,27 @@ class Curves:
 
     def add(self, line: dict[str, Any]) -> None:
         """Takes a line of metrics.jsonl."""
-        step = float(line["step"])
-        numbers = {key: number for key, value in line.items() if (number := _number(value)) is not None}
-        for key in _SPECIAL:
-            numbers.pop(key, None)
-        seconds = numbers.get("step_time_s")
-        if seconds is not None and math.isfinite(seconds):
+        step = float(line.pop("step"))
+        seconds = line.get("step_time_s")
+        if type(seconds) is float and math.isfinite(seconds):
             self._seconds += seconds
-            numbers[TIME] = self._seconds
-        for key, value in numbers.items():
-            series = self.series.get(key)
+            line[TIME] = self._seconds
+        all_series, last = self.series, self.last
+        for key, value in line.items():
+            number = value if type(value) is float else _number(value)
+            if number is None:
+                continue
+            if number - number != 0.0:  # NaN and infinities, the fastest way; there are millions of these
+                number = math.nan
+            series = all_series.get(key)
             if series is None:
-                if len(self.series) >= _MOST_KEYS:
+                if len(all_series) >= _MOST_KEYS:
                     continue
-                series = self.series[key] = Series()
-            series.add(step, value)
-            self.last[key] = (step, value)
+                series = all_series[key] = Series()
+            series.add(step, number)
+            last[key] = (step, number)
         self.lines += 1
-        self._recent.append((step, numbers))
+        self._recent.append((step, line))
 
     def since(self, lines: int) -> dict[str, dict[str, list[Any]]] | None:
         """The points of all lines after the first so many; None if they are no longer known one by one."""
@@ -138,16 +140,20 @@ class Curves:
         if wanted < 0 or wanted > len(self._recent):
             return None
         found: dict[str, dict[str, list[Any]]] = {}
-        for step, numbers in list(self._recent)[len(self._recent) - wanted :]:
-            for key, value in numbers.items():
+        for step, line in list(self._recent)[len(self._recent) - wanted :]:
+            for key, value in line.items():
+                number = _number(value)
+                if number is None or key not in self.series:
+                    continue
                 of_key = found.setdefault(key, {"steps": [], "values": []})
                 of_key["steps"].append(_whole(step))
-                of_key["values"].append(value if math.isfinite(value) else None)
+                of_key["values"].append(number if math.isfinite(number) else None)
         return found
 
     def step_seconds(self) -> float | None:
         """The median duration of the latest steps."""
-        times = sorted(n["step_time_s"] for _, n in list(self._recent)[-200:] if "step_time_s" in n)
+        recent = [line.get("step_time_s") for _, line in list(self._recent)[-200:]]
+        times = sorted(value for value in recent if type(value) is float and math.isfinite(value))
         return times[len(times) // 2] if times else None
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from unisono.board.curves import Curves
 from unisono.events import read_message
-from unisono.files import MOST_LINE_BYTES, open_plain, parse_json, read_object
+from unisono.files import MOST_LINE_BYTES, open_plain, parse_json, read_json, read_object
 from unisono.rundir import RunDir
 from unisono.rundir.lock import Holder, watched_holder
 from unisono.rundir.merged_logs import Clocks, LogLine, LogSources, is_time
@@ -24,7 +24,7 @@ _MOST_SPANS = 600
 _MOST_SAMPLES = 600
 _LOG_BYTES = 512 << 10
 _MOST_LOG_LINES = 4_000
-_MOST_TEXT = 4_000
+_MOST_READ = 20
 Version = tuple[int, ...]
 
 TRAINER_LOG, TRAINER_STATE = "trainer_log.jsonl", "trainer_state.json"
@@ -60,6 +60,7 @@ class Tail:
         self._place = 0
         self._inode: tuple[int, int] | None = None
         self._mark = b""
+        self._stamp: Version | None = None
 
     def more(self) -> Iterator[bytes]:
         """Whole lines, with their ends. A torn last line waits for its end; one above 1 MiB is skipped.
@@ -67,11 +68,14 @@ class Tail:
         Raises:
             OSError: if the file is there and cannot be read.
         """
-        try:
-            file = open_plain(inside(self._root, self.path))
-        except FileNotFoundError:
+        stamp = _stamp_of(self.path)
+        if stamp == self._stamp:
+            return
+        if stamp is None:
+            self._stamp = None
             self._begin_again(None)
             return
+        file = open_plain(inside(self._root, self.path))
         with file:
             seen = os.fstat(file.fileno())
             if (seen.st_dev, seen.st_ino) != self._inode or not self._has_grown(file.fileno(), seen.st_size):
@@ -90,6 +94,7 @@ class Tail:
                 self._place = file.tell()
             start = max(0, self._place - _MARK_BYTES)
             self._mark = os.pread(file.fileno(), self._place - start, start)
+        self._stamp = stamp  # of before the reading: what comes meanwhile is found by the next look
 
     def _has_grown(self, fd: int, size: int) -> bool:
         """Whether what was read last is still there, before what is new."""
@@ -148,6 +153,7 @@ class FollowedRun:
         self._timelines: dict[Path, Tail] = {}
         self._log_sources: LogSources | None = None
         self._stamps: dict[str, Any] = {}
+        self._read: dict[Path, tuple[Version | None, Any]] = {}
 
     def _metrics_path(self) -> Path:
         other = self.root / TRAINER_LOG
@@ -289,6 +295,11 @@ class FollowedRun:
         if self._log_sources is None:
             self._log_sources = self.log_sources(last_bytes=_LOG_BYTES)
         sources = self._log_sources
+        folders = (self.run.log("HOST", 0).parent, self.run.events(0).parent)
+        stamp = (*(_stamps_in(folder) for folder in folders), _stamp_of(self.run.verdict))
+        if stamp == self._stamps.get("log"):
+            return False
+        self._stamps["log"] = stamp
         sources.find()
         before = len(self.log_skipped)
         new = list(sources.more(whole=True))
@@ -300,6 +311,20 @@ class FollowedRun:
     def log_sources(self, *, last_bytes: int | None = None) -> LogSources:
         """The run's logs from the beginning, or from near their ends."""
         return LogSources(self.run, accepts=self.accepts, last_bytes=last_bytes)
+
+    def read(self, path: Path) -> Any:
+        """The JSON value of a file of the run, parsed once for each of its versions.
+
+        Raises:
+            OSError, ValueError: as `files.read_json`, or because it leads out of the run.
+        """
+        stamp = _stamp_of(path)
+        known = self._read.get(path)
+        if known is None or known[0] != stamp or stamp is None:
+            known = self._read[path] = (stamp, read_json(inside(self.root, path)))
+            while len(self._read) > _MOST_READ:
+                self._read.pop(next(iter(self._read)))
+        return known[1]
 
     def accepts(self, path: Path) -> bool:
         """Whether a file is in the run's directory after all links."""
@@ -341,6 +366,15 @@ def _stamp_of(path: Path) -> Version | None:
     except OSError:
         return None
     return seen.st_ino, seen.st_size, seen.st_mtime_ns
+
+
+def _stamps_in(folder: Path) -> tuple[tuple[str, int], ...]:
+    """The files of a folder with their sizes."""
+    try:
+        with os.scandir(folder) as found:
+            return tuple((entry.name, entry.stat().st_size) for entry in found)
+    except OSError:
+        return ()
 
 
 def _old_names(root: Path) -> list[Path]:

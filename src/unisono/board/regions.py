@@ -14,7 +14,7 @@ from unisono.causes.verdict import EXIT_CODES, Cause, Verdict
 from unisono.checkpoint.retention import row_of
 from unisono.config.yaml_file import read_yaml
 from unisono.errors import ConfigError
-from unisono.files import objects_of, read_json, read_object
+from unisono.files import objects_of, read_object
 from unisono.rundir.merged_logs import LogLine
 from unisono.rundir.records import best_evaluated
 from unisono.text import is_secret, names_secret, one_line, plain, redact, why_unreadable
@@ -58,13 +58,14 @@ class _Reader:
     """Reads the small JSON files of a run."""
 
     def __init__(self, run: FollowedRun, problems: list[str]) -> None:
+        self._run = run
         self._root = run.root
         self._problems = problems
 
     def read(self, path: Path) -> dict[str, Any]:
         """The object in a file; empty without one. An unknown schema is a problem, and shown as far as it is known."""
         try:
-            value = read_json(inside(self._root, path))
+            value = self._run.read(path)
         except FileNotFoundError:
             return {}
         except (OSError, ValueError) as error:

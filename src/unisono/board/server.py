@@ -9,6 +9,7 @@ import secrets
 import signal
 import socket
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
@@ -27,13 +28,15 @@ from unisono.board.follow import FollowedRun, find_runs
 from unisono.board.page import STATIC, page_html
 from unisono.board.regions import REGIONS, list_runs, show_region
 
-LOOK_S = 0.2
+LOOK_S = 0.3
 _RUNS_EVERY = 10
 """Looks between two searches for new runs."""
 _HEARTBEAT_S = 2.0
 _SEND_S = 10.0
 _ENDING_S = 0.5
-_FIRST_REQUEST_S = 10.0
+_IDLE_S = 10.0
+"""Between requests of a connection, headers included: a browser connects again."""
+_CHECK_S = 2.0
 MOST_CONNECTIONS = 64
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _POLICY = (
@@ -60,10 +63,27 @@ class Board:
         self._lock = threading.Lock()
         self.runs: dict[str, FollowedRun] = {}
         self._looks = 0
+        self._looked_at = 0.0
+        self._unannounced: dict[str, dict[str, int]] = {}
+
+    def refresh(self) -> None:
+        """Takes in what has changed, unless that was done just now. What is found is announced with the next look."""
+        with self._lock:
+            if time.monotonic() - self._looked_at < LOOK_S:
+                return
+        for name, regions in self.look().items():
+            self._unannounced.setdefault(name, {}).update(regions)
+
+    def news(self) -> dict[str, dict[str, int]]:
+        """What has changed since the last call."""
+        changed = self.look()
+        earlier, self._unannounced = self._unannounced, {}
+        return {name: {**earlier.get(name, {}), **changed.get(name, {})} for name in {**earlier, **changed}}
 
     def look(self) -> dict[str, dict[str, int]]:
         """Takes in what has changed; the new versions of changed regions, by run. A run that is new has all of them."""
         with self._lock:
+            self._looked_at = time.monotonic()
             if self._looks % _RUNS_EVERY == 0:
                 self._find()
             self._looks += 1
@@ -107,7 +127,7 @@ class _Follower:
         """Until the server ends."""
         while not self.is_over:
             if self._listeners:
-                changed = await asyncio.to_thread(self._board.look)
+                changed = await asyncio.to_thread(self._board.news)
                 for queue in self._listeners if changed else ():
                     with contextlib.suppress(asyncio.QueueFull):  # it is slow, and will be dropped
                         queue.put_nowait(f"event: change\ndata: {json.dumps(changed)}\n\n")
@@ -152,12 +172,11 @@ def build_app(board: Board, follower: _Follower, **gate: Any) -> ASGIApp:
         return Response(path.read_bytes(), media_type=_TYPES[path.suffix])
 
     async def show_runs(request: Request) -> Response:
-        await asyncio.to_thread(board.look)
+        await asyncio.to_thread(board.refresh)
         return JSONResponse(await asyncio.to_thread(board.list))
 
     async def show_one(request: Request) -> Response:
-        if not board.runs or "since" not in request.query_params:
-            await asyncio.to_thread(board.look)
+        await asyncio.to_thread(board.refresh)
         name, region = request.path_params["name"], request.path_params["region"]
         body = await asyncio.to_thread(board.show, name, region, dict(request.query_params))
         if body is None:
@@ -273,22 +292,30 @@ def _name_of(host: str) -> str:
 
 
 class _Connection(H11Protocol):
-    """A connection that must ask for something soon, and be one of few."""
+    """A connection that must ask for something soon, and again, and be one of few."""
+
+    _check: asyncio.TimerHandle | None = None
+    _idle_s = 0.0
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         if len(self.connections) > MOST_CONNECTIONS:
             transport.abort()
             return
-        self._first_request = self.loop.call_later(_FIRST_REQUEST_S, self._drop_if_silent)
+        self._check = self.loop.call_later(_CHECK_S, self._drop_if_idle)
 
-    def _drop_if_silent(self) -> None:
-        if self.cycle is None and not self.transport.is_closing():
+    def _drop_if_idle(self) -> None:
+        cycle: Any = self.cycle  # None before the first request
+        is_answering = cycle is not None and not cycle.response_complete
+        self._idle_s = 0.0 if is_answering else self._idle_s + _CHECK_S
+        if self._idle_s > _IDLE_S:
             self.transport.abort()
+            return
+        self._check = self.loop.call_later(_CHECK_S, self._drop_if_idle)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if hasattr(self, "_first_request"):
-            self._first_request.cancel()
+        if self._check is not None:
+            self._check.cancel()
         super().connection_lost(exc)
 
 
@@ -325,7 +352,7 @@ def serve(
     app = build_app(board, follower, token=token, ticket=ticket, hosts=hosts, port=port)
     config = uvicorn.Config(
         app, http=_Connection, ws="none", loop="asyncio", lifespan="off", log_config=None, access_log=False, server_header=False,
-        timeout_keep_alive=15, h11_max_incomplete_event_size=32_768, proxy_headers=False,
+        timeout_keep_alive=10, h11_max_incomplete_event_size=32_768, proxy_headers=False,
     )  # fmt: skip
     server = _Server(config)
     shown = f"[{host}]" if ":" in host else host

@@ -70,7 +70,7 @@
     for (const one of node.querySelectorAll("[data-scroll]")) if (scrolled.has(one.dataset.scroll)) [one.scrollTop, one.scrollLeft] = scrolled.get(one.dataset.scroll);
     if (focus) [...node.querySelectorAll("[data-keep]")].find((one) => one.dataset.keep === focus)?.querySelector("summary")?.focus();
   };
-  const table = (caption, head, rows, { tall = false, keep = caption, cls = "" } = {}) => h("div", { class: `scroll ${tall ? "tall" : ""}`, tabindex: "0", role: "region", "aria-label": caption, "data-scroll": keep },
+  const table = (caption, head, rows, { tall = false, keep = caption, cls = "" } = {}) => h("div", { class: `scroll ${tall ? "tall" : ""}`, tabindex: "0", role: "region", "aria-label": `${t("table")}: ${caption}`, "data-scroll": keep },
     h("table", { class: cls }, h("caption", { class: "sr" }, caption),
       h("thead", {}, h("tr", {}, head.map((one) => h("th", { scope: "col", class: one.cls ?? "" }, one.text ?? one)))),
       h("tbody", {}, rows)));
@@ -182,9 +182,9 @@
     verdict.explain ? h("p", {}, h("a", { href: `#cause-${at}-${verdict.explain.id}`, on: { click: () => { const place = document.getElementById(`cause-${at}-${verdict.explain.id}`); if (place) place.open = true; } } }, t("cause_link", { cause: verdict.explain.id }))) : null,
     verdict.explain ? drawCause(verdict.explain, at) : null);
   const drawCause = (cause, at) => h("details", { id: `cause-${at}-${cause.id}`, "data-keep": `cause-${at}-${cause.id}` }, h("summary", {}, `${cause.id}: ${cause.title}`),
-    h("div", { class: "explain" }, h("p", {}, cause.meaning), h("h4", {}, t("signs")), h("ul", {}, cause.signs.map((one) => h("li", {}, one))),
-      cause.similar.length ? [h("h4", {}, t("similar")), h("ul", {}, cause.similar.map(([id, text]) => h("li", {}, h("b", {}, id), `: ${text}`)))] : null,
-      h("h4", {}, t("fix")), h("ol", {}, cause.fix.map((one) => h("li", {}, one)))));
+    h("div", { class: "explain" }, h("p", {}, cause.meaning), h("h3", {}, t("signs")), h("ul", {}, cause.signs.map((one) => h("li", {}, one))),
+      cause.similar.length ? [h("h3", {}, t("similar")), h("ul", {}, cause.similar.map(([id, text]) => h("li", {}, h("b", {}, id), `: ${text}`)))] : null,
+      h("h3", {}, t("fix")), h("ol", {}, cause.fix.map((one) => h("li", {}, one)))));
   const drawVerdict = () => {
     const region = get("verdict");
     if (!region) return;
@@ -256,7 +256,7 @@
     constructor(key) {
       this.key = key; this.shape = "";
       this.read = h("span", { class: "read" });
-      this.plot = h("div", { class: "plot", tabindex: "0", role: "img", on: { keydown: (event) => this.onKey(event) } });
+      this.plot = h("div", { class: "plot", tabindex: "0", role: "img", "aria-label": key, on: { keydown: (event) => this.onKey(event) } });
       this.details = h("details", { on: { toggle: () => this.drawTable() } }, h("summary", {}, t("table"), h("span", { class: "sr" }, ` ${key}`)), this.tableBox = h("div", { class: "inner" }));
       this.node = h("div", { class: "chart", "data-curve": key }, h("div", { class: "title" }, h("h3", {}, key), this.read), this.plot, this.details);
       this.isSeen = false; this.isDirty = true;
@@ -274,6 +274,7 @@
       if (!this.isSeen && isPainted && !matchMedia("print").matches) { this.isDirty = true; return; }
       this.isDirty = false;
       const tables = this.tables = tablesOf(this.key);
+      document.documentElement.dataset.lines = String(tables.length);
       const last = tables.map((one) => one.values[one.values.length - 1]);
       const points = tables.reduce((sum, one) => sum + one.values.length, 0), nans = tables.reduce((sum, one) => sum + one.marks.length, 0);
       this.read.textContent = tables.length === 1 ? number(last[0]) + (nans ? ` · ${t("nan", { n: nans })}` : "") : nans ? t("nan", { n: nans }) : "";
@@ -299,17 +300,17 @@
         series.push({ stroke, dash, width: view.smoothing ? 1 : 1.75, alpha: view.smoothing ? 0.3 : 1, points: { show: few && !view.smoothing, size: 5 } });
         if (view.smoothing) series.push({ stroke, dash, width: 2, points: { show: false } });
       }
-      const axis = { stroke: soft, font, grid: { stroke: line, width: 1 }, ticks: { show: false }, values: (_, splits) => splits.map((one) => one === null || one === undefined ? "" : short(one)) };
+      const axis = { stroke: soft, font, grid: { stroke: line, width: 1 }, ticks: { show: false }, values: (_, splits) => labels(splits) };
       const isTime = view.axis === "time_s";
       return new uPlot({
         width: Math.max(120, this.plot.clientWidth), height: this.plot.clientHeight || 210, series, legend: { show: false },
         scales: { x: { time: false }, y: view.log ? { distr: 3 } : {} }, padding: [8, 10, 0, 0],
-        axes: [{ ...axis, size: 34, space: 64, values: (_, splits) => splits.map((one) => one === null ? "" : isTime ? duration(one) : short(one)) }, { ...axis, size: 56, space: 34 }],
+        axes: [{ ...axis, size: 34, space: 64, values: (_, splits) => isTime ? splits.map((one) => one === null ? "" : duration(one)) : labels(splits) }, { ...axis, size: 56, space: 34 }],
         cursor: { y: false, drag: { x: true, y: false, setScale: false }, sync: { key: "board" }, points: { size: 6 } },
         hooks: {
           setSelect: [(chart) => { if (chart.select.width > 4) zoomTo([chart.posToVal(chart.select.left, "x"), chart.posToVal(chart.select.left + chart.select.width, "x")]); chart.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false); }],
           setCursor: [(chart) => this.readAt(chart)],
-          draw: [(chart) => this.mark(chart), () => { if (!isPainted) { isPainted = true; document.documentElement.dataset.painted = String(Math.round(performance.now())); } }],
+          draw: [(chart) => { this.mark(chart); const xs = chart.data[0]; this.node.dataset.drawn = xs.length ? String(xs[xs.length - 1]) : ""; }, () => { if (!isPainted) { isPainted = true; document.documentElement.dataset.painted = String(Math.round(performance.now())); } }],
         },
       }, lines, this.plot);
     }
@@ -332,24 +333,35 @@
     }
     drawTable() {
       if (!this.details.open) return;
+      if (this.isDirty || !this.tables) this.tables = tablesOf(this.key); // not drawn yet, out of sight
       const rows = [];
       for (const one of this.tables ?? []) {
         const every = Math.max(1, Math.ceil(one.xs.length / 100));
         one.xs.forEach((x, at) => { if (at % every === 0 || at === one.xs.length - 1) rows.push(h("tr", {}, runs.length > 1 ? cell(one.name) : null, cell(view.axis === "time_s" ? duration(x) : number(x), "n"), cell(one.values[at] === null ? "NaN" : number(one.values[at]), "n"))); });
       }
       const axis = t({ step: "by_step", tokens: "by_tokens", time_s: "by_time" }[view.axis]);
-      put(this.tableBox, table(`${t("table")} ${this.key}`, [...(runs.length > 1 ? [t("run")] : []), { text: axis, cls: "n" }, { text: t("value"), cls: "n" }], rows, { tall: true }));
+      put(this.tableBox, table(this.key, [...(runs.length > 1 ? [t("run")] : []), { text: axis, cls: "n" }, { text: t("value"), cls: "n" }], rows, { tall: true }));
     }
   }
   const nearest = (sorted, x) => { let low = 0, high = sorted.length - 1; while (low < high) { const middle = (low + high) >> 1; if (sorted[middle] < x) low = middle + 1; else high = middle; } return low > 0 && x - sorted[low - 1] < sorted[low] - x ? low - 1 : low; };
-  const short = (value) => { const size = Math.abs(value); return size >= 1e4 || (size < 1e-3 && size > 0) ? new Intl.NumberFormat("en", { notation: size >= 1e4 ? "compact" : "scientific", maximumSignificantDigits: 3 }).format(value) : precise.format(value); };
+  const short = (value, digits = 3) => {
+    const size = Math.abs(value);
+    const notation = size >= 1e4 ? "compact" : size < 1e-3 && size > 0 ? "scientific" : "standard";
+    return new Intl.NumberFormat("en", { notation, maximumSignificantDigits: digits + (notation === "standard" ? 1 : 0) }).format(value).replace("E", "e");
+  };
+  const labels = (splits) => { // as few digits as tell them apart
+    const known = splits.filter((one) => one !== null && one !== undefined);
+    let digits = 2;
+    while (digits < 8 && new Set(known.map((one) => short(one, digits))).size < known.length) digits += 1;
+    return splits.map((one) => one === null || one === undefined ? "" : short(one, digits));
+  };
   const extent = () => { let low = Infinity, high = -Infinity; for (const card of cards.values()) { const xs = card.chart?.data[0]; if (xs?.length) { low = Math.min(low, xs[0]); high = Math.max(high, xs[xs.length - 1]); } } return low < high ? [low, high] : null; };
   const zoomTo = (range) => {
     const began = performance.now();
     view.range = range;
     if (!range) for (const run of runs) delete get("curves", run.name)?.detail;
-    for (const card of cards.values()) { if (range) card.scale(); else card.update(); }
-    document.documentElement.dataset.zoomed = String(Math.round((performance.now() - began) * 10) / 10);
+    for (const card of cards.values()) { if (range && card.isSeen) card.scale(); else if (range) card.isDirty = true; else card.update(); }
+    requestAnimationFrame(() => { document.documentElement.dataset.zoomed = String(Math.round((performance.now() - began) * 10) / 10); });
     if (range && IS_LIVE && view.axis === "step") fetchDetail(range);
   };
   const zoomBy = (factor) => { const range = view.range ?? extent(); if (!range) return; const middle = (range[0] + range[1]) / 2, half = (range[1] - range[0]) / 2 * factor, all = extent(); zoomTo(half * 2 >= all[1] - all[0] && !view.range ? null : [middle - half, middle + half]); };
@@ -506,6 +518,14 @@
   const draw = (region) => { if (bodies[region] && (region === "status" || region === "curves" || get(region))) DRAW[region](); };
   const drawAll = () => { drawPicker(); drawLegend(); for (const region of REGIONS) draw(region); };
 
+  // what came in a moment is drawn together: 20 runs answer one after the other
+  const due = new Set();
+  const drawSoon = (region) => {
+    if (!due.size) (document.hidden ? setTimeout : requestAnimationFrame)(() => setTimeout(() => { const now = [...due]; due.clear(); for (const one of now) draw(one); }, runs.length > 3 ? 60 : 0));
+    due.add(region);
+    if (region === "ranks") due.add("log");
+  };
+
   // ---- live
   const ask = async (run, region, query = "") => {
     const answer = await fetch(`/api/runs/${encodeURIComponent(run)}/${region}${query ? `?${query}` : ""}`, { credentials: "same-origin" });
@@ -513,7 +533,7 @@
     return answer.json();
   };
   const pending = new Map();
-  const pointsOf = () => Math.max(400, Math.min(2000, Math.floor(8000 / Math.max(1, runs.length))));
+  const pointsOf = () => Math.max(250, Math.min(2000, Math.floor(5000 / Math.max(1, runs.length))));
   const fetchRegion = async (run, region) => {
     const key = `${run}\u0000${region}`;
     if (pending.has(key)) { pending.set(key, true); return; }
@@ -535,8 +555,7 @@
         }
         Object.assign(old, { lines: value.lines, generation: value.generation, version: value.version, problems: value.problems });
       } else data[run][region] = value;
-      draw(region);
-      if (region === "ranks") drawLog();
+      drawSoon(region);
     } catch (error) { if (!(error instanceof TypeError)) console.warn(region, error); }
     const again = pending.get(key);
     pending.delete(key);
