@@ -24,6 +24,10 @@ class Inside(Loopback):
         del node, own
         return [*_INSIDE, *words]
 
+    def place(self, node: int, own: Own) -> None:
+        """A forked front could not become process 1."""
+        del node, own
+
 
 @pytest.fixture
 def job(tmp_path: Path, model_dir: Path, rows_file: Path, caches: Path) -> Iterator[Job]:
