@@ -89,6 +89,11 @@ def small_disk(place: Path, *options: str) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
+def llama_cpp() -> Any:
+    """The package llama_cpp, which has to be compiled (`pip install llama-cpp-python`). Skips the test where it is not installed."""
+    return pytest.importorskip("llama_cpp", reason="needs the package llama-cpp-python")
+
+
 def what_was_skipped(reasons: Sequence[str]) -> str:
     """One line that sums up why tests were skipped; empty where none was."""
     if not reasons:

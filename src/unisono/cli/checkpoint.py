@@ -43,10 +43,21 @@ def export(
         typer.Option(
             "--format",
             metavar="FORMAT",
-            help="Of the LoRA of an image model: diffusers, or kohya for A1111 and ComfyUI.",
+            help="gguf for llama.cpp and Ollama; of the LoRA of an image model: diffusers, or kohya for A1111 and ComfyUI.",
             show_default=False,
         ),
     ] = None,
+    quantize: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TYPE",
+            help="With gguf: f16 (default), bf16, f32, or a type of llama-quantize, e.g. q8_0 or q4_k_m.",
+            show_default=False,
+        ),
+    ] = None,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="With gguf: the adapter alone, not merged.")
+    ] = False,
 ) -> None:
     """Write the adapter, or the whole model, with tokenizer, chat template and generation_config."""
     from unisono.cli.llamafactory_file import read_inference_file, split_prompt
@@ -54,8 +65,11 @@ def export(
     from unisono.errors import UsageError
     from unisono.supervise.task_process import run_task
 
-    if format_ not in (None, "diffusers", "kohya"):
-        raise UsageError.of(f"--format {format_} is unknown", where="--format", fix="use diffusers or kohya")
+    if format_ not in (None, "diffusers", "kohya", "gguf"):
+        raise UsageError.of(
+            f"--format {format_} is unknown", where="--format", fix="use gguf, diffusers or kohya"
+        )
+    gguf = _gguf_request(quantize, adapter=adapter, is_gguf=format_ == "gguf")
     out, overrides = split_prompt(out, overrides)
     given = read_inference_file(target, overrides)
     request = given.export(merge=merge) if given else {"target": target, "merge": merge}
@@ -65,12 +79,76 @@ def export(
         raise UsageError.of("there is no directory to write to", where="OUT", fix="add one, e.g. `merged`")
     printer = output()
     with Progress(printer) as progress:
-        result = run_task("export", request | {"step": step, "format": format_}, on_message=progress.show)
+        asked = request | {"step": step} | (gguf if gguf is not None else {"format": format_})
+        result = run_task("export" if gguf is None else "gguf", asked, on_message=progress.show)
     if printer.json:
         printer.emit({"schema": 1, **result})
         return
-    for text in _lines(result):
+    for text in _lines(result) if gguf is None else _gguf_lines(result):
         printer.result(text)
+
+
+def _gguf_request(quantize: str | None, *, adapter: bool, is_gguf: bool) -> dict[str, Any] | None:
+    """What `--quantize` and `--adapter` ask of the task `gguf`; None for other formats.
+
+    Raises:
+        UsageError: if an option does not apply, or what is needed is not installed.
+    """
+    import shutil
+    from importlib.util import find_spec
+
+    from unisono.errors import UsageError
+
+    if not is_gguf:
+        for option, given in (("--quantize", quantize), ("--adapter", adapter)):
+            if given:
+                raise UsageError.of(
+                    f"{option} applies to GGUF only", where=option, fix="add --format gguf, or omit it"
+                )
+        return None
+    if find_spec("gguf") is None:
+        raise UsageError.of(
+            "`--format gguf` needs the package gguf, which is not installed",
+            where="--format gguf",
+            fix="pip install 'unisono[gguf]'",
+        )
+    kind = (quantize or "f16").lower()
+    tool = None
+    if kind not in ("f16", "bf16", "f32"):
+        if adapter:
+            raise UsageError.of(
+                f"an adapter is not quantized to {kind}",
+                where="--quantize",
+                why="llama.cpp reads f16, bf16 and f32 adapters",
+                fix="omit --quantize",
+            )
+        tool = shutil.which("llama-quantize")
+        if tool is None:
+            raise UsageError.of(
+                f"{kind} needs llama-quantize of llama.cpp, which is not on the PATH",
+                where="--quantize",
+                why="without it f16, bf16 and f32 can be written",
+                fix=f"export with --quantize f16, and on a machine with llama.cpp type: llama-quantize OUT/model-f16.gguf model-{kind}.gguf {kind.upper()}",
+            )
+    return {"quantize": kind, "adapter": adapter, "tool": tool}
+
+
+def _gguf_lines(result: dict[str, Any]) -> list[str]:
+    from unisono.text import one_line, show_bytes
+
+    lines = [
+        f"{result['out']}: {result['what']} ({result['architecture']}, {result['dtype']}), {show_bytes(result['bytes'])}, of {one_line(result['description'])}"
+    ]
+    differs = f"its tensors differ by at most {result['differs_by']:.1e} of their size"
+    lines.append(f"  read again, tensor by tensor: {differs if result['differs_by'] else 'equal'}")
+    file = f"{result['out']}/{result['file']}"
+    if result["what"] == "GGUF adapter":
+        lines.append(f"  llama-cli -m BASE.gguf --lora {file}, where BASE.gguf is the model {result['base']}")
+    else:
+        lines.append(f"  llama-cli -m {file}; ollama create NAME -f {result['out']}/Modelfile")
+    if not result["has_template"]:
+        lines.append("  the Modelfile has no TEMPLATE; llama.cpp takes the one inside the file (--jinja)")
+    return lines
 
 
 def _lines(result: dict[str, Any]) -> list[str]:

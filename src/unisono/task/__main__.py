@@ -21,6 +21,7 @@ TASKS = {
     "eval": ("evaluate", "run"),
     "predict": ("evaluate", "run_predict"),
     "export": ("export", "run"),
+    "gguf": ("gguf_export", "run"),
     "draw": ("picture_tasks", "run_generate"),
     "storage": ("checkpoint_tasks", "run_storage"),
     "rehearsed": ("checkpoint_tasks", "run_rehearsed"),

@@ -52,7 +52,7 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
         IntegrityError: if the target is damaged.
         UnfitError: if the storage fails.
     """
-    out = _free_place(request["out"])
+    out = free_place(request["out"])
     if is_image_model(Path(request["target"]).expanduser()):
         return _export_lora(request, report, out)
     if request.get("format"):
@@ -63,7 +63,7 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
         )
     target = requested_target(request)
     verify_target(target, report)
-    merge = bool(request.get("merge")) and _has_adapter(target)
+    merge = bool(request.get("merge")) and has_adapter(target)
     if request.get("merge") and not merge:
         report.warning("nothing_to_merge", "there is no adapter to merge: the model already has all weights")
     if target.merged and not merge:
@@ -83,7 +83,7 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
             extra, entries = {}, write_as_it_is(target, directory)
         _write_rest(target, directory)
         write_model_manifest(directory, entries)
-    what = "merged model" if merge else "adapter" if _has_adapter(target) else "model"
+    what = "merged model" if merge else "adapter" if has_adapter(target) else "model"
     files = sorted(file for file in out.rglob("*") if file.is_file())
     return {
         "out": str(out),
@@ -223,7 +223,12 @@ def _sync(file: Path) -> None:
         os.close(fd)
 
 
-def _free_place(name: str) -> Path:
+def free_place(name: str) -> Path:
+    """The directory of an export.
+
+    Raises:
+        UsageError: if there is something.
+    """
     out = Path(name).expanduser().absolute()
     if out.is_symlink() or (out.exists() and not (out.is_dir() and not any(out.iterdir()))):
         raise UsageError.of(
@@ -243,7 +248,8 @@ def _largest_file(target: Target, size: str | None) -> int:
     return parse_bytes(section.max_shard_size)
 
 
-def _has_adapter(target: Target) -> bool:
+def has_adapter(target: Target) -> bool:
+    """Whether a target is an adapter on a base model."""
     if target.source == "checkpoint":
         return target.plan is not None and target.plan.config.adapter is not None
     return target.source == "adapter"

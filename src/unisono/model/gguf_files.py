@@ -1,0 +1,332 @@
+"""GGUF, the files of llama.cpp and Ollama: the names and settings that they have for a model, and its tensors, written and read back.
+
+The package `gguf` has the names of tensors of all architectures. What a tensor must look like differs for some; this module knows the
+architectures in ARCHITECTURES.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as GgmlType
+from gguf import GGUFReader, GGUFWriter, LlamaFileType
+from gguf.quants import dequantize, quantize
+
+from unisono.errors import IntegrityError, ModelError
+
+ARCHITECTURES = {
+    "llama": gguf.MODEL_ARCH.LLAMA,
+    "mistral": gguf.MODEL_ARCH.LLAMA,
+    "qwen2": gguf.MODEL_ARCH.QWEN2,
+    "qwen3": gguf.MODEL_ARCH.QWEN3,
+    "gemma": gguf.MODEL_ARCH.GEMMA,
+    "gemma2": gguf.MODEL_ARCH.GEMMA2,
+    "gemma3_text": gguf.MODEL_ARCH.GEMMA3,
+    "phi3": gguf.MODEL_ARCH.PHI3,
+}
+"""By the `model_type` of config.json."""
+DTYPES = {
+    "f32": (GgmlType.F32, LlamaFileType.ALL_F32),
+    "f16": (GgmlType.F16, LlamaFileType.MOSTLY_F16),
+    "bf16": (GgmlType.BF16, LlamaFileType.MOSTLY_BF16),
+}
+"""What is written without llama.cpp's own tool: the type of matrices; vectors are always float32."""
+_INTERLEAVED = ("llama", "mistral")
+"""Models whose rotary dimensions llama.cpp expects in pairs, where transformers has two halves."""
+_GEMMAS = ("gemma", "gemma2", "gemma3_text")
+"""Models whose norms multiply by 1 + weight; llama.cpp multiplies by what the file has."""
+_WINDOWED_EVERY = 6  # Gemma 3: each sixth layer sees all tokens; llama.cpp takes no other pattern
+_QUANTIZED_DIFFERENCE = 0.5  # of the spread of a tensor's values: 2 bits explain that much
+
+Setting = tuple[str, str, Any]
+"""A key, the type of GGUF ("uint32", "float32", "bool", "string", "array"), and the value."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model of transformers is laid out in a GGUF file.
+
+    Attributes:
+        config: of the text model.
+        kind: its `model_type`.
+        names: from names of transformers to those of llama.cpp.
+    """
+
+    config: Any
+    kind: str
+    names: Any
+
+    @classmethod
+    def of(cls, config: Any) -> "Layout":
+        """The layout for a config of transformers.
+
+        Raises:
+            ModelError: if the architecture, or a setting of it, cannot be written.
+        """
+        text = config.get_text_config()
+        kind = str(text.model_type)
+        if kind not in ARCHITECTURES:
+            raise ModelError.of(
+                f"a model of type {kind} cannot be written as GGUF here",
+                where="config.json: model_type",
+                why=f"the types that can be are {', '.join(ARCHITECTURES)}",
+                fix="write a directory with `unisono export --merge`, and convert it with llama.cpp's convert_hf_to_gguf.py",
+            )
+        found = cls(text, kind, gguf.get_tensor_name_map(ARCHITECTURES[kind], text.num_hidden_layers))
+        found._check()
+        return found
+
+    @property
+    def architecture(self) -> str:
+        """llama.cpp's name."""
+        return gguf.MODEL_ARCH_NAMES[ARCHITECTURES[self.kind]]
+
+    @property
+    def head_dim(self) -> int:
+        """Of a head of attention."""
+        return int(getattr(self.config, "head_dim", None) or self.config.hidden_size // self._heads)
+
+    @property
+    def _heads(self) -> int:
+        return int(self.config.num_attention_heads)
+
+    @property
+    def _rope(self) -> dict[str, Any]:
+        """The rotary settings, those of the layers that see all tokens."""
+        found: dict[str, Any] = self.config.rope_parameters or {}
+        return found.get("full_attention", found)
+
+    def _check(self) -> None:
+        scaling = self._rope.get("rope_type", "default")
+        if scaling not in ("default", "linear", "yarn", "llama3"):
+            raise ModelError.of(
+                f"RoPE of type {scaling} cannot be written as GGUF here",
+                where="config.json: rope_parameters",
+                why="default, linear, yarn and llama3 can be",
+                fix="convert a merged export with llama.cpp's convert_hf_to_gguf.py",
+            )
+        layers = getattr(self.config, "layer_types", None) or []
+        expected = [
+            "sliding_attention" if (i + 1) % _WINDOWED_EVERY else "full_attention" for i in range(len(layers))
+        ]
+        if self.kind == "gemma3_text" and list(layers) != expected:
+            raise ModelError.of(
+                "the layers with a sliding window are not those that llama.cpp expects",
+                where="config.json: layer_types",
+                why=f"in Gemma 3 each layer but every {_WINDOWED_EVERY}th one has a window",
+                fix="convert a merged export with llama.cpp's convert_hf_to_gguf.py",
+            )
+
+    def settings(self, vocabulary: int) -> list[Setting]:
+        """The keys of the architecture.
+
+        Args:
+            vocabulary: rows of the embedding.
+        """
+        config, name = self.config, self.architecture
+        window = getattr(config, "sliding_window", None)
+        context = int(config.max_position_embeddings)
+        if self.kind == "mistral" and window:
+            context = min(context, int(window))  # llama.cpp has no window for it; up to its length both agree
+        found: list[Setting] = [
+            ("vocab_size", "uint32", vocabulary),
+            ("context_length", "uint32", context),
+            ("embedding_length", "uint32", config.hidden_size),
+            ("block_count", "uint32", config.num_hidden_layers),
+            ("feed_forward_length", "uint32", config.intermediate_size),
+            ("attention.head_count", "uint32", self._heads),
+            ("attention.head_count_kv", "uint32", config.num_key_value_heads),
+            ("attention.key_length", "uint32", self.head_dim),
+            ("attention.value_length", "uint32", self.head_dim),
+            ("attention.layer_norm_rms_epsilon", "float32", config.rms_norm_eps),
+            ("rope.freq_base", "float32", float(self._rope.get("rope_theta", 10000.0))),
+            (
+                "rope.dimension_count",
+                "uint32",
+                int(self.head_dim * self._rope.get("partial_rotary_factor", 1.0)),
+            ),
+        ]
+        if window and self.kind in ("gemma2", "gemma3_text", "phi3"):
+            found.append(("attention.sliding_window", "uint32", int(window)))
+        if self.kind == "gemma2":
+            found.append(("attn_logit_softcapping", "float32", config.attn_logit_softcapping))
+            found.append(("final_logit_softcapping", "float32", config.final_logit_softcapping))
+        found += self._scaling()
+        return [(f"{name}.{key}", kind, value) for key, kind, value in found]
+
+    def _scaling(self) -> list[Setting]:
+        rope = self._rope
+        if rope.get("rope_type") not in ("linear", "yarn"):
+            return []
+        found: list[Setting] = [
+            ("rope.scaling.type", "string", rope["rope_type"]),
+            ("rope.scaling.factor", "float32", float(rope["factor"])),
+        ]
+        if rope["rope_type"] == "yarn":
+            trained = rope.get("original_max_position_embeddings") or self.config.max_position_embeddings
+            found.append(("rope.scaling.original_context_length", "uint32", int(trained)))
+        return found
+
+    def tensors(self, base: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors of a model in the file's names and layout, in float32, one after the other.
+
+        Raises:
+            ModelError: if llama.cpp has no name for one.
+        """
+        tied = base.get_input_embeddings().weight is getattr(base.get_output_embeddings(), "weight", None)
+        for name, tensor in base.state_dict().items():
+            if name.endswith(".rotary_emb.inv_freq") or (tied and name == "lm_head.weight"):
+                continue
+            yield self.name(name), self._laid_out(name, tensor.detach().float())
+        if self._rope.get("rope_type") == "llama3":
+            yield "rope_freqs.weight", self._llama3_factors()
+
+    def name(self, name: str) -> str:
+        """The file's name for a tensor.
+
+        Raises:
+            ModelError: if there is none.
+        """
+        found = self.names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if found is None:
+            raise ModelError.of(
+                f"llama.cpp has no name for the tensor {name}",
+                where=f"model type {self.kind}",
+                fix="convert a merged export with llama.cpp's convert_hf_to_gguf.py",
+            )
+        return str(found)
+
+    def _laid_out(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if self.kind in _GEMMAS and name.endswith("norm.weight"):
+            return tensor + 1
+        return self.interleaved(name, tensor)
+
+    def interleaved(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The outputs of q_proj and k_proj in the order of llama.cpp: a head's two halves become pairs. Others are unchanged."""
+        if self.kind not in _INTERLEAVED or not any(f".{part}_proj." in name for part in "qk"):
+            return tensor
+        heads = self._heads if ".q_proj." in name else int(self.config.num_key_value_heads)
+        halves = tensor.reshape(heads, 2, tensor.shape[0] // heads // 2, *tensor.shape[1:])
+        return halves.swapaxes(1, 2).reshape(tensor.shape)
+
+    def _llama3_factors(self) -> torch.Tensor:
+        """(head_dim / 2,): by what llama.cpp divides each rotary frequency."""
+        rope = self._rope
+        low, high, factor = rope["low_freq_factor"], rope["high_freq_factor"], rope["factor"]
+        trained = rope["original_max_position_embeddings"]
+        steps = torch.arange(0, self.head_dim, 2, dtype=torch.float64)
+        waves = 2 * math.pi * float(rope["rope_theta"]) ** (steps / self.head_dim)  # in tokens
+        smooth = ((trained / waves - low) / (high - low)).clamp(0, 1)
+        return (1 / ((1 - smooth) / factor + smooth)).float()
+
+
+def write_gguf(
+    path: Path,
+    settings: Iterable[Setting],
+    tensors: "Iterable[tuple[str, torch.Tensor]]",
+    shapes: "Iterable[tuple[str, tuple[int, ...]]]",
+    *,
+    architecture: str,
+    dtype: str,
+) -> None:
+    """Writes a file, tensor by tensor.
+
+    Args:
+        path: new.
+        settings: keys besides the architecture.
+        tensors: in the file's names and layout, float32.
+        shapes: of the same tensors in the same order.
+        architecture: llama.cpp's name.
+        dtype: of matrices, one of DTYPES.
+    """
+    writer = GGUFWriter(path, architecture)
+    for key, kind, value in settings:
+        getattr(writer, f"add_{kind}")(key, value)
+    for name, shape in shapes:
+        kept = _type_of(shape, dtype)
+        bytes_each = 4 if kept == GgmlType.F32 else 2
+        size = math.prod(shape) * bytes_each
+        writer.add_tensor_info(name, shape, np.dtype(np.float32), size, raw_dtype=kept)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for name, tensor in tensors:
+        writer.write_tensor_data(_stored(name, tensor, dtype))
+    writer.close()
+
+
+def _type_of(shape: tuple[int, ...], dtype: str) -> GgmlType:
+    return DTYPES[dtype][0] if len(shape) > 1 else GgmlType.F32
+
+
+def _stored(name: str, tensor: torch.Tensor, dtype: str) -> "np.ndarray[Any, Any]":
+    """The values as they are in the file.
+
+    Raises:
+        ModelError: if one is out of the range of the type.
+    """
+    kept = _type_of(tuple(tensor.shape), dtype)
+    values = tensor.cpu().contiguous().numpy()
+    if kept == GgmlType.F16:
+        if float(np.abs(values).max(initial=0.0)) > float(np.finfo(np.float16).max):
+            raise ModelError.of(
+                f"{name} has values out of the range of f16",
+                where=name,
+                why="they would become infinite",
+                fix="add --quantize bf16",
+            )
+        return values.astype(np.float16)
+    return quantize(values, GgmlType.BF16) if kept == GgmlType.BF16 else values
+
+
+def read_back(path: Path, tensors: "Iterable[tuple[str, torch.Tensor]]", *, dtype: str | None) -> float:
+    """Compares every tensor of a file with what it should hold.
+
+    Args:
+        path: of the file.
+        tensors: that were written.
+        dtype: one of DTYPES: values must be equal; None: they were quantized since, and must be near.
+
+    Returns:
+        The largest root mean square difference of a tensor, relative to that of its values; 0 for equal ones.
+
+    Raises:
+        IntegrityError: if one is missing, differs, or is there in addition.
+    """
+    found = {tensor.name: tensor for tensor in GGUFReader(path).tensors}
+    worst = 0.0
+    for name, tensor in tensors:
+        here = found.pop(name, None)
+        if here is None or [*reversed(here.shape.tolist())] != list(tensor.shape):
+            raise _damaged(path, name, "it is missing, or has a different shape")
+        if dtype is not None:
+            if not np.array_equal(np.asarray(here.data), _stored(name, tensor, dtype)):
+                raise _damaged(path, name, "its values differ from those that were written")
+            continue
+        worst = max(worst, _difference(here, tensor))
+    if found:
+        raise _damaged(path, next(iter(found)), "the model has no such tensor")
+    if worst > _QUANTIZED_DIFFERENCE:
+        raise _damaged(path, "a tensor", f"quantized values differ by {worst:.2g} of their size")
+    return worst
+
+
+def _difference(here: Any, tensor: torch.Tensor) -> float:
+    try:
+        values = dequantize(np.asarray(here.data), here.tensor_type).reshape(tensor.shape)
+    except NotImplementedError:
+        return 0.0  # a type that the package cannot read: its name and shape were compared
+    wanted = tensor.cpu().numpy()
+    size = float(np.sqrt(np.mean(np.square(wanted, dtype=np.float64))))
+    return float(np.sqrt(np.mean(np.square(values - wanted, dtype=np.float64)))) / max(size, 1e-12)
+
+
+def _damaged(path: Path, name: str, why: str) -> IntegrityError:
+    return IntegrityError.of(
+        f"{name} in {path.name} is not what was written", where=str(path), why=why, fix="export again"
+    )
