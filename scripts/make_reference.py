@@ -25,6 +25,7 @@ from unisono.config.llamafactory import SWITCHES, V1_KEYS
 from unisono.config.llamafactory_keys import KEYS, Key
 from unisono.config.schema import RunConfig
 from unisono.config.sections import Section
+from unisono.config.sd_scripts import KEYS as SD_SCRIPTS_KEYS
 from unisono.config.yaml_file import describe_field, section_in
 from unisono.doctor.check import AREAS, Check
 from unisono.doctor.examination import CATALOGUE as CHECKS
@@ -64,6 +65,7 @@ def make_pages() -> dict[str, str]:
         "variables.md": variables_page(),
         "doctor.md": doctor_page(),
         "llamafactory.md": llamafactory_page(),
+        "sd-scripts.md": sd_scripts_page(),
         "commands.md": commands_page(),
         "exit-codes.md": exit_codes_page(),
         "files.md": files_page(),
@@ -258,6 +260,23 @@ def llamafactory_page() -> list[str]:
     return lines + table(
         ["key", "unisono"], [[f"`{name}`", f"`{ours}`" if ours else "none"] for name, ours in V1_KEYS.items()]
     )
+
+
+def sd_scripts_page() -> list[str]:
+    """Every key of a configuration of sd-scripts, and what it becomes."""
+    keys = SD_SCRIPTS_KEYS.values()
+    counts = {fate: sum(key.fate == fate and not key.same_as for key in keys) for fate in FATES}
+    lines = [
+        "# Keys of sd-scripts and LoRA-Scripts", "",
+        "Every key of a configuration of sd-scripts (train_network.py), as LoRA-Scripts writes it to a TOML file, with its default there and what unisono"
+        " does with it. How to use it: [from LoRA-Scripts](../how-to/from-lora-scripts.md).", "",
+        *(f"- **{fate}** ({counts[fate]} keys): {meaning}" for fate, meaning in FATES.items()), "",
+        "A refused key is accepted at its default. FLUX, Stable Diffusion 3 and modules of LyCORIS are refused with one sentence.",
+    ]  # fmt: skip
+    for group in dict.fromkeys(key.group for key in keys):
+        rows = [key_row(key) for key in keys if key.group == group]
+        lines += ["", f"## {group}", "", *table(["key", "default", "handling", "unisono", "note"], rows)]
+    return lines
 
 
 FATES = {

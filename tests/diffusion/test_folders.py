@@ -218,7 +218,7 @@ def test_buckets_have_about_the_area_of_the_resolution_and_the_nearest_ratio() -
 def test_a_picture_that_would_be_enlarged_too_much_is_bad(folder: Path) -> None:
     (found,) = _read(folder).pictures
     with pytest.raises(Exception, match="too small: 64 × 48"):
-        with_bucket(found, bucket_sizes((512, 512), SECTION))
+        with_bucket(found, bucket_sizes((512, 512), SECTION), (512, 512), SECTION)
 
 
 def test_the_ledger_lists_every_file_and_bad_ones_are_refused_unless_they_are_to_be_skipped(

@@ -311,6 +311,8 @@ def _data(plan: RunPlan) -> str:
         if ledger.get(name)
     ]
     tokens = f"{show_count(train.tokens)} tokens, {show_count(train.loss_tokens)} in the loss"
+    if plan.model.is_picture_model:
+        tokens = f"{show_count(train.sequences)} uses an epoch · {'; '.join(plan.data.formats)}"
     lost = f", {show_count(ledger['tokens_cut'])} cut" if ledger.get("tokens_cut") else ""
     return f"{', '.join(rows)} · {tokens}{lost}"
 
@@ -318,6 +320,9 @@ def _data(plan: RunPlan) -> str:
 def _batch(plan: RunPlan) -> str:
     longest = plan.data.train.longest_sequence
     packed = "packed sequences" if plan.config.data.packing else "sequences"
+    unit = "tokens"
+    if plan.model.is_picture_model:
+        packed, unit = "pictures", "positions of latents"
     share, rest = divmod(plan.global_batch, plan.world_size)
     micro_steps = -(-(share + bool(rest)) // plan.micro_batch)
     factors = (*(plan.batch_of_ranks or (0, 0)), plan.world_size)
@@ -330,7 +335,7 @@ def _batch(plan: RunPlan) -> str:
         cut = f"{plan.world_size} ranks × {each}, in {micro_steps} × {min(plan.micro_batch, share + bool(rest))}"
     return (
         f"{plan.global_batch} {packed} per step = {cut} · "
-        f"at most {plan.micro_batch} × {longest:,} tokens at once"
+        f"at most {plan.micro_batch} × {longest:,} {unit} at once"
     )
 
 

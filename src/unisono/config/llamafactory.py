@@ -207,7 +207,7 @@ def translate(
     places = KeyPlaces(dict(lines), name)
     raw, ours, problems = _with_overrides(raw, overrides, places)
     secrets = find_secrets(raw, places)
-    reading = _Reading(places, name)
+    reading = Reading(places, name)
     for key, value in raw.items():
         is_hidden = any(path[0] == key for path in secrets)
         reading.read(key, "…" if is_hidden else value, is_secret=is_hidden)
@@ -223,7 +223,7 @@ def translate(
     return Translation(
         name=name,
         values=values,
-        keys=[_with_effect(fate, values, verb, draft.fates | refused) for fate in reading.fates],
+        keys=[with_effect(fate, values, verb, draft.fates | refused) for fate in reading.fates],
         config=draft.config,
         origins=draft.origins,
         names=draft.names,
@@ -266,11 +266,21 @@ def _with_overrides(
     return merged, tuple(ours), problems
 
 
-class _Reading:
-    """The keys of a file, read one by one."""
+class Reading:
+    """The keys of a file, read one by one, each with its entry in the table of its tool."""
 
-    def __init__(self, places: KeyPlaces, name: str) -> None:
+    def __init__(
+        self,
+        places: KeyPlaces,
+        name: str,
+        *,
+        keys: Mapping[str, Key] = KEYS,
+        tool: str = "LLaMA-Factory",
+        unknown: tuple[str, str] | None = None,
+    ) -> None:
         self._places, self._name = places, name
+        self._keys, self._tool = keys, tool
+        self._unknown, self._page = unknown or (_UNKNOWN, _PAGE)
         self.values: dict[str, Any] = {}
         self.places: dict[str, str] = {}
         self.fates: list[KeyFate] = []
@@ -279,18 +289,19 @@ class _Reading:
     def read(self, name: str, value: Any, *, is_secret: bool) -> None:
         """Converts one value, and decides the fate of its key as far as the table tells it."""
         where = self._places.of((name,))
-        known = KEYS.get(name)
+        known = self._keys.get(name)
         if known is None:
+            near = _near(name, self._keys, self._page)
             self._refuse(
-                name, value, Problem(f"unknown key `{name}`", where, _UNKNOWN, _near(name)), "unknown key"
+                name, value, Problem(f"unknown key `{name}`", where, self._unknown, near), "unknown key"
             )
             return
-        key = KEYS[known.same_as] if known.same_as else known
+        key = self._keys[known.same_as] if known.same_as else known
         if is_secret:
             self.fates.append(KeyFate(name, value, "refused", "", key.note))
             return
         if value is None and not key.null:
-            note = "null is LLaMA-Factory's default"
+            note = f"null is {self._tool}'s default"
             self.fates.append(KeyFate(name, None, "ignored", key.ours, note))
             return
         try:
@@ -308,7 +319,7 @@ class _Reading:
             self._refuse(name, value, problem, key.note)
             return
         fate: Fate = "ignored" if key.fate == "refused" else key.fate
-        note = "LLaMA-Factory's default" if key.fate == "refused" else key.note
+        note = f"{self._tool}'s default" if key.fate == "refused" else key.note
         if name != key.name:
             note = "; ".join(filter(None, (f"an old name of {key.name}", note)))
         self.fates.append(KeyFate(name, value, fate, key.ours, note))
@@ -342,12 +353,12 @@ SWITCHES = {
 _UNKNOWN = "it is neither LLaMA-Factory's nor of Hugging Face's TrainingArguments"
 
 
-def _near(name: str) -> str:
-    near = nearest(name, list(KEYS))
+def _near(name: str, keys: Mapping[str, Key], page: str) -> str:
+    near = nearest(name, list(keys))
     return (
         f"did you mean `{near}`?"
         if near
-        else f"see {_PAGE}; our own keys follow the file, as in optim.lr=1e-4"
+        else f"see {page}; our own keys follow the file, as in optim.lr=1e-4"
     )
 
 
@@ -366,12 +377,12 @@ def _verb_of(values: Values) -> Verb:
     return "chat"
 
 
-def _with_effect(fate: KeyFate, values: Values, verb: Verb, found: Mapping[str, tuple[Fate, str]]) -> KeyFate:
+def with_effect(fate: KeyFate, values: Values, verb: Verb, found: Mapping[str, tuple[Fate, str]]) -> KeyFate:
     """The fate with what the other keys make of it."""
-    known = KEYS.get(fate.key)
+    known = values.table.get(fate.key)
     if known is None or fate.fate == "refused" or fate.value is None:
         return fate
-    key = KEYS[known.same_as] if known.same_as else known
+    key = values.table[known.same_as] if known.same_as else known
     if key.name in found:
         changed, note = found[key.name]
         return replace(fate, fate=changed, note=note, ours=fate.ours if changed != "refused" else "")

@@ -33,8 +33,9 @@ class Key:
     same_as: str = ""
 
 
-def _read_table() -> dict[str, Key]:
-    text = resources.files("unisono.config").joinpath("llamafactory_keys.toml").read_text(encoding="utf-8")
+def read_table(name: str) -> dict[str, Key]:
+    """The keys of a table of this room, by name."""
+    text = resources.files("unisono.config").joinpath(name).read_text(encoding="utf-8")
     groups: dict[str, dict[str, dict[str, Any]]] = tomllib.loads(text)
     return {name: _key(name, group, found) for group, keys in groups.items() for name, found in keys.items()}
 
@@ -44,7 +45,7 @@ def _key(name: str, group: str, found: dict[str, Any]) -> Key:
     return Key(name, group, **fields)
 
 
-KEYS: dict[str, Key] = _read_table()
+KEYS: dict[str, Key] = read_table("llamafactory_keys.toml")
 """By name, in the order of LLaMA-Factory's classes."""
 
 
@@ -55,23 +56,30 @@ class Values(Mapping[str, Any]):
         given: the file's.
         places: of each given key: `x.yaml:7`, or the command line.
         name: of the file.
+        table: the keys of the tool that the file is for.
     """
 
-    def __init__(self, given: Mapping[str, Any], places: Mapping[str, str], name: str) -> None:
-        self.given, self.places, self.name = given, places, name
+    def __init__(
+        self,
+        given: Mapping[str, Any],
+        places: Mapping[str, str],
+        name: str,
+        table: Mapping[str, Key] = KEYS,
+    ) -> None:
+        self.given, self.places, self.name, self.table = given, places, name, table
 
     def __getitem__(self, key: str) -> Any:
-        return self.given[key] if key in self.given else KEYS[key].default
+        return self.given[key] if key in self.given else self.table[key].default
 
     def __iter__(self) -> Iterator[str]:
-        return iter(KEYS)
+        return iter(self.table)
 
     def __len__(self) -> int:
-        return len(KEYS)
+        return len(self.table)
 
     def is_set(self, key: str) -> bool:
         """Whether the file gives it another value than the default."""
-        return key in self.given and self.given[key] != KEYS[key].default
+        return key in self.given and self.given[key] != self.table[key].default
 
     def place(self, key: str) -> str:
         """Where a key is set, or the file."""
@@ -198,8 +206,8 @@ class Draft:
         eval_sources: the sources of eval_dataset.
     """
 
-    def __init__(self, values: Values, name: str, *, verb: str) -> None:
-        self.values, self.name, self.verb = values, name, verb
+    def __init__(self, values: Values, name: str, *, verb: str, tool: str = "LLaMA-Factory") -> None:
+        self.values, self.name, self.verb, self.tool = values, name, verb, tool
         self.config: dict[str, Any] = {}
         self.origins: dict[str, str] = {}
         self.names: dict[str, str] = {}
@@ -222,7 +230,7 @@ class Draft:
             target = target.setdefault(section, {})
         target[last] = value
         given = next((key for key in keys if key in self.values.given), None)
-        default = f"{self.name}: LLaMA-Factory's default"
+        default = f"{self.name}: {self.tool}'s default"
         self.origins[ours] = self.values.places[given] if given else default
         if given:
             self.names[ours] = given

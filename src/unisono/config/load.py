@@ -1,6 +1,6 @@
 """From a YAML file and `key.sub=value` overrides to a RunConfig, or to all that is wrong with them at once.
 
-A file of LLaMA-Factory is recognized, and translated first.
+A file of LLaMA-Factory or sd-scripts is recognized, and translated first.
 """
 
 import math
@@ -20,6 +20,7 @@ from unisono.config.llamafactory import (
 )
 from unisono.config.problems import find_secrets, problems_of
 from unisono.config.schema import RunConfig
+from unisono.config.sd_scripts import is_sd_scripts, read_sd_scripts
 from unisono.config.yaml_file import COMMAND_LINE, KeyPath, KeyPlaces, parse_value, read_yaml
 from unisono.errors import ConfigError, Problem
 
@@ -33,20 +34,22 @@ class LoadedConfig:
     origins: dict[str, str]
     """Key, e.g. `batch.micro`: `train.yaml:7` or `command line`. Keys at their default are omitted."""
     translation: Translation | None = None
-    """What was read from a file of LLaMA-Factory; None: the file is ours."""
+    """What was read from a file of another tool; None: the file is ours."""
 
 
 def load_config(path: Path, overrides: tuple[str, ...] = (), *, verb: Verb = "train") -> LoadedConfig:
     """Reads a config file and applies overrides of the form `key.sub=value`, the value in YAML.
 
     Args:
-        path: our config, or a file of LLaMA-Factory, whose overrides without a dot use its names.
+        path: our config, or a file of LLaMA-Factory or sd-scripts, whose overrides without a dot use its names.
         overrides: from the command line.
         verb: what a LLaMA-Factory file is read for; `preview` also takes one that cannot be trained here.
 
     Raises:
         ConfigError: with all problems found.
     """
+    if is_sd_scripts(path):
+        return config_of(read_sd_scripts(path, overrides), path=path, verb=verb)
     raw, lines = read_yaml(path)
     if is_llamafactory(raw):
         return config_of(_translated(raw, lines, path, overrides), path=path, verb=verb)

@@ -69,6 +69,14 @@ class DiffusionSection(Section):
     bucket_step: int = Field(
         default=64, ge=8, description="with `buckets`: sides are multiples of this many pixels"
     )
+    upscale: bool = Field(
+        default=True,
+        description="with `buckets`: smaller pictures are enlarged to the area of `data.resolution`; false: they keep their size, cut to the step",
+    )
+    max_tokens: Literal[75, 150, 225] = Field(
+        default=75,
+        description="tokens of a caption; more than 75 are encoded in parts of 75 that the UNet sees one after the other",
+    )
     cache: bool = Field(
         default=True,
         description="compute the latents of pictures and the embeddings of captions once, before training, and keep them on disk;"

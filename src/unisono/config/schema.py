@@ -720,8 +720,12 @@ def _picture_contradictions(config: RunConfig) -> list[str]:
                 "data.mix: pictures are repeated by the names of their folders; remove it",
             ),
             (
-                any(not isinstance(entry, str) for entry in sources),
-                "data.train: a source of pictures is a folder; write its path",
+                any(
+                    not isinstance(entry, str)
+                    and (entry.model_fields_set - {"path", "weight"} or entry.weight != int(entry.weight))
+                    for entry in sources
+                ),
+                "data.train: a source of pictures is a folder, with a whole number as weight; remove its other keys",
             ),
             (
                 section.text_lr is not None and words != "unet+text",

@@ -438,12 +438,31 @@ def bucket_sizes(resolution: tuple[int, int], section: DiffusionSection) -> list
     return sorted(found)
 
 
-def with_bucket(picture: Picture, sizes: Sequence[tuple[int, int]]) -> Picture:
+def own_size(
+    picture: Picture, resolution: tuple[int, int], section: DiffusionSection
+) -> tuple[int, int] | None:
+    """The size of a picture that is not enlarged: its own, reduced to the area of the resolution, in multiples of the step. None if too small."""
+    step = section.bucket_step
+    scale = min(1.0, (resolution[0] * resolution[1] / (picture.width * picture.height)) ** 0.5)
+    size = int(picture.width * scale) // step * step, int(picture.height * scale) // step * step
+    return size if min(size) >= step else None
+
+
+def with_bucket(
+    picture: Picture, sizes: Sequence[tuple[int, int]], resolution: tuple[int, int], section: DiffusionSection
+) -> Picture:
     """The picture with the size whose aspect ratio is nearest to its own, of equally near ones the larger.
 
     Raises:
         BadPictureError: if it would have to be enlarged too much.
     """
+    if section.buckets and not section.upscale:
+        kept = own_size(picture, resolution, section)
+        if kept is None:
+            raise BadPictureError(
+                f"too small: {picture.width} × {picture.height} pixels are less than one step of {section.bucket_step}"
+            )
+        return replace(picture, size=kept)
     ratio = picture.width / picture.height
     size = min(sizes, key=lambda s: (abs(np.log(s[0] / s[1] / ratio)), -s[0] * s[1]))
     scale = max(size[0] / picture.width, size[1] / picture.height)

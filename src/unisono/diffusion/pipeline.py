@@ -196,12 +196,35 @@ class TextEncoding:
     encoders: list[Any]
     is_xl: bool
     clip_skip: int | None
+    max_tokens: int = _CHUNK
 
     def encode(self, captions: Sequence[str]) -> TextStates:
-        """The embeddings of captions, as the pipeline of diffusers computes them; a caption is cut at its 77 tokens."""
+        """The embeddings of captions, as the pipeline of diffusers computes them.
+
+        A caption is cut at `max_tokens`. If these are more than 75, it is encoded in parts of 75, each between begin and end, and the UNet
+        sees one begin, all parts, and one end, as in sd-scripts. The pooled state is that of the first part.
+        """
+        if self.max_tokens == _CHUNK:
+            return self._encode([token_ids(tokenizer, captions) for tokenizer in self.tokenizers])
+        chunked = [
+            token_ids(tokenizer, captions, length=self.max_tokens + 2) for tokenizer in self.tokenizers
+        ]
+        parts = []
+        for first in range(1, self.max_tokens + 1, _CHUNK):
+            ids = [
+                torch.cat([all_[:, :1], all_[:, first : first + _CHUNK], all_[:, -1:]], dim=1)
+                for all_ in chunked
+            ]
+            parts.append(self._encode(ids))
+        inner = [part.states[:, 1:-1] for part in parts]
+        states = torch.cat([parts[0].states[:, :1], *inner, parts[-1].states[:, -1:]], dim=1)
+        return TextStates(states, parts[0].pooled)
+
+    def _encode(self, tokens: Sequence[torch.Tensor]) -> TextStates:
+        """The states of tokens (U, 77), for each text encoder."""
         parts, pooled = [], None
-        for tokenizer, encoder in zip(self.tokenizers, self.encoders, strict=True):
-            ids = token_ids(tokenizer, captions).to(encoder.device)
+        for all_ids, encoder in zip(tokens, self.encoders, strict=True):
+            ids = all_ids.to(encoder.device)
             hidden = self.is_xl or self.clip_skip is not None
             out = encoder(ids, output_hidden_states=hidden)
             if not self.is_xl:
@@ -221,12 +244,20 @@ def _final_norm(encoder: Any) -> Any:
     return body.final_layer_norm
 
 
-def token_ids(tokenizer: Any, captions: Sequence[str]) -> torch.Tensor:
-    """(U, S) int64: the tokens of captions, padded to the length that the text encoder reads."""
+def text_encoding(config: RunConfig, pipeline: Pipeline, encoders: list[Any]) -> TextEncoding:
+    """How the captions of a run are encoded."""
+    section = config.diffusion
+    return TextEncoding(
+        load_tokenizers(pipeline), encoders, pipeline.is_xl, section.clip_skip, section.max_tokens
+    )
+
+
+def token_ids(tokenizer: Any, captions: Sequence[str], *, length: int | None = None) -> torch.Tensor:
+    """(U, S) int64: the tokens of captions, padded to `length`, or to the length that the text encoder reads."""
     found = tokenizer(
         list(captions),
         padding="max_length",
-        max_length=tokenizer.model_max_length,
+        max_length=length or tokenizer.model_max_length,
         truncation=True,
         return_tensors="pt",
     )
@@ -334,9 +365,7 @@ def choose_picture_forward(
     section = config.diffusion
     text = None
     if denoiser.text_encoders:
-        text = TextEncoding(
-            load_tokenizers(pipeline), denoiser.text_encoders, pipeline.is_xl, section.clip_skip
-        )
+        text = text_encoding(config, pipeline, denoiser.text_encoders)
     return PictureForward(
         loaded,
         "padded",

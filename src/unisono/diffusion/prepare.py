@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from unisono.config.pictures import DIFFUSION
-from unisono.config.schema import RunConfig
+from unisono.config.schema import RunConfig, sources_of
 from unisono.data.prepare import digest_text, writing_table
 from unisono.data.rows import Ledger, Place, SourceCounts, flat_total
 from unisono.data.token_table import Encoded, Ints, Split, TokenWriter, write_meta, write_split
@@ -31,7 +31,13 @@ from unisono.diffusion.picture_folders import (
     read_folder,
     with_bucket,
 )
-from unisono.diffusion.pipeline import TextEncoding, load_component, load_tokenizers, needs_text_encoders
+from unisono.diffusion.pipeline import (
+    TextEncoding,
+    load_component,
+    load_tokenizers,
+    needs_text_encoders,
+    text_encoding,
+)
 from unisono.diffusion.pipeline_files import Pipeline, PipelineDigests
 from unisono.errors import ConfigError, DataError, Problem
 from unisono.events import Reporter
@@ -93,27 +99,32 @@ def gather(config: RunConfig, pipeline: Pipeline, cache_dir: Path, report: Repor
     """
     need_pillow()
     section, data = config.diffusion, config.data
-    sizes = bucket_sizes(resolution_of(config, pipeline), section)
-    train = [str(entry) for entry in (data.train if isinstance(data.train, list) else [data.train])]
-    held = data.eval if isinstance(data.eval, str | list) else []
-    folders = [("data.train", name, False) for name in train]
-    folders += [("diffusion.prior", section.prior, True)] if section.prior is not None else []
-    folders += [("data.eval", str(name), False) for name in ([held] if isinstance(held, str) else held)]
+    resolution = resolution_of(config, pipeline)
+    sizes = bucket_sizes(resolution, section)
+    sources = sources_of(data)
+    folders = [
+        ("data.train", one.path, int(one.weight)) for key, one in sources if key.startswith("data.train")
+    ]
+    folders += [("diffusion.prior", section.prior, 1)] if section.prior is not None else []
+    held = [one.path for key, one in sources if key.startswith("data.eval")]
+    folders += [("data.eval", name, 1) for name in held]
     memory = cache_dir / "pictures" / "decoded.json"
     decoded = read_object(memory)
     every = Found()
-    for number, (key, name, is_prior) in enumerate(folders):
+    for number, (key, name, times) in enumerate(folders):
         report.phase("data", f"reading the pictures of {name}")
+        is_prior = key == "diffusion.prior"
         found = read_folder(name, section, source=number, is_prior=is_prior, key=key, decoded=decoded)
         every.lost += found.lost
         for picture in found.pictures:
             try:
-                every.pictures.append(with_bucket(picture, sizes))
+                sized = with_bucket(picture, sizes, resolution, section)
+                every.pictures.append(replace(sized, repeats=picture.repeats * times))
             except BadPictureError as error:
                 every.lost.append(Lost(picture.name, picture.source, "bad", str(error)))
     _remember(memory, decoded)
     _refuse_bad(every, config)
-    last = len(folders) - (1 if isinstance(held, str) else len(held))
+    last = len(folders) - len(held)
     own = [p for p in every.pictures if p.source < last and not p.is_prior]
     prior = [p for p in every.pictures if p.is_prior]
     held_out = [replace(p, repeats=1) for p in every.pictures if p.source >= last]
@@ -176,7 +187,8 @@ def _reasons(lost: Sequence[Lost]) -> str:
 
 def text_digest(config: RunConfig, digests: PipelineDigests) -> str:
     """The digest of what computes embeddings."""
-    return f"{digests.text[:24]}-{config.diffusion.clip_skip or 0}"
+    section = config.diffusion
+    return f"{digests.text[:24]}-{section.clip_skip or 0}-{section.max_tokens}"
 
 
 def fill_caches(
@@ -212,11 +224,7 @@ def fill_caches(
             if not encoding:
                 report.phase("load_model", "loading the text encoders")
                 encoders = [load_component(pipeline, name).to(device) for name in pipeline.text_encoders]
-                encoding.append(
-                    TextEncoding(
-                        load_tokenizers(pipeline), encoders, pipeline.is_xl, config.diffusion.clip_skip
-                    )
-                )
+                encoding.append(text_encoding(config, pipeline, encoders))
             return encode_caption(encoding[0], captions[number])
 
         computed += fill(
@@ -396,15 +404,12 @@ def _write_rows(
 
 
 def _write_ledger(directory: Path, config: RunConfig, rows: Rows, lengths: list[int]) -> None:
-    names = [
-        str(entry)
-        for entry in (config.data.train if isinstance(config.data.train, list) else [config.data.train])
-    ]
-    names += [config.diffusion.prior] if config.diffusion.prior is not None else []
-    if isinstance(config.data.eval, str | list):
-        names += [
-            str(e) for e in ([config.data.eval] if isinstance(config.data.eval, str) else config.data.eval)
-        ]
+    sources = sources_of(config.data)
+    found = {
+        role: [s.path for key, s in sources if key.startswith(f"data.{role}")] for role in ("train", "eval")
+    }
+    prior = [config.diffusion.prior] if config.diffusion.prior is not None else []
+    names = [*found["train"], *prior, *found["eval"]]
     uses = np.bincount(np.asarray(rows.sequences, dtype=np.int64), minlength=len(rows.train)).tolist()
     with Ledger(directory / ".notes") as ledger:
         ledger.sources = [SourceCounts(name) for name in names]

@@ -37,7 +37,7 @@ _GIB = 1 << 30
 _MIB = 1 << 20
 _CHECKPOINT_BYTES = 12  # of each trained parameter: itself and two moments, in float32
 _PATHS = ("model.path", "model.tokenizer", "output_dir")
-_OPTIONAL_PATHS = ("adapter.from", "adapter.merge", "preference.reference")
+_OPTIONAL_PATHS = ("adapter.from", "adapter.merge", "preference.reference", "diffusion.prior")
 """Paths whose absence means a different run: nothing else that is compared would show it."""
 
 Contents = Mapping[str, Any]

@@ -214,6 +214,7 @@ _PATHS = (
     ("adapter", "from"),
     ("adapter", "merge"),
     ("preference", "reference"),
+    ("diffusion", "prior"),
     ("data", "train"),
     ("data", "eval"),
     ("data", "template"),

@@ -13,6 +13,7 @@ from unisono import __version__
 from unisono.causes import Verdict
 from unisono.config import LoadedConfig, RunConfig
 from unisono.config.load import is_llamafactory, load_config
+from unisono.config.pictures import DIFFUSION
 from unisono.config.yaml_file import read_yaml
 from unisono.errors import UnisonoError, UsageError
 from unisono.events import Show, notify
@@ -48,6 +49,8 @@ def with_absolute_paths(config: RunConfig, base: Path) -> RunConfig:
         body["adapter"]["merge"] = [_absolute(path, base) for path in config.adapter.merge]
     if config.preference.reference != "auto":
         body["preference"]["reference"] = _absolute(config.preference.reference, base)
+    if config.objective == DIFFUSION:
+        body["diffusion"]["prior"] = _absolute(config.diffusion.prior, base)
     for role in ("train", "eval"):
         body["data"][role] = _absolute_sources(body["data"][role], base)
     body["output_dir"] = str(_joined(config.output_dir, base))

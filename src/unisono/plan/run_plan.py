@@ -44,6 +44,11 @@ class ModelFacts(Part):
     positions: int = 0
     """Tokens of a row that the model was trained on, by its config.json; 0 if it has no such number."""
 
+    @property
+    def is_picture_model(self) -> bool:
+        """Whether it is a Stable Diffusion pipeline: `hidden_size` are the channels of the first level of its UNet, `layers` its levels."""
+        return self.model_type.startswith("stable-diffusion")
+
 
 class SplitSummary(Part):
     """The training or evaluation rows as the model sees them. Counts are for one epoch."""
@@ -354,6 +359,8 @@ def deal(tokens: Sequence[int], *, ranks: int) -> list[list[int]]:
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _BLOCK = 64  # weights that share a scale, of nf4 and fp4
 _BLOCKS = 256  # of these scales share another one, if they are quantized themselves
+_VALUES_OF_A_LEVEL = 500
+_SHARE_KEPT = 0.2  # with gradient checkpointing: the inputs of blocks, and the values of one block
 _HEAD_CHUNK = 128  # rows of logits alive at a time; see model.forward
 
 
@@ -384,6 +391,7 @@ def estimate_memory(
     - activations: for each token and layer 10 × hidden + 4 × intermediate values of `dtype`, attention probabilities of half a row for each
       64 hidden values, and with an adapter 6 × hidden. With gradient checkpointing those of one layer, and hidden values for each layer.
     - loss head: for each token 2 × hidden values of `dtype`, and twice the float32 logits of 128 tokens.
+    - of an image model a token is a position of the latents, and activations are those of its UNet (`_picture_activations`).
     - dequantized: the largest matrix of a quantized model in `dtype`.
     - shards: weights and trainable are divided by the ranks, but not the scales of quantized weights. Two layers, embedding and head are
       whole during a step.
@@ -408,6 +416,8 @@ def estimate_memory(
     activations = micro_tokens * (
         per_layer * kept_layers + model.layers * model.hidden_size * size * gradient_checkpointing
     )
+    if model.is_picture_model:
+        activations, logits = _picture_activations(model, micro_tokens, gradient_checkpointing) * size, False
     head = micro_tokens * model.hidden_size * size * 2
     if logits:
         head += min(micro_tokens, _HEAD_CHUNK) * model.vocab_size * 4 * 2
@@ -433,6 +443,16 @@ def estimate_memory(
         dequantized=dequantized,
         total=weights + state + activations + head + dequantized,
     )
+
+
+def _picture_activations(model: ModelFacts, positions: int, gradient_checkpointing: bool) -> int:  # noqa: FBT001 - as above
+    """Values that a UNet keeps for its backward: 500 for each channel of the first level and position, and less for the levels below.
+
+    From the shapes of its blocks: five residual blocks with attention in each level, and half as many channels for each position from level to
+    level. It has not been measured on a GPU.
+    """
+    values = _VALUES_OF_A_LEVEL * model.hidden_size * sum(0.5**level for level in range(model.layers))
+    return int(positions * values * (_SHARE_KEPT if gradient_checkpointing else 1))
 
 
 def packed_bytes(model: ModelFacts) -> float:

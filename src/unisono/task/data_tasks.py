@@ -21,7 +21,7 @@ from unisono.data.readers import read_rows
 from unisono.data.rows import RawRow, first_notes, read_counts
 from unisono.data.sources import find_sources
 from unisono.data.token_table import TokenTable
-from unisono.errors import DataError, ModelError
+from unisono.errors import DataError, ModelError, UsageError
 from unisono.events import Reporter
 from unisono.files import make_private_dir
 from unisono.model.directory import inspect_model, locate_model, locate_tokenizer, read_model_config
@@ -126,6 +126,13 @@ def preview(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
         report: receives progress.
     """
     config = RunConfig.model_validate(request["config"])
+    if config.objective == DIFFUSION:
+        raise UsageError.of(
+            "data preview shows rows of text",
+            where="objective",
+            why="the rows of this config are pictures",
+            fix="`unisono train CONFIG --dry-run` shows their number and sizes; data.json of the run lists each file",
+        )
     config = _with_objective_of_rows(config, Path(request["cache_dir"]))
     directory = locate_tokenizer(config)
     data = prepare_data(

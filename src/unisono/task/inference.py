@@ -24,6 +24,7 @@ from unisono.model.load import (
     SCORE,
     LoadedModel,
 )
+from unisono.rundir.records import is_image_model
 from unisono.task.loading import load_target, stored_dtype
 from unisono.task.target import Target, requested_target, verify_target
 
@@ -114,6 +115,13 @@ def open_requested(request: dict[str, Any], report: Reporter, *, answers: bool =
         UnisonoError: as `open_for_inference`.
     """
     report.phase("locate", f"looking for {request['target']}")
+    if is_image_model(Path(request["target"]).expanduser()):
+        raise UsageError.of(
+            f"{request['target']} draws pictures",
+            where="RUN|MODEL",
+            why="it is an image model, and answers nothing",
+            fix=f'use `unisono generate {request["target"]} "a prompt" --out pictures`',
+        )
     target = requested_target(request)
     if answers and target.is_reward:
         raise UsageError.of(

@@ -13,6 +13,7 @@ from typing import Any
 import xxhash
 
 from unisono.config.lf_template import lf_name
+from unisono.config.pictures import DIFFUSION
 from unisono.config.schema import AdapterSection, RunConfig, sources_of
 from unisono.data.sources import find_local
 from unisono.errors import UnisonoError
@@ -32,6 +33,7 @@ _SETTLED_S = 2.0
 _THREADS = 4
 _REPORTED_FROM_BYTES = 1 << 28
 _REPORT_EVERY_S = 1.0
+_MOST_PICTURES = 2_000  # of a folder, in a report that goes to the head
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +221,9 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
 
 def _list(config: RunConfig) -> _InputFiles:
     listed = _InputFiles()
+    if config.objective == DIFFUSION:
+        _list_pictures(config, listed)
+        return listed
     for label, key, named in _sources(config):
         try:
             files = find_local(named, key)
@@ -238,6 +243,36 @@ def _list(config: RunConfig) -> _InputFiles:
             listed.notes.append(fault.what)
     _list_model(config, listed)
     return listed
+
+
+def _list_pictures(config: RunConfig, listed: _InputFiles) -> None:
+    """Pictures with their captions, and the files of the pipeline."""
+    from unisono.diffusion.picture_folders import list_files
+    from unisono.diffusion.pipeline_files import all_files, locate_pipeline
+
+    folders = [(label, named) for label, _, named in _sources(config)]
+    if config.diffusion.prior is not None:
+        folders.append(("prior", config.diffusion.prior))
+    for label, named in folders:
+        root = Path(named).expanduser()
+        try:
+            files = [path for path, _, _ in list_files(root) if path.is_file()]
+        except UnisonoError as error:
+            listed.notes.append(error.problems[0].what)
+            continue
+        listed.data += [
+            (f"{label}: {path.relative_to(root).as_posix()}", path) for path in files[:_MOST_PICTURES]
+        ]
+        if len(files) > _MOST_PICTURES:
+            listed.notes.append(
+                f"{named} has {len(files)} files: the first {_MOST_PICTURES} are compared by name, all of them after they are prepared"
+            )
+    try:
+        pipeline = locate_pipeline(config)
+        listed.model = all_files(pipeline)
+        listed.weights = pipeline.weights("unet")
+    except UnisonoError as error:
+        listed.notes.append(error.problems[0].what)
 
 
 def _sources(config: RunConfig) -> list[tuple[str, str, str]]:

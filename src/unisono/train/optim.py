@@ -58,7 +58,11 @@ class Optimizers:
 
 
 def build_optimizers(
-    section: OptimSection, trainable: dict[str, torch.nn.Parameter], *, not_matrices: set[int]
+    section: OptimSection,
+    trainable: dict[str, torch.nn.Parameter],
+    *,
+    not_matrices: set[int],
+    text_lr: float | None = None,
 ) -> Optimizers:
     """AdamW (arXiv:1711.05101), or Muon (Jordan et al., 2024) for the matrices and AdamW for the rest.
 
@@ -69,6 +73,7 @@ def build_optimizers(
         section: `optim` of the config.
         trainable: the parameters by name.
         not_matrices: ids of two-dimensional parameters that Muon is not for: embeddings and the head.
+        text_lr: learning rate of the text encoders of an image model; None: the same.
     """
     muon = {
         n: p
@@ -87,7 +92,7 @@ def build_optimizers(
         )
         names["muon"] = list(muon)
     if rest:
-        groups, names["adamw"] = _groups(section, rest)
+        groups, names["adamw"] = _groups(section, rest, text_lr)
         parts["adamw"] = torch.optim.AdamW(
             groups, lr=section.lr, betas=section.betas, eps=section.eps, fused=True
         )
@@ -95,13 +100,15 @@ def build_optimizers(
 
 
 def _groups(
-    section: OptimSection, parameters: dict[str, torch.nn.Parameter]
+    section: OptimSection, parameters: dict[str, torch.nn.Parameter], text_lr: float | None
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """AdamW's parameter groups, and the names of their parameters in order."""
     plus = {n for n in parameters if section.lora_b_ratio != 1 and _LORA_B in n}
+    text = {n for n in parameters if text_lr is not None and n.startswith(_TEXT) and n not in plus}
     decay, lr = section.weight_decay, section.lr
     kinds = [
-        ([n for n, p in parameters.items() if p.ndim >= 2 and n not in plus], decay, lr),
+        ([n for n, p in parameters.items() if p.ndim >= 2 and n not in plus | text], decay, lr),
+        ([n for n in parameters if n in text], decay, text_lr or lr),
         ([n for n in parameters if n in plus], decay, lr * section.lora_b_ratio),
         ([n for n, p in parameters.items() if p.ndim < 2 and n not in plus], 0.0, lr),
     ]
@@ -114,6 +121,7 @@ def _groups(
 
 
 _LORA_B = ".lora_B."  # in the names of peft's parameters
+_TEXT = "text_encoder"  # the beginning of the names of the text encoders of an image model
 
 Schedule = Literal["cosine", "linear", "constant", "wsd", "cosine_with_restarts", "polynomial"]
 
