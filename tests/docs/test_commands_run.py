@@ -71,6 +71,7 @@ ELSEWHERE = {
     r"^drill": "tests/drill/test_drills.py",
     r"^diagnose nccl_trace_rank": "tests/diagnose/test_cases.py",
     r"^serve ": "tests/serve/test_serve.py",
+    r"\d\.toml|^(generate|export) runs/aki |^export aki/": "tests/diffusion/test_commands.py",
     r"^board ": "tests/board/test_server.py",
 }
 """Commands that need a cluster, another program or a server, and the tests of what they start."""

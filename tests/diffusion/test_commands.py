@@ -1,0 +1,110 @@
+"""The commands of docs/how-to/from-lora-scripts.md, as a reader types them, and a run that is killed and resumed.
+
+Run: pytest tests/diffusion/test_commands.py, and with `-m long` the kill
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from tests import front_server
+from tests.diffusion.conftest import SIZES
+from tests.diffusion.making import write_pictures
+
+CONFIG = """
+model_train_type = "sd-lora"
+pretrained_model_name_or_path = "{model}"
+train_data_dir = "train/aki"
+resolution = "32,32"
+enable_bucket = true
+min_bucket_reso = 16
+max_bucket_reso = 64
+bucket_reso_steps = 8
+output_dir = "runs"
+output_name = "aki"
+max_train_steps = {steps}
+train_batch_size = 2
+network_train_unet_only = true
+network_dim = 4
+unet_lr = 1e-3
+caption_extension = ".txt"
+save_every_n_steps = 3
+"""
+
+
+@pytest.fixture
+def env(tmp_path: Path) -> dict[str, str]:
+    return os.environ | {
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        "XDG_CONFIG_HOME": str(tmp_path / "keys"),
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def _prepare(folder: Path, model: Path, *, steps: int) -> None:
+    folder.mkdir(exist_ok=True)
+    write_pictures(folder / "train" / "aki" / "6_aki", ["red", "blue"], SIZES)
+    (folder / "20261124-100000.toml").write_text(CONFIG.format(model=model, steps=steps))
+
+
+def _unisono(*words: str, cwd: Path, env: Mapping[str, str]) -> str:
+    done = front_server.run([sys.executable, "-m", "unisono", *words], cwd=cwd, env=env, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return str(done.stdout + done.stderr)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_the_commands_of_the_page(pipeline_dir: Path, tmp_path: Path, env: dict[str, str]) -> None:
+    _prepare(tmp_path, pipeline_dir, steps=4)
+    shown = _unisono("train", "20261124-100000.toml", cwd=tmp_path, env=env)
+    assert "is a file of sd-scripts" in shown
+    assert 'unisono generate runs/aki "a prompt" --out pictures' in shown
+    drawn = _unisono("generate", "runs/aki", "aki, in the rain", "--out", "pictures", "--number", "2", "--seed", "0", "--steps", "2", cwd=tmp_path, env=env)  # fmt: skip
+    assert "pictures/00001.png" in drawn
+    _unisono("export", "runs/aki", "aki", "--format", "kohya", cwd=tmp_path, env=env)
+    assert (tmp_path / "aki" / "aki.safetensors").is_file()
+    _unisono("export", "aki/aki.safetensors", "back", "--format", "diffusers", cwd=tmp_path, env=env)
+    assert (tmp_path / "back" / "pytorch_lora_weights.safetensors").is_file()
+
+
+def _losses(run: Path) -> list[float]:
+    try:
+        lines = (run / "metrics.jsonl").read_text().splitlines()
+    except FileNotFoundError:
+        return []
+    return [json.loads(line)["loss"] for line in lines if line.endswith("}")]
+
+
+@pytest.mark.long
+@pytest.mark.ranks
+def test_a_killed_run_resumes_with_the_same_losses(
+    pipeline_dir: Path, tmp_path: Path, env: dict[str, str]
+) -> None:
+    for name in ("straight", "killed"):
+        _prepare(tmp_path / name, pipeline_dir, steps=40)
+    _unisono("train", "20261124-100000.toml", cwd=tmp_path / "straight", env=env)
+    run = tmp_path / "killed" / "runs" / "aki"
+    front = front_server.start(
+        [sys.executable, "-m", "unisono", "train", "20261124-100000.toml"], cwd=tmp_path / "killed", env=env
+    )
+    limit = time.monotonic() + 300
+    while len(_losses(run)) < 7:
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+    os.kill(front.pid, signal.SIGKILL)
+    front.wait(timeout=60)
+    assert len(_losses(run)) < 40
+    _unisono("train", "20261124-100000.toml", cwd=tmp_path / "killed", env=env)
+    assert _losses(run) == _losses(tmp_path / "straight" / "runs" / "aki")
+    weights = [
+        place / "runs" / "aki" / "adapter" / "pytorch_lora_weights.safetensors"
+        for place in (tmp_path / "straight", tmp_path / "killed")
+    ]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
