@@ -113,6 +113,27 @@ def test_the_loss_and_its_gradient_are_those_of_each_row_alone(kind: str) -> Non
             assert (mine.grad - theirs.grad).abs().max() <= 1e-4 * theirs.grad.abs().max() + 1e-9, name
 
 
+def test_dropout_on_attention_is_trained_with_the_models_own_attention() -> None:
+    torch.manual_seed(0)
+    base = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4)
+    )
+    plain = copy.deepcopy(base).eval()
+    loaded = LoadedModel(base.train(), base, None, dict(base.named_parameters()), 1)
+    before = torch.get_rng_state()
+    forward = _choose(loaded)
+    assert torch.equal(torch.get_rng_state(), before), "the choice draws no numbers of the run"
+    assert (forward.layout, forward.why) == ("padded", "its attention needs dropout of 0.1 in training")
+    rows, alone = _rows([7, 2, 140, 31])
+    first, second = (forward.loss(rows, count=9) for _ in range(2))
+    assert first.isfinite()
+    assert first != second, "dropout is applied"
+    first.backward()
+    assert base.get_input_embeddings().weight.grad.isfinite().all()
+    base.eval()
+    assert torch.allclose(forward.loss(rows, count=9), _reference(plain, alone, count=9), rtol=1e-5)
+
+
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt2", "mamba"])
 def test_noise_is_added_to_the_embeddings_of_its_own_tokens(kind: str) -> None:
     loaded = _loaded(kind)

@@ -171,7 +171,7 @@ def flat_attention(
         or query.shape[0] != 1
     ):
         raise UnsupportedAttentionError(
-            ", ".join(wanted) or f"{type(module).__name__} with dropout {dropout}"
+            ", ".join(wanted) or (f"dropout of {dropout:g}" if dropout else type(module).__name__)
         )
     del attention_mask  # transformers creates none for a custom attention
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5

@@ -403,10 +403,28 @@ def _try_flat(forward: Forward, wanted: torch.Tensor) -> None:
         if torch.allclose(logits[5:], moved[5:], rtol=1e-4, atol=1e-5) and _alike(
             logits, wanted, forward.dtype
         ):
+            why = _why_not_in_training(forward)
+        else:
+            why = "rows in one sequence influence each other"
+        if not why:
             return
-        why = "rows in one sequence influence each other"
     forward.layout, forward.why = "padded", why
     base.set_attn_implementation(forward.own_attention)
+
+
+def _why_not_in_training(forward: Forward) -> str:
+    """What the flat attention lacks in training mode alone, i.e. dropout on probabilities; empty if nothing. Random numbers are not used up."""
+    base = forward.loaded.base
+    device = base.device
+    forward.loaded.model.train()
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), forward._precision():  # noqa: SLF001 - same module
+            (forward._hidden if forward.loaded.is_reward else forward._logits)(_probe_rows(base, first=11))  # noqa: SLF001
+    except UnsupportedAttentionError as error:
+        return f"its attention needs {error} in training"
+    finally:
+        forward.loaded.model.eval()
+    return ""
 
 
 def _try_merging(forward: Forward) -> None:
