@@ -7,11 +7,11 @@ from unisono.agree.reports import (
     DialReport,
     FileDigest,
     Interface,
-    Limits,
     NodeReport,
     OutputFacts,
     RankReport,
 )
+from unisono.facts.limits import SystemLimits
 
 GIB = 2**30
 
@@ -70,7 +70,7 @@ def node(rank: int, host: str | None = None, **changes: Any) -> NodeReport:
         "output": OutputFacts(
             path="runs/x", writable=True, shared=True, free_bytes=500 * GIB, file_system="ext4"
         ),
-        "limits": Limits(
+        "limits": SystemLimits(
             cores=8,
             memory_bytes=64 * GIB,
             shm_bytes=32 * GIB,

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from tests.agree.making import changed, device, gpu_node, interfaces, node, nodes
 from unisono.agree.agreement import Agreement
 from unisono.agree.compare import compare_nodes
-from unisono.agree.reports import FileDigest, Limits, NodeReport, OutputFacts
+from unisono.agree.reports import FileDigest, NodeReport, OutputFacts
 from unisono.agree.rules import NODE_RULES
 from unisono.causes import CATALOGUE, Verdict
+from unisono.facts.limits import SystemLimits
 
 # What one node may have otherwise, one thing at a time.
 CHANGES: dict[str, Any] = {
@@ -33,7 +34,7 @@ CHANGES: dict[str, Any] = {
     "model_files": [FileDigest(label="model.safetensors", bytes=1, digest="y")],
     "device_kind": "cuda",
     "output": OutputFacts(path="/full", writable=False, trouble="read-only", shared=False, free_bytes=0),
-    "limits": Limits(cores=1, memory_bytes=1, shm_bytes=None, shm_free_bytes=None, open_files=64, locked_memory_bytes=1,
+    "limits": SystemLimits(cores=1, memory_bytes=1, shm_bytes=None, shm_free_bytes=None, open_files=64, locked_memory_bytes=1,
                      stack_bytes=None, processes=10),
     "host_addresses": ["127.0.1.1"],
     "interfaces": [],
@@ -127,7 +128,7 @@ any_report = st.builds(
                 free_bytes=any_number,
             ),
             "limits": st.builds(
-                Limits, cores=st.integers(0, 9), memory_bytes=st.integers(0, 2**40), shm_bytes=any_number, shm_free_bytes=any_number,
+                SystemLimits, cores=st.integers(0, 9), memory_bytes=st.integers(0, 2**40), shm_bytes=any_number, shm_free_bytes=any_number,
                 open_files=any_number, locked_memory_bytes=any_number, stack_bytes=any_number, processes=any_number,
             ),
             "interfaces": st.lists(st.sampled_from(interfaces("10.0.0.1")), max_size=2),

@@ -3,6 +3,7 @@
 Run: pytest tests/agree/test_nodes.py
 """
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ import pytest
 from tests.agree.making import GIB, changed, device, gpu_node, interfaces, node, nodes
 from unisono.agree.agreement import Agreement
 from unisono.agree.compare import compare_nodes
-from unisono.agree.reports import Check, FileDigest, Interface, Limits, NodeReport, OutputFacts
+from unisono.agree.reports import Check, FileDigest, Interface, NodeReport, OutputFacts
 from unisono.causes import Verdict
+from unisono.facts.limits import SystemLimits
 
 
 def only(reports: list[NodeReport]) -> Verdict:
@@ -430,8 +432,8 @@ def test_storage_that_is_not_shared_is_a_warning_that_reports_who_holds_what() -
     check(compare_nodes(changed(nodes(), 1, output=unseen)), "storage.shared", "unknown")
 
 
-def limits(**changes: Any) -> Limits:
-    return node(0).limits.model_copy(update=changes)
+def limits(**changes: Any) -> SystemLimits:
+    return replace(node(0).limits, **changes)
 
 
 def test_limits_are_refused_or_reported() -> None:

@@ -6,7 +6,15 @@ import pytest
 
 from unisono.causes import find_cause
 from unisono.drill.drills import DRILLS, Drill, choose
-from unisono.drill.results import FrontExit, History, NamedCause, judge, named_cause_in, skipped_result
+from unisono.drill.results import (
+    FrontExit,
+    History,
+    NamedCause,
+    drills_table,
+    judge,
+    named_cause_in,
+    skipped_result,
+)
 from unisono.drill.sandbox import Sandbox
 from unisono.errors import UsageError
 
@@ -138,3 +146,10 @@ def test_a_drill_that_does_not_exist_is_refused_with_those_that_do() -> None:
     with pytest.raises(UsageError, match="sigkil") as refused:
         choose(("sigkil",))
     assert "sigkill" in refused.value.problems[0].fix
+
+
+def test_the_list_fits_into_80_columns_with_every_fault_and_cause() -> None:
+    lines = drills_table(DRILLS)
+    assert all(len(line) <= 80 for line in lines)
+    words = " ".join(lines)
+    assert all(drill.fault in words and all(cause in words for cause in drill.want) for drill in DRILLS)

@@ -46,6 +46,12 @@ def test_what_makes_a_different_run_is_refused_at_once_and_typing_what_it_report
         "error: seed is 4, and was 0: order, dropout and the evaluation split are drawn again: rows of this epoch may be repeated or"
         " skipped, and evaluation rows may have been trained on",
     ]  # fmt: skip
+    lines = done.stderr.splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith(rest[0]))
+    assert lines[at + 1 : at + 3] == [
+        f"  where: command line; earlier: {died.out}/config.yaml",
+        "  fix:   set optim.lr to 0.0002, or pass --allow optim.lr",
+    ]
     assert contents(died.out) == before, "nothing is touched"
     typed = done.stderr.partition("pass ")[2].partition(" to resume")[0].split()
     assert typed == ["--allow", "optim.lr", "--allow", "seed"]

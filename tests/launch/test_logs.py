@@ -38,6 +38,13 @@ def test_printed_lines_take_the_time_at_which_the_log_was_seen_to_grow(tmp_path:
     ]  # fmt: skip
 
 
+def test_sizes_in_events_have_units(tmp_path: Path) -> None:
+    line = event(1.0, "checkpoint", bytes=2_533_640, step=200) + event(2.0, "step", memory_bytes=612_000_000)
+    write(tmp_path / "events" / "rank-00000.jsonl", line)
+    found = [line.text for line in merged_logs(tmp_path)]
+    assert found == ["checkpoint: 2.53 MB, step 200", "step: memory 612 MB"]
+
+
 @pytest.mark.parametrize("time", ["1e400", "-1e400", "NaN", "1" + "0" * 400, "1e15", '"noon"', "true", "[]"])
 def test_a_line_whose_time_is_none_is_left_out_and_counted(time: str, tmp_path: Path) -> None:
     bad = '{"kind": "phase", "phase": "x", "time": ' + time + "}\n"

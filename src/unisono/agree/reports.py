@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
+from unisono.facts.limits import SystemLimits
 from unisono.plan import DeviceChoice
 from unisono.text import one_line
 
@@ -262,19 +263,6 @@ class OutputFacts(ReportPart):
     file_system: str = ""
 
 
-class Limits(ReportPart):
-    """Resource limits of a process. None: could not be read, or (for limits) unlimited."""
-
-    cores: int
-    memory_bytes: int
-    shm_bytes: int | None
-    shm_free_bytes: int | None
-    open_files: int | None
-    locked_memory_bytes: int | None
-    stack_bytes: int | None
-    processes: int | None
-
-
 class NodeReport(ReportPart):
     """Facts that one node's front collects before anything imports torch."""
 
@@ -325,7 +313,7 @@ class NodeReport(ReportPart):
     files_note: str = ""
     """Why files could not be hashed; such files are unknown, never equal."""
     output: OutputFacts
-    limits: Limits
+    limits: SystemLimits
     interfaces: list[Interface]
     host_addresses: list[str]
     """Addresses that its own host name resolves to; empty: none."""

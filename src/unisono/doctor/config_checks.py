@@ -193,7 +193,7 @@ def _check_start(facts: Surroundings, loaded: LoadedConfig) -> list[Finding]:
             found(START, "warn", f"{run.root} is held by {holder}: a start is refused until it ends", fix=fix)
         ]
     try:
-        decide_start(run, loaded.config, resume=False, fresh=False)
+        decide_start(run, loaded.config, resume=False, fresh=False, origins=loaded.origins)
     except UnisonoError as error:
         if with_overwriting(facts.request.training).fresh:
             return [

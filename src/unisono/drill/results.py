@@ -277,6 +277,7 @@ def _describe(detected: NamedCause) -> str:
 
 _COLUMNS = ("fault", "expected", "reported", "who", "found, s", "ended, s", "left behind", "")
 _WIDTH = 150  # where there is no terminal, lines are not wrapped to one
+_LIST_WIDTH = 80  # of `--list`, likewise
 
 
 def results_table(rows: Sequence[DrillResult], *, width: int = 0) -> list[str]:
@@ -307,7 +308,7 @@ def drills_table(drills: Sequence[Drill], *, width: int = 0) -> list[str]:
     for drill in drills:
         want = " or ".join(drill.want) or "nothing"
         table.add_row(drill.fault, drill.text, want, f"{drill.limit_s:g}" if drill.want else "")
-    return _table_lines(table, width) or [_drill_line(drill) for drill in drills]
+    return _table_lines(table, width or _LIST_WIDTH) or [_drill_line(drill) for drill in drills]
 
 
 def _drill_line(drill: Drill) -> str:

@@ -49,6 +49,8 @@ _WITHOUT_PROC = 8 * 10**9
 class SystemLimits:
     """Resources of a process. None: could not be read, or (for ulimits) unlimited."""
 
+    __pydantic_config__ = {"extra": "forbid", "allow_inf_nan": False}  # noqa: RUF012 - as part of a node's report
+
     cores: int
     memory_bytes: int
     shm_bytes: int | None

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from unisono.agree.compare import keyed_arguments
-from unisono.agree.reports import Interface, Limits, NodeReport, OutputFacts
+from unisono.agree.reports import Interface, NodeReport, OutputFacts
 from unisono.events import Show
 from unisono.facts import Environment, Machine, Probes, SystemClock
 from unisono.facts.environment import code_digests, decisive_versions, read_nccl_files, versions_digest
@@ -176,7 +176,7 @@ def make_report(
         tokenizer_files=[],
         model_files=[],
         output=OutputFacts(path=str(output_dir), writable=None, shared=None, free_bytes=None),
-        limits=Limits(**asdict(read_limits())),
+        limits=read_limits(),
         interfaces=[Interface(**asdict(one)) for one in probes.network.interfaces()],
         host_addresses=addresses[0],
         head_addresses=addresses[1],

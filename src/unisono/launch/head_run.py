@@ -142,6 +142,7 @@ class HeadRun:
                     fresh=self.request.fresh,
                     notify=lambda text: notify(self.show, text),
                     allow=self.request.allowed,
+                    origins=loaded.origins,
                 )
             )
 
@@ -164,7 +165,7 @@ class HeadRun:
             return
         node = self.party.label if self.party is not None else ""
         if restore_from_storage(self.request, loaded, local_node, others, node=node, show=self.show):
-            claimed.decide_again(loaded.config, allow=self.request.allowed)
+            claimed.decide_again(loaded.config, allow=self.request.allowed, origins=loaded.origins)
 
     def _begin_uploading(self, plan: RunPlan, local_node: LocalNode, run: RunDir) -> None:
         if plan.config.checkpoint.storage is not None:

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from unisono.agree.reports import Device, FileDigest, Interface, Limits, NodeReport, OutputFacts, name_node
+from unisono.agree.reports import Device, FileDigest, Interface, NodeReport, OutputFacts, name_node
 from unisono.causes import Evidence, Verdict, find_cause
 from unisono.checkpoint.manifest import manifest_digest
 from unisono.checkpoint.retention import max_without_permanent
@@ -131,7 +131,7 @@ def make_node_report(
         model_files=_digests(files, "model_files"),
         files_note=str(files.get("note", "")),
         output=OutputFacts(**asdict(output)),
-        limits=Limits(**asdict(limits)),
+        limits=limits,
         interfaces=[Interface(**asdict(one)) for one in probes.network.interfaces()],
         host_addresses=own,
         head_addresses=head,
@@ -287,7 +287,7 @@ def look_again(
             "probe_ports": list(channel.probe_ports),
             "clock_offset_s": channel.clock_offset_s,
             "output": OutputFacts(**asdict(output)),
-            "limits": Limits(**asdict(read_limits())),
+            "limits": read_limits(),
             "interfaces": [Interface(**asdict(one)) for one in request.probes.network.interfaces()],
             "chosen": [reported_device(gpu) for gpu in machine.gpus if gpu.uuid in chosen],
             "visible": [

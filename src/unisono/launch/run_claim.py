@@ -4,8 +4,9 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from unisono.checkpoint.manifest import KEY_FILE, user_key
@@ -126,14 +127,16 @@ class Claim:
     worth_keeping: bool = False
     trained: bool = False
 
-    def decide_again(self, config: RunConfig, *, allow: frozenset[str]) -> None:
+    def decide_again(
+        self, config: RunConfig, *, allow: frozenset[str], origins: Mapping[str, str] | None = None
+    ) -> None:
         """The start decision after a run was downloaded into the directory.
 
         Raises:
             UsageError: if it is another run than the config means.
         """
         self.worth_keeping = True
-        self.decision = decide_start(self.run, config, resume=True, fresh=False, allow=allow)
+        self.decision = decide_start(self.run, config, resume=True, fresh=False, allow=allow, origins=origins)
         self.earlier = Earlier.of(self.run)
 
 
@@ -147,6 +150,7 @@ def claim(
     fresh: bool,
     notify: Callable[[str], None],
     allow: frozenset[str] = frozenset(),
+    origins: Mapping[str, str] | None = None,
 ) -> Iterator[Claim]:
     """Decides, makes the directory, locks it, and decides again under the lock.
 
@@ -156,6 +160,7 @@ def claim(
         resume: `--resume`.
         fresh: `--fresh`.
         allow: keys of the config that may have changed.
+        origins: where keys of the config were set, for messages.
 
     Raises:
         UsageError: if the directory is taken, finished, another run's, or cannot be written.
@@ -163,7 +168,8 @@ def claim(
     """
     run = RunDir(Path(config.output_dir))
     refuse_if_silent(run.root)
-    decide_start(run, config, resume=resume, fresh=fresh, allow=allow)  # refuses before anything is touched
+    decide = partial(decide_start, run, config, resume=resume, allow=allow, origins=origins)
+    decide(fresh=fresh)  # refuses before anything is touched
     if fresh and run.root.exists() and any(run.root.iterdir()):
         with _locked(run, host, port, notify):  # a run that is active must not be renamed
             moved = set_aside(run)
@@ -175,7 +181,7 @@ def claim(
             made = missing  # from here on: a start that is refused must not remove what another start has just created
             if remove_partial_download(run):
                 notify(f"removed the incomplete download of a killed start from {run.root}")
-            decision = decide_start(run, config, resume=resume, fresh=False, allow=allow)
+            decision = decide(fresh=False)
             claimed = Claim(run, decision, made, Earlier.of(run), lock)
             try:
                 yield claimed

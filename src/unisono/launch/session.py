@@ -79,7 +79,12 @@ def plan_only(request: TrainRequest, show: Show) -> RunPlan:
     run = RunDir(Path(loaded.config.output_dir))
     with as_usage_error():
         decision = decide_start(
-            run, loaded.config, resume=request.resume, fresh=request.fresh, allow=request.allowed
+            run,
+            loaded.config,
+            resume=request.resume,
+            fresh=request.fresh,
+            allow=request.allowed,
+            origins=loaded.origins,
         )
     with storage_tried(
         loaded.config,

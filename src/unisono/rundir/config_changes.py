@@ -5,7 +5,7 @@ until it has a rule.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -223,12 +223,15 @@ def not_allowed(found: Iterable[ChangeFinding], allow: frozenset[str]) -> list[C
     return [f for f in found if f.verdict == "fixed" or (f.verdict == "refused" and f.name not in allow)]
 
 
-def refusal(found: Sequence[ChangeFinding], *, root: str, new_name: str) -> UsageError:
-    """Why a run cannot resume: a headline with the alternatives, and a line for each change.
+def refusal(
+    found: Sequence[ChangeFinding], *, root: str, new_name: str, origins: Mapping[str, str] | None = None
+) -> UsageError:
+    """Why a run cannot resume: a headline with the alternatives, and each change with its place and its fix.
 
     Args:
         found: the findings that prevent it; at least one.
         new_name: the new name after `--fresh`.
+        origins: where keys of the new config were set, e.g. `train.yaml:7`.
     """
     fixed = [finding.name for finding in found if finding.verdict == "fixed"]
     flags = " ".join(f"--allow {finding.name}" for finding in found if finding.verdict != "fixed")
@@ -244,7 +247,23 @@ def refusal(found: Sequence[ChangeFinding], *, root: str, new_name: str) -> Usag
         "a resumed run must mean the same from its first step to its last",
         f"{way}, or set a different output_dir, or pass --fresh: it renames the run there to {new_name}",
     )
-    return UsageError(headline, *(Problem(finding.text) for finding in found))
+    return UsageError(headline, *(_problem(finding, root, origins or {}) for finding in found))
+
+
+def _problem(finding: ChangeFinding, root: str, origins: Mapping[str, str]) -> Problem:
+    """A change, where its new and its earlier value are, and what makes the run the same again."""
+    key = finding.name
+    while key and key not in origins:
+        key = key.rpartition(".")[0]
+    where = f"{origins.get(key, finding.name)}; earlier: {root}/config.yaml"
+    is_key = finding.name in all_keys(RunConfig) and ABSENT not in (finding.before, finding.after)
+    same = f"set {finding.name} to {shown(finding.before)}" if is_key else "revert the change"
+    fix = (
+        f"{same}; it cannot be allowed"
+        if finding.verdict == "fixed"
+        else f"{same}, or pass --allow {finding.name}"
+    )
+    return Problem(finding.text, where, fix=fix)
 
 
 def read_allowed(words: Iterable[str]) -> frozenset[str]:

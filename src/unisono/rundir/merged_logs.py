@@ -15,7 +15,7 @@ from unisono.errors import UsageError
 from unisono.events import read_message
 from unisono.files import MOST_LINE_BYTES, objects_of, open_plain, parse_json, read_object, read_text
 from unisono.rundir import RunDir
-from unisono.text import one_line
+from unisono.text import one_line, show_bytes
 
 _NAME = "-rank-"
 _NOBODY = -1  # in place of a rank: the run as a whole
@@ -320,10 +320,12 @@ def _as_text(message: dict[str, Any]) -> str:
 
 
 def _pairs(fields: dict[str, Any]) -> Iterator[str]:
-    """`step 12`; the fields of an object stand without its name."""
+    """`step 12`, and sizes with their unit; the fields of an object stand without its name."""
     for name, value in fields.items():
         if isinstance(value, dict):
             yield from _pairs(value)
+        elif name.rpartition("_")[2] == "bytes" and type(value) is int:
+            yield f"{name.removesuffix('bytes').removesuffix('_')} {show_bytes(value)}".strip()
         elif value not in (None, ""):
             yield f"{name} {value:.6g}" if isinstance(value, float) else f"{name} {value}"
 

@@ -9,6 +9,7 @@ import re
 import secrets
 import shlex
 import stat
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -53,7 +54,13 @@ class StartDecision:
 
 
 def decide_start(
-    run: RunDir, config: RunConfig, *, resume: bool, fresh: bool, allow: frozenset[str] = frozenset()
+    run: RunDir,
+    config: RunConfig,
+    *,
+    resume: bool,
+    fresh: bool,
+    allow: frozenset[str] = frozenset(),
+    origins: Mapping[str, str] | None = None,
 ) -> StartDecision:
     """Decides from the files in the directory; changes nothing.
 
@@ -62,6 +69,7 @@ def decide_start(
         resume: `--resume`: also start in an empty directory, and extend a finished run.
         fresh: `--fresh`: an existing run will be renamed.
         allow: permitted changes, from `read_allowed`.
+        origins: where keys of the config were set, for messages.
 
     Raises:
         UsageError: if the directory holds a finished or a different run, no run at all, or cannot be used.
@@ -78,7 +86,7 @@ def decide_start(
         _refuse_special_files(run)
     if fresh or plan is None:
         return StartDecision("fresh", _new_run_id(), _why_fresh(run, fresh=fresh and plan is not None))
-    decision = _decide_resume(run, plan, config, resume=resume, allow=allow)
+    decision = _decide_resume(run, plan, config, resume=resume, allow=allow, origins=origins)
     return decision if decision.kind == "fresh" else replace(decision, earlier_batch=_batch_of(plan))
 
 
@@ -267,7 +275,13 @@ def _why_fresh(run: RunDir, *, fresh: bool) -> str:
 
 
 def _decide_resume(
-    run: RunDir, plan: dict[str, Any], config: RunConfig, *, resume: bool, allow: frozenset[str]
+    run: RunDir,
+    plan: dict[str, Any],
+    config: RunConfig,
+    *,
+    resume: bool,
+    allow: frozenset[str],
+    origins: Mapping[str, str] | None,
 ) -> StartDecision:
     before = _in_form_of(config, _config_of(run, plan), plan)
     if config_digest(before) != config_digest(config):
@@ -275,7 +289,7 @@ def _decide_resume(
             return StartDecision(
                 "fresh", _new_run_id(), "fresh: a start with a different config ended before its first step"
             )
-        _refuse_another_run(run, before, config, allow)
+        _refuse_another_run(run, before, config, allow, origins)
     result = read_object(run.result)
     if result.get("outcome") == "completed":
         return _decide_finished(run, plan, before, config, result, resume=resume)
@@ -319,12 +333,18 @@ def _decide_finished(
     )
 
 
-def _refuse_another_run(run: RunDir, before: RunConfig, config: RunConfig, allow: frozenset[str]) -> None:
+def _refuse_another_run(
+    run: RunDir,
+    before: RunConfig,
+    config: RunConfig,
+    allow: frozenset[str],
+    origins: Mapping[str, str] | None,
+) -> None:
     """Refuses settings that make a different run and are not allowed; contents are compared once they are known."""
     found = [judge_key(change) for change in changes_between(before, config)]
     refused = not_allowed([finding for finding in found if finding is not None], allow)
     if refused:
-        raise refusal(refused, root=str(run.root), new_name=next_old(run.root).name)
+        raise refusal(refused, root=str(run.root), new_name=next_old(run.root).name, origins=origins)
 
 
 def _plan_of(run: RunDir) -> dict[str, Any] | None:

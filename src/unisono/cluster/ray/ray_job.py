@@ -89,6 +89,7 @@ class _Session:
                     fresh=request.fresh,
                     notify=lambda text: notify(self.show, text),
                     allow=request.allowed,
+                    origins=self.loaded.origins,
                 )
             )
             try:

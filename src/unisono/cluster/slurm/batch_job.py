@@ -286,7 +286,12 @@ def train_on_slurm(request: TrainRequest, show: Show) -> dict[str, Any]:
 
     def check() -> None:
         decide_start(
-            spec.run, loaded.config, resume=request.resume, fresh=request.fresh, allow=request.allowed
+            spec.run,
+            loaded.config,
+            resume=request.resume,
+            fresh=request.fresh,
+            allow=request.allowed,
+            origins=loaded.origins,
         )
         refuse_impossible(spec, known)
         if request.fresh and spec.run.root.exists() and any(spec.run.root.iterdir()):
