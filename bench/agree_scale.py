@@ -28,9 +28,10 @@ from typing import TYPE_CHECKING, Any
 
 from unisono.agree.compare import compare_nodes
 from unisono.agree.membership import missing_nodes
-from unisono.agree.reports import Device, FileDigest, Interface, Limits, NodeReport, OutputFacts
+from unisono.agree.reports import Device, FileDigest, Interface, NodeReport, OutputFacts
 from unisono.control.channel_ends import HeadServer, NodeLink
 from unisono.control.connection import Joined, NodeMessage
+from unisono.facts.limits import SystemLimits
 
 if TYPE_CHECKING:
     from unisono.causes import Verdict
@@ -74,7 +75,7 @@ def report(rank: int, nodes: int, *, odd: bool) -> NodeReport:
         tokenizer_files=[FileDigest(label=f"tokenizer{n}.json", bytes=10**6, digest=digest("t", n)) for n in range(4)],
         model_files=[FileDigest(label=f"model-{n:05d}.safetensors", bytes=5 * 10**9, digest=digest("w", n)) for n in range(8)],
         output=OutputFacts(path="/shared/runs/one", writable=True, shared=True, free_bytes=10**13, file_system="nfs4"),
-        limits=Limits(cores=96, memory_bytes=10**12, shm_bytes=10**11, shm_free_bytes=10**11, open_files=65536,
+        limits=SystemLimits(cores=96, memory_bytes=10**12, shm_bytes=10**11, shm_free_bytes=10**11, open_files=65536,
                       locked_memory_bytes=None, stack_bytes=8 << 20, processes=10**6),
         interfaces=interfaces, host_addresses=[address], head_addresses=["10.0.0.1"], clock_offset_s=0.001,
         probe_ports=[40001, 40002, 40003],

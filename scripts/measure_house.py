@@ -11,8 +11,9 @@ import statistics
 import sys
 import tokenize
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 PACKAGE = "unisono"
@@ -100,19 +101,22 @@ TARGETS = (
 
 @dataclass(frozen=True)
 class Module:
-    """One file of the package, read and parsed.
+    """One file of the package.
 
     Attributes:
         name: dotted, e.g. `unisono.plan.resolve`.
         path: relative to the package.
         text: its source.
-        tree: its syntax tree.
     """
 
     name: str
     path: Path
-    text: str
-    tree: ast.Module = field(repr=False)
+    text: str = field(repr=False)
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        """Its syntax tree."""
+        return ast.parse(self.text)
 
     @property
     def lines(self) -> int:
@@ -149,8 +153,7 @@ def read_modules(root: Path = SOURCE) -> list[Module]:
         path = file.relative_to(root)
         parts = [root.name, *path.with_suffix("").parts]
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        text = file.read_text(encoding="utf-8")
-        modules.append(Module(name, path, text, ast.parse(text)))
+        modules.append(Module(name, path, file.read_text(encoding="utf-8")))
     return modules
 
 
@@ -163,10 +166,8 @@ def measure(modules: Sequence[Module]) -> Report:
     importers = Counter(target for targets in imports.values() for target in targets)
     widest = max(imports, key=lambda name: len(imports[name]))
     repeated = repeated_names(modules)
-    rooms: Counter[str] = Counter()
-    for module in modules:
-        rooms[module.room] += module.lines
-    over = {room: lines for room, lines in sorted(rooms.items()) if lines > ROOM_BUDGETS.get(room, 0)}
+    rooms = lines_of_rooms(modules)
+    over = rooms_over_budget(rooms)
     largest, largest_lines = rooms.most_common(1)[0]
     figures = {
         "files": len(modules),
@@ -195,6 +196,19 @@ def measure(modules: Sequence[Module]) -> Report:
         "lines of the largest room": largest,
     }
     return Report(figures, details)
+
+
+def lines_of_rooms(modules: Sequence[Module]) -> Counter[str]:
+    """All lines of each room."""
+    rooms: Counter[str] = Counter()
+    for module in modules:
+        rooms[module.room] += module.lines
+    return rooms
+
+
+def rooms_over_budget(rooms: Mapping[str, int]) -> dict[str, int]:
+    """The lines of the rooms that have more than ROOM_BUDGETS allows."""
+    return {room: lines for room, lines in sorted(rooms.items()) if lines > ROOM_BUDGETS.get(room, 0)}
 
 
 def code_lines(module: Module) -> set[int]:

@@ -1,5 +1,6 @@
 """Which tests start processes: `make test-fast` runs the others, and fails one of these that starts a process after all."""
 
+import functools
 import sys
 import types
 from collections.abc import Iterator
@@ -19,12 +20,15 @@ _without: set[types.CodeType] = set()  # code that does not
 def starts_processes(item: pytest.Function) -> bool:
     """Whether the code of a test or of one of its fixtures reaches a module that starts processes, through functions and classes of the tests."""
     fixtures = item._fixtureinfo.name2fixturedefs.values()
-    functions: list[Any] = [item.function, *(definitions[-1].func for definitions in fixtures)]
-    for function in functions:
-        seen = set(_without)
-        if _reaches(function, seen):
-            return True
-        _without.update(seen)  # the search has come to its end without finding one
+    return any(map(_starts, [item.function, *(definitions[-1].func for definitions in fixtures)]))
+
+
+@functools.cache  # parametrized tests share their function, and most tests some fixtures
+def _starts(function: Any) -> bool:
+    seen = set(_without)
+    if _reaches(function, seen):
+        return True
+    _without.update(seen)  # the search has come to its end without finding one
     return False
 
 

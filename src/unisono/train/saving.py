@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from unisono.checkpoint.manifest import FileEntry
+from unisono.checkpoint.manifest import FileEntry, user_key
 from unisono.checkpoint.state import CheckpointReader, load_optimizer
-from unisono.checkpoint.store import step_of, temporary_name
+from unisono.checkpoint.store import CheckpointStore, step_of, temporary_name
 from unisono.checkpoint.writer import STATE, StorageFailed, state_text, write_failure
 from unisono.errors import (
     IntegrityError,
@@ -28,9 +28,12 @@ from unisono.errors import (
     storage_verdict,
     storage_words,
 )
+from unisono.events import Reporter
+from unisono.facts import read_environment
 from unisono.files import read_object
 from unisono.model.sharding import sharded_like
-from unisono.rundir.records import MetricsWriter, best_evaluated
+from unisono.rundir import RunDir
+from unisono.rundir.records import MetricsWriter, best_evaluated, truncate_after
 from unisono.text import parse_seconds
 from unisono.train import faults
 from unisono.train.rank0_work import (
@@ -409,3 +412,16 @@ def _report_failure(run: Run, job: Job, error: StorageFailed) -> None:
             fix=problem.fix,
             **cited,
         )
+
+
+def open_store(files: RunDir) -> CheckpointStore:
+    """The run's checkpoints, signed with the user's key."""
+    return CheckpointStore(files.checkpoints, key=user_key(read_environment().settings_dir))
+
+
+def open_metrics(files: RunDir, state: TrainState, report: Reporter) -> MetricsWriter:
+    """Opens metrics.jsonl, and removes the lines after the state that the run resumes from: later steps, an evaluation still due."""
+    warning = truncate_after(files.metrics, state.step, evaluated=not state.evaluation_due).warning()
+    if warning is not None:
+        report.send("warning", **warning)
+    return MetricsWriter(files.metrics)

@@ -5,12 +5,10 @@ from typing import Any
 
 import torch
 
-from unisono.checkpoint.manifest import user_key
-from unisono.checkpoint.store import CheckpointStore
 from unisono.config.pictures import DIFFUSION
 from unisono.data.token_table import TokenTable
 from unisono.events import Reporter
-from unisono.facts import identity_of, read_environment
+from unisono.facts import identity_of
 from unisono.model.directory import locate_tokenizer
 from unisono.model.forward import Forward, choose_forward
 from unisono.model.load import SCORE, LoadedModel, load_for_training
@@ -19,7 +17,6 @@ from unisono.model.sharding import ShardedRoot, shard_model
 from unisono.objectives import objective_of
 from unisono.plan import RankPlace, RunPlan, Stream
 from unisono.rundir import RunDir
-from unisono.rundir.records import MetricsWriter, truncate_after
 from unisono.track import ServiceWriter, TensorboardWriter, Tracker, Trackers
 from unisono.train import faults
 from unisono.train.front_io import StopRequest, front_messages
@@ -37,7 +34,7 @@ from unisono.train.process_group import Alone, Group, world_mesh
 from unisono.train.reference import set_reference
 from unisono.train.run import GeneratorWatch, Run, TrainingData, TrainState, seed_torch
 from unisono.train.saver import Saver, Staging
-from unisono.train.saving import restore
+from unisono.train.saving import open_metrics, open_store, restore
 from unisono.watch import Beats
 
 
@@ -95,7 +92,7 @@ def set_up(plan: RunPlan, place: RankPlace, report: Reporter, stop: StopRequest,
         pictures=pictures,
         sampler=sampler,
         state=TrainState(),
-        store=_open_store(files) if group.is_main else None,
+        store=open_store(files) if group.is_main else None,
         metrics=None,
         tracker=_open_tracker(plan, files, report) if group.is_main else None,
         stop=stop,
@@ -111,7 +108,7 @@ def set_up(plan: RunPlan, place: RankPlace, report: Reporter, stop: StopRequest,
         beats.enter("resume")
         restore(run, Path(plan.resume.path), trust=plan.resume.trust)
     if group.is_main:
-        run.metrics = _open_metrics(files, run.state, report)
+        run.metrics = open_metrics(files, run.state, report)
     return run
 
 
@@ -187,18 +184,6 @@ def _open_data(plan: RunPlan, place: RankPlace) -> tuple[TrainingData, TokenTabl
     return data, TokenTable.open(directory, "eval") if plan.data.eval else None
 
 
-def _open_store(files: RunDir) -> CheckpointStore:
-    return CheckpointStore(files.checkpoints, key=user_key(read_environment().settings_dir))
-
-
-def _open_metrics(files: RunDir, state: TrainState, report: Reporter) -> MetricsWriter:
-    """Opens metrics.jsonl, and removes the lines after the state that the run resumes from: later steps, an evaluation still due."""
-    warning = truncate_after(files.metrics, state.step, evaluated=not state.evaluation_due).warning()
-    if warning is not None:
-        report.send("warning", **warning)
-    return MetricsWriter(files.metrics)
-
-
 def _open_tracker(plan: RunPlan, files: RunDir, report: Reporter) -> Trackers | None:
     trackers: list[Tracker] = []
     for name in plan.config.track:
@@ -219,6 +204,8 @@ def _tables(loaded: LoadedModel) -> set[int]:
 
 
 def _uses_dropout(loaded: LoadedModel) -> bool:
+    if getattr(loaded.base.config, "attention_dropout", 0):  # applied without a module of its own
+        return True
     return any(isinstance(m, torch.nn.Dropout) and m.p > 0 for m in loaded.model.modules())
 
 
