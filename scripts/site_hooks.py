@@ -18,7 +18,7 @@ from page_checks import BLOCK, DOCS, ROOT, unknown_commands, unknown_keys
 QUERY = ROOT / "docs-theme" / "search-query.js"
 log = logging.getLogger("mkdocs.hooks.site")  # a warning fails the build, since it is strict
 _LINK = re.compile(r'\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s#]*)(#[^)\s]*)?(?: "([^"]*)")?\)')
-_LIST = re.compile(r"^((?![-*|>#\s]|\d+\. ).+)\n(?=(?:-|1\.) )", re.MULTILINE)
+_LIST = re.compile(r"^((?!(?:[-*]|\d+\.) |[|>#\s]).+)\n(?=(?:-|1\.) )", re.MULTILINE)
 """A paragraph that a list follows without an empty line."""
 _GENERATED = {"decisions/README.md": "decisions", "reference/causes.md": "reference/causes"}
 """Pages that are followed in the navigation by all others of a folder."""
@@ -66,10 +66,12 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
         log.warning("%s shows a command that does not exist: %s", where, name)
     for name in unknown_keys(markdown):
         log.warning("%s shows a config key that does not exist: %s", where, name)
+    markdown = re.sub(r"\A<!--.*?-->\s*", "", markdown)  # MkDocs would not see the title behind it
     source = Path(page.file.abs_src_path or "")
     parts, end = [], 0
     for block in BLOCK.finditer(markdown):
-        parts += [_relink(markdown[end : block.start()], source, Path(config.docs_dir)), block[0]]
+        shown = _draw(block[2]) if block[1] == "mermaid" else block[0]
+        parts += [_relink(markdown[end : block.start()], source, Path(config.docs_dir)), shown]
         end = block.end()
     return "".join([*parts, _relink(markdown[end:], source, Path(config.docs_dir))])
 
@@ -105,3 +107,29 @@ def on_post_build(*, config: MkDocsConfig) -> None:
     """Puts the preparation of queries before the theme's search worker."""
     (worker,) = (Path(config.site_dir) / "assets" / "javascripts" / "workers").glob("search.*.js")
     worker.write_text(QUERY.read_text("utf-8") + worker.read_text("utf-8"), encoding="utf-8")
+
+
+def _draw(text: str) -> str:
+    """A flowchart of mermaid as a picture: a row of boxes for each subgraph, and an arrow for each line with `-->`.
+
+    The theme would load mermaid's library from the network.
+    """
+    rows = [re.findall(r"^ {4}(?!direction)(\w+)$", body, re.MULTILINE) for body in re.findall(r"subgraph.*?\n(.*?)\n  end", text, re.DOTALL)]  # fmt: skip
+    arrows = re.findall(r"^ *(\w+) --> (\w+)$", text, re.MULTILINE)
+    width, height, gap = 118, 26, 46
+    places = {}
+    for number, row in enumerate(rows):
+        for index, name in enumerate(row):
+            places[name] = (480 + (index - (len(row) - 1) / 2) * (width + 30), 20 + number * (height + gap))
+    lines = [
+        f'<path d="M{x0:.0f} {y0 + height} C{x0:.0f} {y0 + height + gap / 2:.0f} {x1:.0f} {y1 - gap / 2:.0f} {x1:.0f} {y1 - 4}" marker-end="url(#tip)"/>'
+        for (x0, y0), (x1, y1) in ((places[one], places[other]) for one, other in arrows)
+    ]
+    boxes = [
+        f'<rect x="{x - width / 2:.0f}" y="{y}" width="{width}" height="{height}" rx="4"/><text x="{x:.0f}" y="{y + 17}">{name}</text>'
+        for name, (x, y) in places.items()
+    ]
+    tip = '<marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="6" markerHeight="6" orient="auto"><path d="M0 0L8 4L0 8z"/></marker>'
+    words = "; ".join(f"{one} imports {other}" for one, other in arrows)
+    size = f"0 0 960 {20 + len(rows) * (height + gap)}"
+    return f'<svg class="rooms" viewBox="{size}" role="img" aria-label="{words}"><defs>{tip}</defs>{"".join(lines)}{"".join(boxes)}</svg>'

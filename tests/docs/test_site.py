@@ -7,10 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from playwright.sync_api import sync_playwright
 
 from bench.docs_search import ask, kept_lines
 from page_checks import BLOCK, chinese_pages, stamp, unknown_commands, unknown_keys, why_behind
-from tests.needs import need
+from tests.needs import need, program
 
 ROOT = Path(__file__).parents[2]
 
@@ -169,3 +170,23 @@ def test_the_script_of_the_fifth_story_is_named_with_its_rank(tmp_path: Path) ->
     assert done.returncode == 4, done.stderr
     assert "[unequal_steps]" in done.stderr + done.stdout
     assert re.search(r"^WHO +rank 0, host ", done.stderr + done.stdout, re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_in_a_browser_the_site_searches_when_it_is_opened_as_a_file(site: Path) -> None:
+    """Without a server a page may not start the search's worker: docs-theme/javascripts/iframe-worker.js runs it in a frame."""
+    need("chromium")
+    with sync_playwright() as browsers:
+        browser = browsers.chromium.launch(executable_path=program("chromium"), args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 390, "height": 844})
+        asked: list[str] = []
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto((site / "reference" / "causes.html").as_uri())
+        assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+        page.keyboard.press("/")
+        page.keyboard.type("Watchdog caught collective operation timeout")
+        first = page.wait_for_selector(".md-search-result__item a", timeout=60_000)
+        assert first is not None
+        assert (first.get_attribute("href") or "").partition("?")[0].endswith("rank_stalled.html")
+        browser.close()
+    assert [url for url in asked if not url.startswith(("file:", "data:", "blob:"))] == []
