@@ -73,6 +73,8 @@ ELSEWHERE = {
     r"^serve ": "tests/serve/test_serve.py",
     r"\d\.toml|^(generate|export) runs/aki |^export aki/": "tests/diffusion/test_commands.py",
     r"^board ": "tests/board/test_server.py",
+    r"--format gguf": "tests/talk/test_gguf.py",
+    r"--format (kohya|diffusers)|--out pictures|\.toml\b": "tests/diffusion/test_commands.py",
 }
 """Commands that need a cluster, another program or a server, and the tests of what they start."""
 
