@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.client import HTTPConnection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import openai
 import psutil
 import pytest
 import torch
@@ -21,6 +20,9 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tests import front_server
+
+if TYPE_CHECKING:
+    import openai
 
 LIMIT_S = 120.0
 TEMPLATE = (
@@ -79,7 +81,9 @@ class Served:
     connections: list[socket.socket] = field(default_factory=list)
 
     @property
-    def client(self) -> openai.OpenAI:
+    def client(self) -> "openai.OpenAI":
+        import openai  # two seconds, which only tests of a server should take
+
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=self.key, max_retries=0, timeout=LIMIT_S)
 
     @property

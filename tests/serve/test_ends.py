@@ -6,7 +6,6 @@ import socket
 from pathlib import Path
 from typing import Any
 
-import openai
 import psutil
 import pytest
 
@@ -139,6 +138,8 @@ def test_no_process_outlives_the_server(serve: Serve, endless: Path) -> None:
 
 
 def test_the_official_client_sees_an_error_in_the_middle_of_a_stream(serve: Serve, endless: Path) -> None:
+    import openai
+
     served = serve(endless)
     chunks = served.client.completions.create(
         model=served.model, prompt="what", max_tokens=LONG, temperature=0, stream=True

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 
 from tests import front_server
@@ -118,6 +117,8 @@ def test_the_model_is_listed(server: Served) -> None:
 def test_a_bad_request_is_refused_with_its_parameter(
     server: Served, options: dict[str, Any], status: int, param: str
 ) -> None:
+    import openai
+
     request: Any = {"model": server.model, "messages": [{"role": "user", "content": "hello"}]} | options
     for stream in (False, True):
         with pytest.raises(openai.APIStatusError) as caught:
@@ -173,6 +174,8 @@ def test_a_web_page_reaches_no_server_without_a_key(server: Served) -> None:
 def test_only_a_valid_key_is_served_and_the_model_does_not_see_it(
     serve: Serve, endless: Path, tmp_path: Path
 ) -> None:
+    import openai
+
     file = tmp_path / "keys"
     file.write_text("# of two clients\nfirst-key\nsecond-key\n")
     file.chmod(0o600)
