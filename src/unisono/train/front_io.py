@@ -167,9 +167,7 @@ def front_messages() -> FrontMessages:
     return FrontMessages()
 
 
-# ---- Storage that does not respond, while training waits for it or continues
-#
-# A thread observes the one that writes: the kernel's counters show whether it makes progress. A slow disk does; one that hangs does not.
+# ---- Storage that does not respond. A thread observes the one that writes: the kernel's counters show whether it makes progress.
 
 _EVERY_S = 0.5
 _REPORTED_AFTER_S = 5.0
