@@ -206,7 +206,7 @@ def _tables(loaded: LoadedModel) -> set[int]:
 def _uses_dropout(loaded: LoadedModel) -> bool:
     # A model's `attention_dropout` is applied without a module of its own.
     modules = (m.p for m in loaded.model.modules() if isinstance(m, torch.nn.Dropout))
-    return max(modules, default=0) > 0 or getattr(loaded.base.config, "attention_dropout", 0) > 0
+    return max(modules, default=0) > 0 or (getattr(loaded.base.config, "attention_dropout", 0) or 0) > 0
 
 
 def ready_facts(run: Run, *, peak: int, kept_every: int | None) -> dict[str, Any]:
