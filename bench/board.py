@@ -256,6 +256,7 @@ def main() -> None:
     results |= {
         "bounds": BOUNDS,
         "cores": os.cpu_count(),
+        "load_average": os.getloadavg()[0],
         "chromium": subprocess.run(
             [CHROMIUM, "--version"], capture_output=True, text=True, check=True
         ).stdout.strip(),

@@ -340,3 +340,27 @@ def test_both_languages_have_the_same_words() -> None:
     script = (STATIC / "board.js").read_text()
     for name in re.findall(r'\bt\("(\w+)"', script):
         assert name in english, name
+
+
+def luminance(colour: str) -> float:
+    """Of `#rrggbb`, as WCAG defines it."""
+    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    red, green, blue = (
+        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+    )
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def test_lines_of_runs_are_seen_on_their_background_and_told_apart_without_colours() -> None:
+    script, sheet = (STATIC / "board.js").read_text(), (STATIC / "board.css").read_text()
+    cards = re.findall(r"--card: (#\w{6})", sheet)[:2]
+    palettes = [re.findall(r"#\w{6}", part) for part in re.findall(r"(?:light|dark): \[([^\]]+)\]", script)]
+    for card, palette in zip(cards, palettes, strict=True):
+        assert len(set(palette)) == 8
+        for colour in palette:
+            high, low = sorted((luminance(card), luminance(colour)), reverse=True)
+            assert (high + 0.05) / (low + 0.05) >= 3, (card, colour)
+    dashes = json.loads(re.findall(r"DASHES = (\[.+\]);", script)[0])
+    looks = {(at % 8, at % len(dashes)) for at in range(20)}
+    assert len(looks) == 20, "every one of 20 runs has another colour or dash"
+    assert len({str(dash) for dash in dashes}) == len(dashes), "the first runs differ by dash alone"

@@ -216,6 +216,17 @@ def test_the_file_is_reported_as_json_and_needs_no_extra(tmp_path: Path) -> None
     assert out.read_text().startswith("<!doctype html>")
 
 
+def test_without_the_extra_the_server_is_refused_with_the_command_that_installs_it(tmp_path: Path) -> None:
+    root = make_run(tmp_path / "run", steps=3)
+    program = (
+        "import sys; sys.modules['uvicorn'] = None; from unisono.cli.app import main; main(sys.argv[1:])"
+    )
+    words = [sys.executable, "-c", program, "board", str(root)]
+    ended = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    assert "pip install 'unisono[board]'" in ended.stderr
+
+
 def test_another_version_of_a_file_of_a_run_disturbs_no_other_region(board: RunningBoard) -> None:
     root = Path(board.line["runs"][2]["path"])
     write(root / "data.json", {"schema": 9, "sources": [], "new": {"a": [1]}})

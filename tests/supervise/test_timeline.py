@@ -85,7 +85,7 @@ def test_a_rank_that_stays_in_a_phase_is_seen_in_it_before_it_leaves() -> None:
 @pytest.mark.parametrize("step_s", [0.22, 20.0])
 def test_a_file_has_at_most_a_megabyte_an_hour_and_no_torn_line(tmp_path: Path, step_s: float) -> None:
     path = tmp_path / "timeline-00000.jsonl"
-    made = Timeline(path, {})
+    made = Timeline(path, dict)
     known = [RankTime(rank, 0.0) for rank in range(8)]
     sizes, at = [], [0.0] * 8
     glances = [Glance("compute", 0, 0, 0, (0.0, 0.0, 0.0, 0.0))] * 8
@@ -158,7 +158,7 @@ def test_a_front_writes_what_a_rank_beats_and_mends_a_torn_line_of_an_earlier_fr
         beats = Beats.inherited(memory.record_fd)
         beats.begin_step(1)
         beats.enter("load_model")
-        with Timeline(path, {5: memory}):
+        with Timeline(path, lambda: {5: memory}):
             time.sleep(0.3)  # the phase lasts that long
             beats.enter("compute")
             until(lambda: path.read_bytes().count(b"\n") >= 2)
@@ -176,7 +176,7 @@ def test_the_cost_of_sampling_is_under_a_thousandth_of_steps_of_50_ms() -> None:
     memories = {rank: BeatMemory(rank) for rank in range(8)}
     writers = [Beats.inherited(memory.record_fd) for memory in memories.values()]
     try:
-        made = Timeline(Path("/nonexistent"), memories)
+        made = Timeline(Path("/nonexistent"), lambda: memories)
         for writer in writers:
             writer.begin_step(1)
         best = float("inf")

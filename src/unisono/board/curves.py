@@ -9,9 +9,9 @@ from typing import Any
 
 TIME = "time_s"
 """A key of our own: seconds of training since step 1, the sum of step_time_s."""
-_MOST_POINTS = 8_192
+_MOST_POINTS = 6_000
 _MOST_KEYS = 100
-_RECENT_LINES = 2_000
+_RECENT_LINES = 500
 Point = tuple[float, float]
 
 

@@ -159,15 +159,19 @@ class FollowedRun:
         other = self.root / TRAINER_LOG
         return other if other.exists() and not self.run.metrics.exists() else self.run.metrics
 
-    def look(self) -> set[str]:
-        """Takes in what has changed; the names of regions that show something else now."""
+    def look(self, *, at_ranks: bool = True) -> set[str]:
+        """Takes in what has changed; the names of regions that show something else now.
+
+        Args:
+            at_ranks: whether to look at the files of each rank, too, which may be hundreds.
+        """
         changed = self._look_at_place()
-        for region, read in (
-            ("curves", self._look_at_metrics),
+        of_ranks = [
             ("ranks", self._look_at_timelines),
             ("samples", self._look_at_events),
             ("log", self._look_at_logs),
-        ):
+        ]
+        for region, read in [("curves", self._look_at_metrics), *(of_ranks if at_ranks or changed else [])]:
             before = self.problems.pop(region, None)
             try:
                 found = read()

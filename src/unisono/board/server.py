@@ -61,6 +61,7 @@ class Board:
         self._paths = paths
         self._key = key
         self._lock = threading.Lock()
+        self._searching = threading.Lock()
         self.runs: dict[str, FollowedRun] = {}
         self._looks = 0
         self._looked_at = 0.0
@@ -89,7 +90,7 @@ class Board:
             self._looks += 1
             changed = {}
             for run in self.runs.values():
-                regions = run.look()
+                regions = run.look(at_ranks=self._looks % 2 == 1)
                 if regions:
                     changed[run.name] = {region: run.versions[region] for region in regions}
             return changed
@@ -106,13 +107,14 @@ class Board:
 
     def show(self, name: str, region: str, query: dict[str, str]) -> bytes | None:
         """A region as JSON; None if there is no such run or region."""
-        with self._lock:
-            run = self.runs.get(name)
-            if run is None or region not in REGIONS:
-                return None
-            return json.dumps(
-                show_region(run, region, query, key=self._key), allow_nan=False, separators=(",", ":")
-            ).encode()
+        run = self.runs.get(name)
+        if run is None or region not in REGIONS:
+            return None
+        # a search reads all logs from their beginning, which may take long, with readers of its own
+        is_search = region == "log" and (query.get("q") or query.get("rank"))
+        with self._searching if is_search else self._lock:
+            body = show_region(run, region, query, key=self._key)
+        return json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
 
 
 class _Follower:

@@ -26,6 +26,7 @@ from unisono.guard.program_ranks import ProgramRanks
 from unisono.integrations import border
 from unisono.integrations.border import VARIABLE
 from unisono.rundir import RunDir
+from unisono.supervise.timeline import Timeline
 from unisono.text import one_line
 
 _SUBREAPER = Path(__file__).with_name("subreaper.py")
@@ -285,6 +286,7 @@ class LocalProgram:
     _is_orphaned: bool = False
     _facts: dict[str, border.ReportedFacts] = field(default_factory=dict)
     _events: dict[int, IO[str]] = field(default_factory=dict)
+    _timeline: Timeline | None = None
 
     def new_messages(self, timeout_s: float, *, also: Sequence[int] = ()) -> list[Message]:
         """News of this node, after waiting for the first, or for one of `also` to become readable."""
@@ -293,6 +295,10 @@ class LocalProgram:
         messages = self._passed_on()
         messages += self._orphaned()
         messages += self.ranks.new_messages()
+        if self._timeline is None and self.run is not None and self.ranks.beats:
+            self._timeline = Timeline(
+                self.run.timeline(self.ranks.node_rank), lambda: self.ranks.beats
+            ).start()
         for message in messages:
             if message["kind"] == "rank_said":
                 self._keep(int(message["rank"]), message["message"])
@@ -334,6 +340,8 @@ class LocalProgram:
         """Ends remaining processes, and closes files."""
         if self.program is not None:
             self.program.close()
+        if self._timeline is not None:
+            self._timeline.close()
         self.ranks.close()
         for file in self._events.values():
             with contextlib.suppress(OSError):

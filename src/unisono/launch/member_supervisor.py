@@ -131,7 +131,7 @@ class Serving:
 
     def _serve(self) -> LastWord | LostHead:
         self._monitor_reports = MonitorReports(self.local, self._node_rank, self.link.send)
-        timeline = Timeline(self.local.run.timeline(self._node_rank), self.local.beats)
+        timeline = Timeline(self.local.run.timeline(self._node_rank), lambda: self.local.beats)
         reports = contextlib.closing(self._monitor_reports)
         with self.local, timeline, reports, FileSender(self.link.link) as transfers:
             self._make_senders(transfers)

@@ -152,7 +152,7 @@ def run_attempt(
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
         stack.enter_context(local)
-        stack.enter_context(Timeline(local.run.timeline(0), local.beats))
+        stack.enter_context(Timeline(local.run.timeline(0), lambda: local.beats))
         interrupts.collect()
         supervision = _RankSupervision(plan, local, server, interrupts, show, on_agreement, observers)
         stack.callback(supervision.monitor.close)

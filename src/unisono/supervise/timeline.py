@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from unisono.files import parse_json, read_bytes, whole_file
+from unisono.files import make_private_dir, parse_json, read_bytes, whole_file
 from unisono.watch import PHASES, BeatMemory
 from unisono.watch.views import Glance
 
@@ -117,13 +117,16 @@ class Timeline:
     """Appends the timeline of a node's ranks while it is open, by a thread of its own. A disk that fails or hangs ends it silently: nothing depends on it."""
 
     def __init__(
-        self, path: Path, beats: Mapping[int, BeatMemory], clock: Callable[[], float] = time.time
+        self,
+        path: Path,
+        beats: Callable[[], Mapping[int, BeatMemory]],
+        clock: Callable[[], float] = time.time,
     ) -> None:
         """Opens nothing yet.
 
         Args:
             path: events/timeline-NODE.jsonl.
-            beats: of the ranks; may be filled or emptied while this is open.
+            beats: gives those of the present ranks; called in the thread.
             clock: UTC seconds.
         """
         self._path = path
@@ -135,18 +138,26 @@ class Timeline:
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="timeline", daemon=True)
 
-    def __enter__(self) -> Self:
+    def start(self) -> Self:
+        """Begins to sample."""
         self._thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Writes what is left, if the disk answers within a second."""
         self._over.set()
         self._thread.join(_CLOSE_S)
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def sample(self) -> None:
         """Looks at each rank once."""
         now, ns = self._clock(), time.monotonic_ns()
-        for rank, memory in list(self._beats.items()):
+        for rank, memory in self._present():
             glance = _glance_at(memory)
             if glance is None:
                 continue
@@ -157,15 +168,22 @@ class Timeline:
             for entry in known.note(glance, now, at=at):
                 self._waiting.append(_line(entry))
 
+    def _present(self) -> list[tuple[int, BeatMemory]]:
+        try:
+            return list(self._beats().items())
+        except RuntimeError:  # a rank came or went in this moment: the next sample sees it
+            return []
+
     def _run(self) -> None:
         with contextlib.suppress(OSError):
+            make_private_dir(self._path.parent)
             while not self._over.wait(_SAMPLE_S * random.uniform(0.5, 1.0)):  # noqa: S311 - steps of a fixed length must not fall into step with the samples
                 self.sample()
                 if time.monotonic() - self._written_at > _WRITE_S:
                     self._write()
-            now = self._clock()
+            now, present = self._clock(), dict(self._present())
             for rank, known in self._ranks.items():
-                memory = self._beats.get(rank)
+                memory = present.get(rank)
                 glance = _glance_at(memory) if memory is not None else None
                 self._waiting += [_line(entry) for entry in known.end(glance, now)]
             self._write()

@@ -5,7 +5,7 @@
   const SHARED = new Set(["curves", "config"]); // show all runs together
   const FIRST = ["loss", "eval_loss", "lr", "grad_norm", "tokens_per_second"];
   const HIDDEN = new Set(["time_s", "total_steps", "step"]);
-  const DASHES = [[], [9, 4], [2, 3], [10, 3, 2, 3], [5, 2], [14, 4, 4, 4]];
+  const DASHES = [[], [9, 4], [2, 3], [10, 3, 2, 3], [5, 2], [14, 4, 4, 4], [1, 5]];
   const COLOURS = { light: ["#0b5fa5", "#b94a00", "#0c7a5b", "#8a3d8c", "#6d5a00", "#c2286b", "#3d4655", "#1483b4"],
     dark: ["#6cb4ff", "#ff9d5c", "#5fd0a8", "#d59be0", "#d8c04a", "#ff8fb8", "#c3ccd8", "#7fd3f7"] };
   const json = (id) => { const node = document.getElementById(id); return node ? JSON.parse(node.textContent) : null; };
@@ -99,7 +99,7 @@
   const shownRuns = () => runs.filter((run) => !hidden.has(run.name));
   const colourOf = (name) => {
     const at = Math.max(0, runs.findIndex((run) => run.name === name)), list = COLOURS[isDark.matches ? "dark" : "light"];
-    return { stroke: list[at % list.length], dash: DASHES[(Math.floor(at / list.length) + at) % DASHES.length] };
+    return { stroke: list[at % list.length], dash: DASHES[at % DASHES.length] };
   };
 
   // ---- frame
@@ -344,10 +344,13 @@
     }
   }
   const nearest = (sorted, x) => { let low = 0, high = sorted.length - 1; while (low < high) { const middle = (low + high) >> 1; if (sorted[middle] < x) low = middle + 1; else high = middle; } return low > 0 && x - sorted[low - 1] < sorted[low] - x ? low - 1 : low; };
+  const formats = new Map();
   const short = (value, digits = 3) => {
     const size = Math.abs(value);
     const notation = size >= 1e4 ? "compact" : size < 1e-3 && size > 0 ? "scientific" : "standard";
-    return new Intl.NumberFormat("en", { notation, maximumSignificantDigits: digits + (notation === "standard" ? 1 : 0) }).format(value).replace("E", "e");
+    const key = `${notation} ${digits}`;
+    if (!formats.has(key)) formats.set(key, new Intl.NumberFormat("en", { notation, maximumSignificantDigits: digits + (notation === "standard" ? 1 : 0) }));
+    return formats.get(key).format(value).replace("E", "e");
   };
   const labels = (splits) => { // as few digits as tell them apart
     const known = splits.filter((one) => one !== null && one !== undefined);
@@ -430,7 +433,7 @@
       const percent = (kind) => total ? Math.round(100 * (row.seconds[kind] ?? 0) / total) : 0;
       const words = ["data", "compute", "comm", "other"].map((kind) => `${kindWord(kind)} ${percent(kind)} %`).join(", ");
       const bars = h("div", { class: "shares", "aria-hidden": "true", title: words }, ["data", "compute", "comm", "other"].map((kind) => { const bar = h("i", { class: `k-${kind}` }); bar.style.flexGrow = String(row.seconds[kind] ?? 0); bar.style.flexBasis = "0"; return bar; }));
-      const now = row.since && row.seen - row.since > 1 ? t("for_s", { phase: row.phase, time: duration(row.seen - row.since) }) : row.phase ?? "–";
+      const now = row.since && row.seen - row.since > 1 ? t("for_s", { phase: row.phase ?? "", time: duration(row.seen - row.since) }) : row.phase ?? "–";
       return h("tr", { class: row.culprit ? "culprit" : "", "data-rank": row.rank }, h("th", { scope: "row" }, `${row.rank}${row.culprit ? ` ▲ ${t("culprit")}` : ""}`), cell(row.host ?? "–"), cell(now), cell(number(row.step), "n"), cell(lane, "lane"), cell([bars, h("span", { class: "sr" }, words)]));
     });
     put(bodies.ranks, problems("ranks"), timed.length ? null : empty("no_ranks"),
