@@ -62,7 +62,9 @@ def page_of(url: str, *, is_scrolled: bool = False, **options: Any) -> Iterator[
         )
         page = browser.new_context(viewport={"width": 1400, "height": 900}, **options).new_page()
         if is_scrolled:  # curves below the window are drawn when they are scrolled to
-            page.add_init_script("setInterval(() => document.getElementById('curves')?.scrollIntoView(), 30)")
+            page.add_init_script(
+                "const scrolling = setInterval(() => { document.getElementById('curves')?.scrollIntoView(); if (document.documentElement.dataset.lines === '20') clearInterval(scrolling); }, 30)"
+            )
         page.goto(url)
         page.wait_for_selector("[data-painted]", timeout=60_000)
         yield page
@@ -211,9 +213,9 @@ def measure_open(folder: Path) -> dict[str, Any]:
                 append(run, *[metrics_line(step + one, rng) for one in range(1, 101)])
                 page.wait_for_timeout(300)
                 if (batch + 1) % (HOURS_8 // 800) == 0:
-                    page.wait_for_function(
+                    until(
+                        page,
                         f"Number(document.querySelector('[data-curve=loss]').dataset.drawn) >= {step + 100}",
-                        timeout=30_000,
                     )
                     found.append((memory_mb(board.process.pid), heap_mb()))
     server, page_mb = [one[0] for one in found], [one[1] for one in found]

@@ -304,7 +304,7 @@
       const isTime = view.axis === "time_s";
       return new uPlot({
         width: Math.max(120, this.plot.clientWidth), height: this.plot.clientHeight || 210, series, legend: { show: false },
-        scales: { x: { time: false }, y: view.log ? { distr: 3 } : {} }, padding: [8, 10, 0, 0],
+        scales: { x: { time: false }, y: view.log ? { distr: 3 } : {} }, padding: [8, 18, 0, 0],
         axes: [{ ...axis, size: 34, space: 64, values: (_, splits) => isTime ? splits.map((one) => one === null ? "" : duration(one)) : labels(splits) }, { ...axis, size: 56, space: 34 }],
         cursor: { y: false, drag: { x: true, y: false, setScale: false }, sync: { key: "board" }, points: { size: 6 } },
         hooks: {
