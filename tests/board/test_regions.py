@@ -197,6 +197,7 @@ def test_after_fresh_the_run_is_said_to_be_moved(tmp_path: Path) -> None:
     root = make_run(tmp_path / "run", steps=40)
     run = followed(root)
     moved = set_aside(RunDir(root))
+    run.look()  # while there is nothing
     make_run(root, steps=2, outcome=None)
     assert "status" in run.look()
     status = shown(run, "status")

@@ -189,7 +189,9 @@ class FollowedRun:
 
     def _look_at_place(self) -> set[str]:
         inode = _inode_of(self.root)
-        if inode == self._inode:
+        if (
+            inode is None or inode == self._inode
+        ):  # None: moved in this moment, and the next run is still to come
             return set()
         old, self._inode = self._inode, inode
         self.moved_to = next((str(path) for path in _old_names(self.root) if _inode_of(path) == old), "")
