@@ -88,7 +88,7 @@ def _died(finding: Hypothesis, facts: RunFacts) -> list[str]:
             f"{who} ended by {name}: look at the last lines of its own log, run with PYTHONFAULTHANDLER=1, allow a core dump, read dmesg on its host."
         ]
     return [
-        f"Look at the last lines of {who}'s own log and at how it ended: its exit code, a kill or signal (dmesg -T, OOM: out of memory), os._exit or sys.exit or an early return in the program."
+        f"Look at the last lines of the log of {who} and at how it ended: its exit code, a kill or signal (dmesg -T, OOM: out of memory), os._exit or sys.exit or an early return in the program."
     ]
 
 
