@@ -297,7 +297,7 @@
       const series = [{}];
       for (const one of tables) {
         const { stroke, dash } = colourOf(one.name), few = one.xs.length < 40;
-        series.push({ stroke, dash, width: view.smoothing ? 1 : 1.75, alpha: view.smoothing ? 0.3 : 1, points: { show: few && !view.smoothing, size: 5 } });
+        series.push({ stroke, dash, width: view.smoothing || tables.length > 6 ? 1 : 1.75, alpha: view.smoothing ? 0.3 : 1, points: { show: few && !view.smoothing, size: 5 } });
         if (view.smoothing) series.push({ stroke, dash, width: 2, points: { show: false } });
       }
       const axis = { stroke: soft, font, grid: { stroke: line, width: 1 }, ticks: { show: false }, values: (_, splits) => labels(splits) };
