@@ -20,7 +20,7 @@ TEST_OPTIONS ?=
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(PY) -m pytest
 STAMP := $(VENV)/.installed
 
-.PHONY: demo demo-dpo system test check lint types tests test-fast test-board test-long format docs docs-serve clean
+.PHONY: demo demo-dpo demo-images system test check lint types tests test-fast test-board test-long format docs docs-serve clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "unisono needs Python 3.11 or newer; set PYTHON=python3.11")'
@@ -37,6 +37,14 @@ demo: $(STAMP)
 
 demo-dpo: $(STAMP)
 	$(PY) examples/demo.py dpo
+
+demo-images: $(STAMP)
+	$(PY) examples/images/make_shapes.py demo-images
+	$(VENV)/bin/unisono generate demo-images/model "green cross" --out demo-images/before --number 8 --steps 20 --guidance 1
+	$(VENV)/bin/unisono train examples/images/shapes.yaml --resume
+	$(VENV)/bin/unisono generate runs/demo-images "green cross" --out demo-images/after --number 8 --steps 20 --guidance 1
+	$(PY) examples/images/classify.py demo-images/before
+	$(PY) examples/images/classify.py demo-images/after
 
 check: lint types
 
