@@ -44,7 +44,7 @@ def _share(model: str, *, cwd: Path, out: str) -> float:
         "--steps",
         "20",
         "--guidance",
-        "3",
+        "1",
         cwd=cwd,
     )
     counts = Counter(color_of(Image.open(file)) for file in (cwd / out).glob("*.png"))

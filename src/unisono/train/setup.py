@@ -204,9 +204,10 @@ def _tables(loaded: LoadedModel) -> set[int]:
 
 
 def _uses_dropout(loaded: LoadedModel) -> bool:
-    # A model's `attention_dropout` is applied without a module of its own.
+    # A model's `attention_dropout` is applied without a module of its own. The denoiser of an image model has no config.
     modules = (m.p for m in loaded.model.modules() if isinstance(m, torch.nn.Dropout))
-    return max(modules, default=0) > 0 or (getattr(loaded.base.config, "attention_dropout", 0) or 0) > 0
+    settings = getattr(loaded.base, "config", None)
+    return max(modules, default=0) > 0 or (getattr(settings, "attention_dropout", 0) or 0) > 0
 
 
 def ready_facts(run: Run, *, peak: int, kept_every: int | None) -> dict[str, Any]:
