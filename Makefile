@@ -43,8 +43,8 @@ demo-images: $(STAMP)
 	$(VENV)/bin/unisono generate demo-images/model "green cross" --out demo-images/before --number 8 --steps 20 --guidance 1
 	$(VENV)/bin/unisono train examples/images/shapes.yaml --resume
 	$(VENV)/bin/unisono generate runs/demo-images "green cross" --out demo-images/after --number 8 --steps 20 --guidance 1
-	$(PY) examples/images/classify.py demo-images/before
-	$(PY) examples/images/classify.py demo-images/after
+	$(PY) examples/images/make_shapes.py classify demo-images/before
+	$(PY) examples/images/make_shapes.py classify demo-images/after
 
 check: lint types
 

@@ -1,6 +1,7 @@
 """Draws colored shapes with captions, and trains a tiny Stable Diffusion pipeline on two of their classes, from random weights.
 
     python examples/images/make_shapes.py FOLDER
+    python examples/images/make_shapes.py classify PICTURES
 
 FOLDER/model is then a pipeline of diffusers that draws red squares and blue discs by their captions, and FOLDER/pictures/8_green has pictures of the
 third class, green crosses, for a LoRA. Nothing is downloaded; it takes about two minutes on one core.
@@ -11,6 +12,7 @@ import random
 import sys
 import time
 import warnings
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +107,7 @@ def make_parts(folder: Path) -> dict[str, Any]:
 
 def train_vae(vae: Any, dice: random.Random, *, steps: int) -> None:
     """Trains the autoencoder on all three colors, and sets the scale of its latents."""
-    optimizer = torch.optim.AdamW(vae.parameters(), lr=2e-3)
+    optimizer, loss = torch.optim.AdamW(vae.parameters(), lr=2e-3), torch.zeros(())
     for _ in range(steps):
         pixels, _names = batch_of(32, dice, classes=list(CLASSES))
         found = vae.encode(pixels).latent_dist
@@ -164,6 +166,16 @@ def make(folder: Path, *, vae_steps: int = 300, unet_steps: int = 900) -> None:
     print(f"{folder}: model and pictures in {time.monotonic() - began:.0f} s")
 
 
+def count_colors(folder: Path) -> str:
+    """Of how many pictures in a folder each class has the color."""
+    files = sorted(folder.glob("*.png"))
+    counts = Counter(color_of(Image.open(file)) for file in files)
+    return ", ".join(f"{name}: {count} of {len(files)}" for name, count in counts.most_common())
+
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    make(Path(sys.argv[1]))
+    if sys.argv[1] == "classify":
+        print(f"{sys.argv[2]}: {count_colors(Path(sys.argv[2]))}")
+    else:
+        make(Path(sys.argv[1]))
