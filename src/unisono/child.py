@@ -71,13 +71,41 @@ def loading_modules() -> Iterator[None]:
     transformers and peft cost, and later made each full collection within training longer.
     """
     gc.disable()
-    # peft imports bitsandbytes if it is installed; on CPUs version 0.50 then reports a kernel that it can do without, in every process.
+    # On CPUs bitsandbytes 0.50 reports a kernel that it can do without, in every process.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     try:
-        yield
+        with without_bitsandbytes():
+            yield
     finally:
         gc.freeze()
         gc.enable()
+
+
+@contextlib.contextmanager
+def without_bitsandbytes() -> Iterator[None]:
+    """peft finds no bitsandbytes here. It imports what is installed, and bitsandbytes imports torch's compiler, for runs that quantize nothing."""
+    name = "bitsandbytes"
+    if name in sys.modules:
+        yield
+        return
+    sys.modules[name] = None  # type: ignore[assignment]  # Python's own way to say that a module cannot be imported
+    try:
+        yield
+    finally:
+        if sys.modules.get(name, "") is None:
+            del sys.modules[name]
+        for module, functions in _REMEMBERED:
+            for function in functions:
+                found = getattr(sys.modules.get(module), function, None)
+                if found is not None:
+                    found.cache_clear()
+
+
+_REMEMBERED = (
+    ("peft.import_utils", ("is_bnb_available", "is_bnb_4bit_available")),
+    ("transformers.utils.import_utils", ("is_bitsandbytes_available",)),
+)
+"""Functions that remember whether bitsandbytes is installed."""
 
 
 def run_child(body: Callable[[Reporter], dict[str, Any]], arguments: argparse.Namespace) -> int:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from unisono.child import without_bitsandbytes
 from unisono.config.schema import AdapterSection
 from unisono.errors import ModelError
 from unisono.model.file_settings import ADAPTER_FILE, StoredAdapter, find_adapters
@@ -97,7 +98,8 @@ def _new_adapter(base: Any, section: AdapterSection, *, grown: bool, head: str |
         bias="none",
     )
     try:
-        model = get_peft_model(base, lora)
+        with without_bitsandbytes():  # a quantized base has imported it
+            model = get_peft_model(base, lora)
     except ValueError as error:
         raise ModelError.of(
             "the adapter does not match the model", where="adapter", why=library_words(error)

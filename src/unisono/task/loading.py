@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from unisono.child import without_bitsandbytes
 from unisono.errors import ModelError
 from unisono.model.adapter import fit_base_to_adapter
 from unisono.model.file_settings import ADAPTER_FILE
@@ -110,7 +111,7 @@ def _with_adapter(base: Any, directory: Path, target: Target, device: torch.devi
     header = read_safetensors_header(directory / ADAPTER_FILE)  # refuses a damaged file
     fit_base_to_adapter(base, {tensor.name: tuple(tensor.shape) for tensor in header})
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), without_bitsandbytes():
             warnings.filterwarnings("error", message=f".*{_MISSING_KEYS}")
             return PeftModel.from_pretrained(
                 base, str(directory), is_trainable=True, torch_device=str(device)
