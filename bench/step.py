@@ -1,4 +1,4 @@
-"""Where the CPU time of a training step goes, and what the fast layers give: one process, ways in turn on the same rows.
+"""How the CPU time of a training step is spent, and what the fast layers give: one process, ways in turn on the same rows.
 
     python bench/step.py [--models m15,m135] [--threads 1] [--steps 6]
 
@@ -73,16 +73,19 @@ class Trainer:
     def step(self, rows: list[tuple[list[int], int]]) -> tuple[float, int]:
         """CPU seconds and tokens of one step."""
         began = time.process_time()
-        ids, positions, index, labels = [], [], [], []
+        ids: list[int] = []
+        positions: list[int] = []
+        index: list[int] = []
+        labels: list[int] = []
         for tokens, prompt in rows:
             first = len(ids)
             ids += tokens
             positions += range(len(tokens))
             index += [first + place for place in range(prompt - 1, len(tokens) - 1)]
             labels += tokens[prompt:]
-        tensors = [torch.tensor(values) for values in (ids, positions)]
+        flat, places = torch.tensor(ids), torch.tensor(positions)
         lengths = [len(tokens) for tokens, _ in rows]
-        micro = forwards.Rows(*tensors, lengths, torch.tensor(index), torch.tensor(labels))
+        micro = forwards.Rows(flat, places, lengths, torch.tensor(index), torch.tensor(labels))
         self.forward.loss(micro, count=len(labels)).backward()
         torch.nn.utils.clip_grad_norm_(list(self.loaded.trainable.values()), 1.0)
         self.optimizers.step()

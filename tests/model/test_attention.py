@@ -1,10 +1,15 @@
 """Attention inside rows equals dense masked attention. Run: pytest tests/model/test_attention.py"""
 
+import shutil
+
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unisono.model.attention import RowAttention
+from unisono.model.kernels import load_kernels
+from unisono.model.packed_attention import Heads, PackedAttention
 
 
 def _dense(
@@ -55,3 +60,31 @@ def test_long_rows_compute_their_probabilities_again_with_the_same_result() -> N
     scaled = [tensors[0] * (0.3 * 8**0.5), tensors[1], tensors[2]]
     theirs = torch.autograd.grad(_dense(scaled[0], scaled[1], scaled[2], lengths, None), tensors, weight)
     assert all(torch.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in zip(mine, theirs, strict=True))
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs cc")
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("lengths", [[5, 9, 9, 30], [300, 128, 129, 1], [1100, 60]])
+def test_packed_attention_in_bfloat16_is_as_exact_as_its_dtype(
+    lengths: list[int], window: int | None
+) -> None:
+    torch.manual_seed(0)
+    kernels = load_kernels()
+    assert kernels is not None
+    tokens, kv, group, size = sum(lengths), 2, 3, 16
+    shapes = ((tokens, kv * group, size), (tokens, kv, size), (tokens, kv, size))
+    tensors = [torch.randn(shape).bfloat16().requires_grad_() for shape in shapes]
+    exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    weight = torch.randn(shapes[0]).bfloat16()
+    heads = Heads(kv, group, size, size**-0.5, window)
+    outputs = (
+        PackedAttention.apply(*tensors, tuple(lengths), heads, kernels),
+        RowAttention.apply(*tensors, lengths, size**-0.5, window),
+        RowAttention.apply(*exact, lengths, size**-0.5, window),
+    )
+    mine, theirs, wanted = (
+        [out.detach(), *torch.autograd.grad(out, inputs, weight.to(out.dtype))]
+        for out, inputs in zip(outputs, (tensors, tensors, exact), strict=True)
+    )
+    for a, b, c in zip(mine, theirs, wanted, strict=True):
+        assert (a - c).norm() < 1.2 * (b - c).norm() + 1e-3 * c.norm()

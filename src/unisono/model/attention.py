@@ -15,6 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from unisono.model.kernels import load_kernels
+from unisono.model.packed_attention import BLOCK, KEEP_UP_TO, Heads, PackedAttention, group_rows
+
 FLAT_ATTENTION = "unisono_flat"
 
 
@@ -184,10 +187,26 @@ def flat_attention(
         if query.is_cuda:
             out = _flash(q, k, v, cu_seq_lens_q, max_length_q or 0, scale, sliding_window)
         else:
-            out = RowAttention.apply(q, k, v, cu_seq_lens_q.diff().tolist(), scale, sliding_window)
+            out = _on_cpu(q, k, v, cu_seq_lens_q.diff().tolist(), scale, sliding_window)
         if merged is not None:
             out = Keep.apply(out, merged)
     return out[None], None
+
+
+def _on_cpu(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: list[int],
+    scale: float,
+    window: int | None,
+) -> Any:
+    """(T, H, D) → (T, H, D), in the fastest way that there is for this dtype on this machine."""
+    kernels = load_kernels() if q.dtype == torch.bfloat16 and q.shape[2] % 2 == 0 else None
+    if kernels is None or k.shape != v.shape:
+        return RowAttention.apply(q, k, v, lengths, scale, window)
+    heads = Heads(k.shape[1], q.shape[1] // k.shape[1], q.shape[2], scale, window)
+    return PackedAttention.apply(q, k, v, tuple(lengths), heads, kernels)
 
 
 def _flash(
@@ -224,14 +243,6 @@ def register() -> None:
     AttentionInterface.register(FLAT_ATTENTION, flat_attention)
 
 
-BLOCK = 128  # queries in a block, and maximum tokens of a short row: the fastest of 64, 128, 256 on AVX-512
-KEEP_UP_TO = (
-    1024  # longer rows recompute their probabilities in the backward pass instead of keeping n² of them
-)
-_GROUP_TOKENS = 4096  # in a group, with pads: its probabilities should stay in the cache
-_MAX_RATIO = 1.25  # of the longest to the shortest row of a group
-
-
 class Group(NamedTuple):
     """Short rows that are computed together."""
 
@@ -266,22 +277,6 @@ def plan_rows(lengths: tuple[int, ...], *, window: int | None) -> Plan:
         [_group([(starts[row], lengths[row]) for row in members]) for members in groups],
         [(starts[row], starts[row + 1]) for row in long_rows],
     )
-
-
-def group_rows(lengths: Sequence[int], *, window: int | None) -> tuple[list[list[int]], list[int]]:
-    """Short rows in groups of similar length, and long rows, each by its number; empty rows are in none."""
-    longest_short = BLOCK if window is None else min(BLOCK, window)
-    short = sorted(
-        (row for row, n in enumerate(lengths) if 0 < n <= longest_short), key=lambda row: lengths[row]
-    )
-    groups: list[list[int]] = []
-    for row in short:
-        fits = groups and lengths[row] <= max(8.0, _MAX_RATIO * lengths[groups[-1][0]])
-        if fits and (len(groups[-1]) + 1) * lengths[row] <= _GROUP_TOKENS:
-            groups[-1].append(row)
-        else:
-            groups.append([row])
-    return groups, [row for row, n in enumerate(lengths) if n > longest_short]
 
 
 def _group(members: list[tuple[int, int]]) -> Group:

@@ -7,17 +7,16 @@ Whether a model has such layers is not looked up in a list of names: their parts
 the fast layers only if the model's outputs stay the same.
 """
 
-import functools
 import types
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from peft.tuners.lora.layer import Linear as LoraLinear
 
-from unisono.model.attention import BLOCK, KEEP_UP_TO, group_rows
 from unisono.model.kernels import Kernels, load_kernels
 from unisono.model.layers import is_quick
+from unisono.model.packed_attention import Heads, attend, attend_backward, pack_rows
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
@@ -165,157 +164,6 @@ class GatedMlp(torch.autograd.Function):
 # ---- attention
 
 
-class Packed(NamedTuple):
-    """Where the tokens of a micro batch are in the packed layout of kernels.c."""
-
-    start: torch.Tensor
-    """(T,) int64."""
-    length: torch.Tensor
-    """(T,) int64."""
-    groups: list[tuple[int, int, int]]
-    """First place, rows, places of each row."""
-    places: int
-    """T and the pads."""
-
-
-@functools.lru_cache(maxsize=8)  # every layer and every backward needs those of the same rows
-def pack_rows(lengths: tuple[int, ...], kv: int, window: int | None) -> Packed:
-    """Assigns places to the tokens of rows; rows of similar length, if short, form groups with pads."""
-    groups, long_rows = group_rows(lengths, window=window)
-    start, length = (torch.zeros(sum(lengths), dtype=torch.int64) for _ in range(2))
-    begins = [0]
-    for n in lengths:
-        begins.append(begins[-1] + n)
-    found, place = [], 0
-    for rows in [*groups, *([row] for row in long_rows)]:
-        longest = max(lengths[row] for row in rows)
-        found.append((place, len(rows), longest))
-        for row in rows:
-            tokens = slice(begins[row], begins[row + 1])
-            start[tokens] = place * kv + torch.arange(lengths[row])
-            length[tokens] = longest
-            place += longest
-    return Packed(start, length, found, place)
-
-
-class Heads(NamedTuple):
-    """The shape of an attention layer."""
-
-    kv: int
-    group: int
-    size: int
-    scale: float
-    window: int | None
-
-
-class _Block(NamedTuple):
-    """Queries of one group that are computed together: views of what is packed."""
-
-    queries: torch.Tensor
-    keys: torch.Tensor
-    values: torch.Tensor
-    other: torch.Tensor
-    """Of the layout of queries: where the output goes, or its gradient."""
-    low: int
-    high: int
-    first: int
-    """The first query's place among the keys low to high."""
-    is_whole: bool
-    """Whether all queries of the group are in this block."""
-    keeps: bool
-    """Whether its probabilities are kept for the backward pass."""
-
-
-def _blocks(packed: Packed, heads: Heads, tensors: tuple[torch.Tensor, ...]) -> Any:
-    """The blocks of all groups, in order: views of queries, keys, values and one more tensor like queries."""
-    for place, rows, longest in packed.groups:
-        part = slice(place * heads.kv, (place + rows * longest) * heads.kv)
-        of_queries = [
-            tensor.view(-1, heads.group * heads.size)[part].view(rows * heads.kv, -1, heads.size)
-            for tensor in (tensors[0], tensors[3])
-        ]
-        of_keys = [
-            tensor.view(-1, heads.size)[part].view(rows * heads.kv, longest, heads.size)
-            for tensor in tensors[1:3]
-        ]
-        width = longest if rows > 1 else BLOCK
-        for first in range(0, longest, width):
-            stop = min(first + width, longest)
-            low = max(0, first - heads.window + 1) if heads.window else 0
-            lines = slice(first * heads.group, stop * heads.group)
-            yield _Block(
-                of_queries[0][:, lines],
-                of_keys[0],
-                of_keys[1],
-                of_queries[1][:, lines],
-                low,
-                stop,
-                first - low,
-                stop - first == longest,
-                longest <= KEEP_UP_TO,
-            )
-
-
-def _probabilities(block: _Block, heads: Heads, kernels: Kernels) -> torch.Tensor:
-    """(rows · K, queries · G, keys)."""
-    keys = block.keys[:, block.low : block.high]
-    scores = torch.bmm(block.queries, keys.transpose(1, 2))
-    kernels.softmax(scores, first=block.first, group=heads.group, window=heads.window)
-    return scores
-
-
-def _attend(
-    packed: Packed, heads: Heads, kernels: Kernels, tensors: tuple[torch.Tensor, ...]
-) -> list[torch.Tensor]:
-    """Writes the output into the last of queries, keys, values, output; gives the probabilities to keep."""
-    kept = []
-    for block in _blocks(packed, heads, tensors):
-        p = _probabilities(block, heads, kernels)
-        if block.keeps:
-            kept.append(p)
-        _product(p, block.values[:, block.low : block.high], block.other)
-    return kept
-
-
-def _product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-    """Writes a @ b into `out`."""
-    if out.is_contiguous():
-        torch.bmm(a, b, out=out)
-    else:
-        out.copy_(torch.bmm(a, b))
-
-
-def _attend_backward(
-    packed: Packed,
-    heads: Heads,
-    kernels: Kernels,
-    tensors: tuple[torch.Tensor, ...],
-    kept: list[torch.Tensor],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of queries, keys and values, packed, from queries, keys, values and the output's gradient."""
-    adds_up = any(rows == 1 and longest > BLOCK for _, rows, longest in packed.groups)
-    d_queries = torch.empty_like(tensors[0])
-    d_keys, d_values = (
-        (torch.zeros_like if adds_up else torch.empty_like)(tensor) for tensor in tensors[1:3]
-    )
-    stored = iter(kept)
-    blocks = _blocks(packed, heads, tensors)
-    grads = _blocks(packed, heads, (d_queries, d_keys, d_values, d_queries))
-    for block, grad in zip(blocks, grads, strict=True):
-        keys = slice(block.low, block.high)
-        p = next(stored) if block.keeps else _probabilities(block, heads, kernels)
-        d_scores = torch.bmm(block.other, block.values[:, keys].transpose(1, 2))
-        kernels.softmax_backward(d_scores, p, first=block.first, group=heads.group, window=heads.window)
-        _product(d_scores, block.keys[:, keys], grad.queries)
-        if block.is_whole:
-            _product(p.transpose(1, 2), block.other, grad.values)
-            _product(d_scores.transpose(1, 2), block.queries, grad.keys)
-        else:
-            grad.values[:, keys] += torch.bmm(p.transpose(1, 2), block.other)
-            grad.keys[:, keys] += torch.bmm(d_scores.transpose(1, 2), block.queries)
-    return d_queries, d_keys, d_values
-
-
 class SelfAttention(torch.autograd.Function):
     """Products for queries, keys and values, rotation, causal attention inside each row."""
 
@@ -332,16 +180,8 @@ class SelfAttention(torch.autograd.Function):
     ) -> torch.Tensor:
         """x (T, E), cosines and sines (T, D) → (T, H · D)."""
         packed = pack_rows(lengths, heads.kv, heads.window)
-        places = (packed.start, packed.length)
         joint = joined.product(x)
-        make = torch.empty if packed.places == len(x) else torch.zeros
-        sizes = [heads.kv * heads.group, heads.kv, heads.kv]
-        tensors = tuple(make(packed.places * n * heads.size, dtype=x.dtype) for n in sizes)
-        kernels.pack(_heads_of(joint, joined, heads), rope, heads.scale, places, tensors)
-        mixed = torch.empty_like(tensors[0])
-        kept = _attend(packed, heads, kernels, (*tensors, mixed))
-        out = x.new_empty(len(x), sizes[0], heads.size)
-        kernels.pack_heads(out, mixed, places, kv=heads.kv, back=True)
+        tensors, kept, out = attend(_heads_of(joint, joined, heads), rope, packed, heads, kernels)
         ctx.save_for_backward(x, joint[:, joined.out :].contiguous(), *rope, *tensors, *kept)
         ctx.parts = (packed, joined, heads, kernels)
         return out.view(len(x), -1)
@@ -351,14 +191,10 @@ class SelfAttention(torch.autograd.Function):
         """The gradients of x and the adapters."""
         x, low, cosine, sine, queries, keys, values, *kept = ctx.saved_tensors
         packed, joined, heads, kernels = ctx.parts
-        places = (packed.start, packed.length)
-        d_mixed = torch.empty_like(queries) if packed.places == len(x) else torch.zeros_like(queries)
-        kernels.pack_heads(
-            grad.contiguous().view(len(x), -1, heads.size), d_mixed, places, kv=heads.kv, back=False
-        )
-        found = _attend_backward(packed, heads, kernels, (queries, keys, values, d_mixed), kept)
         d_joint = x.new_empty(len(x), joined.weight.shape[0])
-        kernels.unpack(found, (cosine, sine), heads.scale, places, _heads_of(d_joint, joined, heads))
+        grads = _heads_of(d_joint, joined, heads)
+        d_out = grad.reshape(len(x), -1, heads.size)
+        attend_backward(d_out, (queries, keys, values), kept, (cosine, sine), packed, heads, kernels, grads)
         d_x = joined.input_gradient(d_joint)
         return d_x, None, None, None, None, None, *joined.adapter_gradients(d_joint, x, low)
 
