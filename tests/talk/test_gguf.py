@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from tests import front_server, needs
 from tests.talk.conftest import Listening, Trained
@@ -257,6 +258,25 @@ def test_quantizing_needs_the_tool_of_llama_cpp(model_dir: Path, tmp_path: Path)
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["Modelfile", "model-q8_0.gguf"]
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_llama_cpp_computes_the_same_logits(
+    name: str, make_tokenizer: Callable[[], Any], tmp_path: Path
+) -> None:
+    llama_cpp: Any = needs.llama_cpp()
+    model = save(CONFIGS[name], tmp_path / "model", make_tokenizer())
+    done = export(tmp_path / "model", tmp_path / "out")
+    engine = llama_cpp.Llama(
+        str(tmp_path / "out" / done["file"]), n_ctx=256, n_threads=1, verbose=False, logits_all=True
+    )
+    ids = [5, 9, 11, 200, 33, 7, 90, 41, 6, 250] * 3
+    engine.eval(ids)
+    with torch.no_grad():
+        wanted = model(input_ids=torch.tensor([ids])).logits[0]
+    difference = (torch.tensor(engine.scores[: len(ids)]) - wanted).abs().max()
+    assert float(difference) < 0.02 * float(wanted.std())  # its cache of keys and values is f16
+    engine.close()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("which", ["builtin:tiny", "qwen3", "llama with an adapter"])
 def test_llama_cpp_gives_the_greedy_answers_of_generate(
@@ -287,7 +307,45 @@ def test_llama_cpp_gives_the_greedy_answers_of_generate(
         ids = gguf_prompt(opened, question)
         assert engine.tokenize(text_of_prompt(opened, question).encode(), add_bos=False, special=True) == ids
         differing += compare(engine, opened, ids)
+    engine.close()
     assert differing == []
+
+
+def sentencepiece_tokenizer() -> Any:
+    """A tokenizer in the form that transformers gives those of SentencePiece's BPE, with bytes for unknown characters."""
+    texts = [
+        "the quick brown fox jumps over the lazy dog",
+        "what day is it today",
+        "call me on tuesday at five please",
+    ]
+    trained = Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.Metaspace()
+    trained.train_from_iterator(texts * 4, trainers.BpeTrainer(vocab_size=120, show_progress=False))
+    raw = json.loads(trained.to_str())["model"]
+    merges = [tuple(merge) for merge in raw["merges"]]
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *map("".join, merges)]
+    pieces += [text for text in raw["vocab"] if text not in pieces]
+    vocabulary = {text: number for number, text in enumerate(pieces)}
+    made = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, unk_token="<unk>", bos_token="<s>", eos_token="</s>", pad_token="</s>"
+    )
+
+
+def test_llama_cpp_splits_texts_as_a_tokenizer_of_sentencepiece_does(tmp_path: Path) -> None:
+    llama_cpp: Any = needs.llama_cpp()
+    tokenizer = sentencepiece_tokenizer()
+    rows = len(tokenizer)
+    save(transformers.LlamaConfig(**SHAPE | {"vocab_size": rows}), tmp_path / "model", tokenizer)
+    done = export(tmp_path / "model", tmp_path / "out")
+    engine = llama_cpp.Llama(str(tmp_path / "out" / done["file"]), vocab_only=True, verbose=False)
+    for text in (*QUESTIONS, "Zürich, 你好 🙂", "two  spaces ", "\ttab\n\nlines"):
+        assert engine.tokenize(text.encode(), add_bos=False) == tokenizer(text).input_ids
+    engine.close()
 
 
 def text_of_prompt(opened: Any, question: str) -> str:

@@ -47,7 +47,7 @@ def tokenizer_settings(
 
     Args:
         tokenizer: of transformers, a fast one.
-        rows: of the embedding; tokens without a text get a placeholder.
+        rows: of the embedding: as many tokens are written. One without a text gets a placeholder; one without a row is not written.
         template: the chat template, as Jinja.
         end_of_turn: the token that ends an answer of the template.
 
@@ -58,7 +58,7 @@ def tokenizer_settings(
     if raw["model"].get("type") != "BPE":
         raise _unknown(f"a tokenizer of type {raw['model'].get('type')}")
     tokens, kinds = _tokens(raw, rows)
-    found = _pieces(raw, len(tokens)) if raw["model"].get("byte_fallback") else _bytes(raw, tokenizer)
+    found = _pieces(raw, rows) if raw["model"].get("byte_fallback") else _bytes(raw, tokenizer)
     found += [("tokenizer.ggml.tokens", "array", tokens), ("tokenizer.ggml.token_type", "array", kinds)]
     ids = {
         "bos": tokenizer.bos_token_id,
@@ -70,7 +70,7 @@ def tokenizer_settings(
     found += [
         (f"tokenizer.ggml.{name}_token_id", "uint32", number)
         for name, number in ids.items()
-        if isinstance(number, int)
+        if isinstance(number, int) and number < rows
     ]
     first = tokenizer("a").input_ids[0]
     found.append(("tokenizer.ggml.add_bos_token", "bool", first == tokenizer.bos_token_id))
@@ -160,8 +160,7 @@ def _tokens(raw: dict[str, Any], rows: int) -> tuple[list[str], list[int]]:
         by_id[added["id"]] = added["content"]
         kinds[added["id"]] = _CONTROL if added["special"] else _USER
     kinds |= {number: _UNKNOWN for number, text in by_id.items() if text == unknown}
-    count = max(rows, max(by_id) + 1)
-    return [by_id.get(i, f"[PAD{i}]") for i in range(count)], [kinds.get(i, _UNUSED) for i in range(count)]
+    return [by_id.get(i, f"[PAD{i}]") for i in range(rows)], [kinds.get(i, _UNUSED) for i in range(rows)]
 
 
 def _is_byte(text: str) -> bool:
