@@ -151,6 +151,6 @@ def test_a_rank_that_a_shell_starts_is_seen_from_within(tmp_path: Path) -> None:
     with run(tmp_path, words, env={**os.environ, "OMP_NUM_THREADS": "1"}) as front:
         front.communicate(timeout=LIMIT_S)
     assert front.returncode == 0
-    events = [path.read_text() for path in sorted((tmp_path / "out" / "events").glob("*.jsonl"))]
+    events = [path.read_text() for path in sorted((tmp_path / "out" / "events").glob("rank-*.jsonl"))]
     assert len(events) == 2
     assert all('"kind": "result"' in text for text in events)

@@ -9,6 +9,7 @@ disk in the thread of the caller.
 """
 
 import contextlib
+import errno
 import json
 import os
 import random
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from unisono.facts.storage import responds
 from unisono.files import make_private_dir, parse_json, read_bytes, whole_file
 from unisono.watch import PHASES, BeatMemory
 from unisono.watch.views import Glance
@@ -26,7 +28,8 @@ from unisono.watch.views import Glance
 LEAST_S = 0.1
 SUMMARY_S = 10.0
 _SAMPLE_S = 0.1
-_WRITE_S = 0.5
+_WRITE_S = 2.0
+_ANSWER_S = 10.0
 _CLOSE_S = 1.0
 _BYTES_OF_RANK = 125_000
 _LEAST_BYTES = 1_000_000
@@ -135,6 +138,7 @@ class Timeline:
         self._ranks: dict[int, RankTime] = {}
         self._waiting: list[bytes] = []
         self._written_at = 0.0
+        self._fd: int | None = None
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="timeline", daemon=True)
 
@@ -176,7 +180,6 @@ class Timeline:
 
     def _run(self) -> None:
         with contextlib.suppress(OSError):
-            make_private_dir(self._path.parent)
             while not self._over.wait(_SAMPLE_S * random.uniform(0.5, 1.0)):  # noqa: S311 - steps of a fixed length must not fall into step with the samples
                 self.sample()
                 if time.monotonic() - self._written_at > _WRITE_S:
@@ -194,23 +197,42 @@ class Timeline:
         Raises:
             OSError: from the file system; a line that was written in part is removed.
         """
-        self._written_at = time.monotonic()
         if not self._waiting:
             return
-        data, self._waiting = b"".join(self._waiting), []
-        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
+        # By a separate process: a thread that hangs in the kernel would keep this whole process from ending.
+        if not responds(self._path.parent.parent, limit_s=_ANSWER_S):
+            raise OSError(errno.EIO, "the storage does not answer", str(self._path))
+        self._written_at = time.monotonic()
         try:
-            size = os.fstat(fd).st_size
-            if size and os.pread(fd, 1, size - 1) != b"\n":  # torn by a kill of an earlier front
-                data = b"\n" + data
-            written = os.write(fd, data)
-            if written < len(data):
-                os.ftruncate(fd, size)
-        finally:
-            os.close(fd)
+            fd = self._opened()
+        except (
+            FileNotFoundError
+        ):  # the run's directory was removed or replaced; whoever makes it again makes this one, too
+            return
+        data, self._waiting = b"".join(self._waiting), []
+        size = os.fstat(fd).st_size
+        if size and os.pread(fd, 1, size - 1) != b"\n":  # torn by a kill of an earlier front
+            data = b"\n" + data
+        written = os.write(fd, data)
+        if written < len(data):
+            os.ftruncate(fd, size)
         most = max(_LEAST_BYTES, _BYTES_OF_RANK * len(self._ranks))
         if size + written > most:
             thin_file(self._path)
+
+    def _opened(self) -> int:
+        """The file at the path; if that was removed with its directory, a new one with the same content."""
+        if self._fd is None:
+            make_private_dir(self._path.parent)
+        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
+        old, self._fd = self._fd, fd
+        if old is not None:
+            try:
+                if os.fstat(fd).st_size == 0:
+                    os.write(fd, os.pread(old, os.fstat(old).st_size, 0))
+            finally:
+                os.close(old)
+        return fd
 
 
 def _glance_at(memory: BeatMemory) -> Glance | None:
