@@ -180,6 +180,7 @@ class Timeline:
 
     def _run(self) -> None:
         with contextlib.suppress(OSError):
+            make_private_dir(self._path.parent)
             while not self._over.wait(_SAMPLE_S * random.uniform(0.5, 1.0)):  # noqa: S311 - steps of a fixed length must not fall into step with the samples
                 self.sample()
                 if time.monotonic() - self._written_at > _WRITE_S:
@@ -222,8 +223,6 @@ class Timeline:
 
     def _opened(self) -> int:
         """The file at the path; if that was removed with its directory, a new one with the same content."""
-        if self._fd is None:
-            make_private_dir(self._path.parent)
         fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
         old, self._fd = self._fd, fd
         if old is not None:
