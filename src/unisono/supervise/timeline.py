@@ -15,7 +15,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -28,7 +28,8 @@ from unisono.watch.views import Glance
 LEAST_S = 0.1
 SUMMARY_S = 10.0
 _SAMPLE_S = 0.1
-_WRITE_S = 2.0
+_WRITE_S = 3.0
+"""A write costs 1.5 ms of CPU, most of it for the process that tries the storage first."""
 _ANSWER_S = 10.0
 _CLOSE_S = 1.0
 _BYTES_OF_RANK = 125_000
@@ -179,7 +180,7 @@ class Timeline:
             return []
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError), self._closing_file():
             make_private_dir(self._path.parent)
             while not self._over.wait(_SAMPLE_S * random.uniform(0.5, 1.0)):  # noqa: S311 - steps of a fixed length must not fall into step with the samples
                 self.sample()
@@ -191,6 +192,14 @@ class Timeline:
                 glance = _glance_at(memory) if memory is not None else None
                 self._waiting += [_line(entry) for entry in known.end(glance, now)]
             self._write()
+
+    @contextlib.contextmanager
+    def _closing_file(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            if self._fd is not None:
+                os.close(self._fd)
 
     def _write(self) -> None:
         """Appends what waits, as whole lines.
@@ -206,10 +215,8 @@ class Timeline:
         self._written_at = time.monotonic()
         try:
             fd = self._opened()
-        except (
-            FileNotFoundError
-        ):  # the run's directory was removed or replaced; whoever makes it again makes this one, too
-            return
+        except FileNotFoundError:
+            return  # the run's directory was removed or replaced; whoever makes it again makes this one, too
         data, self._waiting = b"".join(self._waiting), []
         size = os.fstat(fd).st_size
         if size and os.pread(fd, 1, size - 1) != b"\n":  # torn by a kill of an earlier front
