@@ -4,6 +4,7 @@ import json
 import re
 import secrets
 import time
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -94,7 +95,7 @@ Share = Annotated[float, Field(ge=0.0, le=1.0)]
 _Count = Annotated[int, Field(ge=1)]
 
 
-class _Request(_Strict):
+class _Request(_Strict, ABC):
     """What both kinds of requests have. Parameters without effect here are accepted with their default only."""
 
     model: str
@@ -125,9 +126,9 @@ class _Request(_Strict):
             "stop": stop or [],
         }
 
+    @abstractmethod
     def asks(self) -> list[dict[str, Any]]:
         """The requests to the task, one for each prompt."""
-        raise NotImplementedError
 
 
 class ChatRequest(_Request):

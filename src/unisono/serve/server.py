@@ -19,6 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 from uvicorn import Config, Server
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
@@ -231,24 +232,26 @@ class Api:
             if begun is None:
                 return _nobody(self._model, asks)
             if wanted.stream:
-                return StreamingResponse(
-                    self._until_gone(answer),
-                    media_type="text/event-stream",
-                    headers={"cache-control": "no-cache"},
-                )
+                return _Stream(answer.events(), on_end=lambda: self._model.drop(asks))
             whole = await _while_connected(request, answer.whole())
             return _nobody(self._model, asks) if whole is None else JSONResponse(whole)
-        except BaseException:
+        except BaseException:  # cancellation, too, frees the places
             self._model.drop(asks)
             raise
 
-    async def _until_gone(self, answer: "_Answer") -> AsyncIterator[str]:
-        """The events of an answer; frees its place if the client goes."""
+
+class _Stream(StreamingResponse):
+    """Server-sent events. `on_end` is called in any case: an iterator that was never begun would not run its own `finally`."""
+
+    def __init__(self, events: AsyncIterator[str], *, on_end: Callable[[], None]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        self._on_end = on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            async for event in answer.events():
-                yield event
+            await super().__call__(scope, receive, send)
         finally:
-            self._model.drop(answer.asks)
+            self._on_end()
 
 
 @dataclass
