@@ -23,9 +23,8 @@ from tests.board.made_runs import (
     write,
 )
 from unisono.board.curves import Curves, thin
-from unisono.board.file import runs_file
 from unisono.board.follow import FollowedRun, find_runs
-from unisono.board.page import STATIC, words
+from unisono.board.page import STATIC, runs_file, words
 from unisono.board.regions import REGIONS, show_region
 from unisono.rundir import RunDir
 from unisono.rundir.lock import RunLock

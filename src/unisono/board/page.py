@@ -9,10 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from unisono import __version__
+from unisono.board.follow import FollowedRun, find_runs
+from unisono.board.regions import REGIONS, harmless, show_region
 
 STATIC = Path(__file__).parent / "static"
 _STYLES = ("uPlot.min.css", "board.css")
 _SCRIPTS = ("uPlot.iife.min.js", "board.js")
+
+_POINTS_OF_ALL = 40_000
+"""Over all runs and about twelve curves of each, at most so many points: a few megabytes."""
 
 
 @functools.cache
@@ -53,6 +58,19 @@ def file_html(data: dict[str, Any]) -> str:
         + "".join(f"<script>{text}</script>" for text in scripts)
     )
     return _document("en", head=head, end=end)
+
+
+def runs_file(paths: list[Path], *, key: bytes) -> tuple[list[dict[str, str]], str]:
+    """The names and paths of the runs, and the text of the file."""
+    named = find_runs(paths)
+    points = max(200, min(2_000, _POINTS_OF_ALL // max(1, len(named))))
+    runs: list[dict[str, Any]] = []
+    for name, root in named:
+        run = FollowedRun(name, root)
+        run.look()
+        regions = {region: show_region(run, region, {"points": str(points)}, key=key) for region in REGIONS}
+        runs.append({"name": harmless(name), "path": harmless(str(root)), "regions": regions})
+    return [{"name": name, "path": str(root)} for name, root in named], file_html({"schema": 1, "runs": runs})
 
 
 def _document(language: str, *, head: str, end: str) -> str:
