@@ -79,7 +79,7 @@ ROOM_BUDGETS = {
     "serve": 1_400,
     "supervise": 4_350,
     "task": 4_550,
-    "train": 6_200,
+    "train": 6_250,
     "watch": 2_000,
     "worker": 800,
 }

@@ -323,3 +323,10 @@ def test_the_first_screen_shows_how_the_ranks_make_the_batch() -> None:
         if line.startswith("batch")
     )
     assert "32 packed sequences per step = 4 × 8 × 1 rank ·" in line
+
+
+def test_the_first_screen_shows_that_compiled_functions_are_missing() -> None:
+    words = "they need a C compiler: install cc"
+    assert words in "\n".join(first_screen(plan(), {"layout": "flat", "kernels": False}))
+    for kernels in (True, None):
+        assert words not in "\n".join(first_screen(plan(), {"layout": "flat", "kernels": kernels}))

@@ -1,10 +1,13 @@
 """The same training, done in different ways, is the same. Run: pytest tests/train/test_exactness.py"""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from unisono.model.kernels import load_kernels
 
 Train = Callable[..., Any]
 
@@ -108,3 +111,29 @@ def test_packed_rows_give_the_gradient_of_the_same_rows_unpacked(train_here: Tra
     assert bins.losses == pytest.approx(packed.losses, abs=1e-5)
     for name, tensor in packed.weights().items():
         assert torch.allclose(tensor, bins.weights()[name], atol=1e-5), name
+
+
+def test_a_run_that_resumes_without_a_compiler_reports_it(
+    train_here: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The compiled functions and torch's own round differently: neither the first screen nor a resume hides which of them compute."""
+    sections: dict[str, Any] = {"model": {"dtype": "bfloat16"}, "checkpoint": {"every": "3 steps"}}
+    straight = train_here(**sections)
+    if not straight.of_kind("ready")[0]["facts"]["kernels"]:
+        pytest.skip("needs cc")
+    path = straight.directory / "checkpoints" / "step-00000003"
+    again = train_here(resume=(3, path), **sections)
+    assert again.losses == straight.losses[3:]
+    assert not [m for m in again.of_kind("warning") if m["code"] == "computed_differently"]
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))
+    load_kernels.cache_clear()
+    try:
+        without = train_here(resume=(3, path), **sections)
+    finally:
+        monkeypatch.undo()
+        load_kernels.cache_clear()
+    assert without.of_kind("ready")[0]["facts"]["kernels"] is False
+    (warning,) = [m for m in without.of_kind("warning") if m["code"] == "computed_differently"]
+    assert "losses are not bit-exact" in warning["text"]
+    assert warning["fix"] == "install a C compiler (cc) on this machine"

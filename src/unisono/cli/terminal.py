@@ -278,6 +278,8 @@ def _trained(plan: RunPlan, facts: Mapping[str, Any]) -> str:
     layout = facts.get("layout")
     if plan.model.quantized and "quick" in facts:
         how += " · " + ("weight and adapter in one product" if facts["quick"] else "products of peft, slower")
+    if facts.get("kernels") is False:
+        how += " · without compiled functions, slower (they need a C compiler: install cc)"
     return how + (f" · {layout} rows" if layout else "")
 
 

@@ -42,6 +42,11 @@ def load_kernels() -> "Kernels | None":
         return None
 
 
+def has_kernels(dtype: str, device: torch.device) -> bool | None:
+    """Whether a computation on text uses them; None where it would not in any case: other dtypes and devices."""
+    return load_kernels() is not None if dtype == "bfloat16" and device.type == "cpu" else None
+
+
 def _built() -> Path:
     """The library for this machine: that in the cache, or a new one."""
     flags = _flags_of_cpu()

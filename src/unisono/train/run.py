@@ -16,6 +16,7 @@ from unisono.checkpoint.writer import StorageFailed
 from unisono.data.token_table import Batch, Split, TokenTable, collate_units
 from unisono.events import Reporter
 from unisono.model.forward import Forward, Rows
+from unisono.model.kernels import has_kernels
 from unisono.model.sharding import ShardedRoot
 from unisono.objectives.objective import Counts, Micro, Objective
 from unisono.plan import RankPlace, RunPlan, Stream, deal
@@ -441,8 +442,8 @@ class Contents:
 
     Attributes:
         groups: parts by group: `trainable`, and `optimizer-NAME` for each optimizer.
-        values: present values for state.json: `train` (TrainState), `optimizer` (everything but tensors, by optimizer), and of an adapter
-            `base` (what it was trained on).
+        values: present values for state.json: `train` (TrainState), `optimizer` (everything but tensors, by optimizer), `kernels` (see
+            model.kernels.has_kernels), and of an adapter `base` (what it was trained on).
     """
 
     groups: dict[str, list[Part]]
@@ -456,7 +457,11 @@ def contents_of(run: Run) -> Contents:
     for name, part in run.optimizers.parts.items():
         tensors, numbers[name] = optimizer_tensors(part, run.optimizers.names[name])
         groups[f"optimizer-{name}"] = _parts(run, tensors)
-    values: dict[str, Any] = {"train": run.state.to_json(), "optimizer": numbers}
+    values: dict[str, Any] = {
+        "train": run.state.to_json(),
+        "optimizer": numbers,
+        "kernels": has_kernels(run.plan.dtype, run.device),
+    }
     if run.plan.config.adapter is not None:
         values["base"] = base_of(run)
     return Contents(groups, values)

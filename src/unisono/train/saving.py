@@ -31,6 +31,7 @@ from unisono.errors import (
 from unisono.events import Reporter
 from unisono.facts import read_environment
 from unisono.files import read_object
+from unisono.model.kernels import has_kernels
 from unisono.model.sharding import sharded_like
 from unisono.rundir import RunDir
 from unisono.rundir.records import MetricsWriter, best_evaluated, truncate_after
@@ -164,6 +165,7 @@ def restore(run: Run, path: Path, *, trust: bool = False) -> None:
     shared = CheckpointBroadcast(run.group, reader, device=run.device)
     trainable = run.forward.loaded.trainable
     _compare_base(run, shared.values.get("base"))
+    _compare_kernels(run, shared.values.get("kernels"))
     if shared.shapes["trainable"] != {name: parameter.shape for name, parameter in trainable.items()}:
         odd = sorted(set(shared.shapes["trainable"]) ^ set(trainable)) or ["shapes differ"]
         raise IntegrityError.of(
@@ -198,6 +200,20 @@ def _compare_base(run: Run, saved: Any) -> None:
             "quantized_differently",
             f"the quantized base weights differ from those that the checkpoint was trained on: digest {now['weights']}, and was {saved.get('weights')}",
             fix="losses are not bit-exact; resume on the same kind of device, with the same bitsandbytes and the same model.quantize",
+        )
+
+
+def _compare_kernels(run: Run, saved: Any) -> None:
+    """Warns if the steps of a checkpoint were computed with the compiled functions, and the next ones are not, or the other way round."""
+    now = has_kernels(run.plan.dtype, run.device)
+    if run.group.is_main and saved is not None and now is not None and saved != now:
+        before, after = ("with", "without") if saved else ("without", "with")
+        run.report.warning(
+            "computed_differently",
+            f"the checkpoint was computed {before} unisono's compiled functions, and the run resumes {after} them: losses are not bit-exact",
+            fix="install a C compiler (cc) on this machine"
+            if saved
+            else "none is needed: it is only faster now",
         )
 
 

@@ -11,6 +11,7 @@ from unisono.events import Reporter
 from unisono.facts import identity_of
 from unisono.model.directory import locate_tokenizer
 from unisono.model.forward import Forward, choose_forward
+from unisono.model.kernels import has_kernels
 from unisono.model.load import SCORE, LoadedModel, load_for_training
 from unisono.model.quantization import quantized_layers, scales_of
 from unisono.model.sharding import ShardedRoot, shard_model
@@ -221,6 +222,7 @@ def ready_facts(run: Run, *, peak: int, kept_every: int | None) -> dict[str, Any
         "head": forward.head,
         "why": forward.why,
         "quick": forward.quick,
+        "kernels": None if run.pictures is not None else has_kernels(run.plan.dtype, run.device),
         "peak_bytes": peak,
         "resumed_step": run.state.step,
         "threads": torch.get_num_threads(),
