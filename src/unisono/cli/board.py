@@ -1,6 +1,5 @@
 """The command `unisono board`: runs in a browser, live or as one file."""
 
-import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -117,11 +116,12 @@ def _key() -> bytes:
 
 
 def _serve(runs: list[Path], port: int | None, host: str, *, is_opened: bool) -> None:
-    _refuse_without_extra()
+    refuse_without_extra("unisono board", why="the server is an extra; --out FILE.html needs nothing")
     from unisono.board.server import serve
+    from unisono.facts.tcp import bind_listener
 
     printer = output()
-    bound = _bind(host, port)
+    bound = bind_listener(host, port)
 
     def announce(url: str, board: "Board") -> None:
         found = [{"name": run.name, "path": str(run.root)} for run in board.runs.values()]
@@ -142,62 +142,24 @@ def _serve(runs: list[Path], port: int | None, host: str, *, is_opened: bool) ->
         serve(runs, bound, host=host, key=_key(), on_start=announce)
 
 
-def _refuse_without_extra() -> None:
-    import importlib.util
-
-    from unisono.errors import UsageError
-
-    missing = [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UsageError.of(
-            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed",
-            where="unisono board",
-            why="the server needs the extra `board`; --out FILE.html needs nothing",
-            fix="pip install 'unisono[board]'",
-        )
-
-
-def _bind(host: str, port: int | None) -> socket.socket:
-    """A listening socket.
+def refuse_without_extra(command: str, *, why: str) -> None:
+    """Refuses to start a server, of `board` or `serve`, without its packages.
 
     Raises:
-        UsageError: if the port is taken, with its holder if that is visible, or the address is not one of this machine.
+        UsageError: if one is not installed.
     """
+    from importlib.util import find_spec
+
     from unisono.errors import UsageError
 
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port or 0, type=socket.SOCK_STREAM)[0]
-        bound = socket.socket(family, kind, protocol)
-    except OSError as error:
+    missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
+    if missing:
         raise UsageError.of(
-            f"{host} is not an address: {error.strerror}",
-            where="--host",
-            fix="leave --host out, or name an address of this machine",
-        ) from None
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
-        bound.listen(128)
-    except OSError as error:
-        bound.close()
-        raise UsageError.of(
-            f"{host}:{port or 0} cannot be used: {error.strerror}",
-            where="--port" if port else "--host",
-            why=_holder_of(port) if port else "the server listens there",
-            fix="leave --port out to get a free port" if port else "name an address of this machine",
-        ) from None
-    return bound
-
-
-def _holder_of(port: int) -> str:
-    from unisono.facts.tcp import find_listener
-
-    found = find_listener(port)
-    return (
-        f"process {found.pid} listens on the port: {found.command}"
-        if found
-        else "another process uses the port"
-    )
+            f"`{command}` needs {' and '.join(missing)}, which {'are' if missing[1:] else 'is'} not installed",
+            where=command,
+            why=why,
+            fix="pip install 'unisono[board]'",
+        )
 
 
 def _open_browser(url: str) -> None:

@@ -39,13 +39,14 @@ def serve(
     step: Step = None,
 ) -> None:
     """Serve a model over HTTP with OpenAI's protocol: /v1/chat/completions, /v1/completions, /v1/models."""
+    from unisono.cli.board import refuse_without_extra
     from unisono.cli.llamafactory_file import read_inference_file
     from unisono.cli.terminal import Progress
     from unisono.errors import RankDied
     from unisono.facts.environment import take_serve_key
 
     key = take_serve_key()
-    _refuse_without_extra()
+    refuse_without_extra("unisono serve", why="the HTTP server is an extra")
     from unisono.serve.model_process import ModelProcess
     from unisono.serve.server import address_of, listen, read_keys
     from unisono.serve.server import serve as serve_model
@@ -95,23 +96,3 @@ def _say_restart(error: "RankDied") -> None:
 def _show_verdict(error: "RankDied") -> None:
     for line in error.verdict.lines() if error.verdict else ():
         output().warn(line)
-
-
-def _refuse_without_extra() -> None:
-    """Refuses to start without the packages of the server.
-
-    Raises:
-        UsageError: if one is not installed.
-    """
-    from importlib.util import find_spec
-
-    from unisono.errors import UsageError
-
-    missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
-    if missing:
-        raise UsageError.of(
-            f"`unisono serve` needs {' and '.join(missing)}, which {'are' if missing[1:] else 'is'} not installed",
-            where="unisono serve",
-            why="the HTTP server is an extra",
-            fix="pip install 'unisono[board]'",
-        )

@@ -1,13 +1,18 @@
 """TCP on this machine: connections that retransmit, the owner of a port, and the packet filter (Linux)."""
 
+import errno
 import ipaddress
 import json
 import os
+import socket
 import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from unisono.errors import UsageError
+from unisono.text import one_line
 
 _RETRANSMIT_TIMER = "01"  # which timer runs: the one after which is sent again
 _MAX_CONNECTIONS = 16
@@ -115,6 +120,52 @@ def find_listener(port: int, proc: Path = Path("/proc")) -> Listener | None:
         if folder.name.isdigit() and _holds(folder / "fd", wanted):
             return Listener(int(folder.name), _command(folder))
     return None
+
+
+def bind_listener(host: str, port: int | None) -> socket.socket:
+    """A socket that is bound to an address of this machine, for a server; it does not accept connections yet.
+
+    Args:
+        host: a name or an address.
+        port: None: a free one.
+
+    Raises:
+        UsageError: if the port is taken, with its holder if that is visible, or the address is not one of this machine.
+    """
+    try:
+        family, *_, address = socket.getaddrinfo(
+            host, port or 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        bound = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as error:
+        raise _unusable(host, error) from error
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind(address)
+    except OSError as error:
+        bound.close()
+        if port is not None and error.errno == errno.EADDRINUSE:
+            raise _taken(port) from error
+        raise _unusable(host, error) from error
+    return bound
+
+
+def _unusable(host: str, error: OSError) -> UsageError:
+    return UsageError.of(
+        f"{one_line(host)} cannot be used as address: {error.strerror or error}",
+        where="--host",
+        fix="give an address of this machine, e.g. --host 127.0.0.1",
+    )
+
+
+def _taken(port: int) -> UsageError:
+    holder = find_listener(port)
+    who = f"process {holder.pid} ({one_line(holder.command, limit=100)})" if holder else "a different process"
+    return UsageError.of(
+        f"port {port} is taken by {who}",
+        where="--port",
+        fix="give a different one; without --port a free one is used",
+    )
 
 
 def _listening_inodes(port: int, proc: Path) -> set[str]:

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import errno
 import hmac
 import json
 import signal
@@ -24,7 +23,7 @@ from uvicorn import Config, Server
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from unisono.errors import UsageError
-from unisono.facts.tcp import find_listener
+from unisono.facts.tcp import bind_listener
 from unisono.files import open_given
 from unisono.serve.model_process import Ask, ModelProcess
 from unisono.serve.protocol import (
@@ -110,42 +109,12 @@ def listen(host: str, port: int | None, keys: Keys) -> socket.socket:
             why="every machine that reaches it could use the model; without a key only 127.0.0.1 is served",
             fix="python3 -c 'import secrets; print(secrets.token_urlsafe(32))' > key; chmod 600 key; and add --key-file key",
         )
-    try:
-        family, *_, address = socket.getaddrinfo(
-            host, port or 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        bound = socket.socket(family, socket.SOCK_STREAM)
-    except OSError as error:
-        raise _unusable(host, error) from error
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bound = bind_listener(host, port)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # connections inherit these three
     with contextlib.suppress(OSError, AttributeError):
         bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30)
         bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _PEER_GONE_MS)
-    try:
-        bound.bind(address)
-    except OSError as error:
-        bound.close()
-        raise (_taken(port or 0) if error.errno == errno.EADDRINUSE else _unusable(host, error)) from error
     return bound
-
-
-def _unusable(host: str, error: OSError) -> UsageError:
-    return UsageError.of(
-        f"{one_line(host)} cannot be used as address: {error.strerror or error}",
-        where="--host",
-        fix="give an address of this machine, e.g. --host 127.0.0.1",
-    )
-
-
-def _taken(port: int) -> UsageError:
-    holder = find_listener(port)
-    who = f"process {holder.pid} ({one_line(holder.command, limit=100)})" if holder else "a different process"
-    return UsageError.of(
-        f"port {port} is taken by {who}",
-        where="--port",
-        fix="give a different one; without --port a free one is used",
-    )
 
 
 def address_of(bound: socket.socket, host: str) -> str:
