@@ -3,6 +3,7 @@
 Run: pytest tests/config/test_sd_scripts.py
 """
 
+import os
 from pathlib import Path
 
 import pytest
@@ -212,3 +213,10 @@ def test_every_key_can_be_given_at_its_default(tmp_path: Path) -> None:
             lines.append(f"{key.name} = {value}")
     translation = read_sd_scripts(_write(tmp_path, "\n".join(lines)))
     assert [problem.what for problem in translation.problems] == []
+
+
+def test_a_config_that_is_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "x.toml"
+    os.mkfifo(path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_sd_scripts(path)

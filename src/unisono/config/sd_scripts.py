@@ -15,6 +15,7 @@ from unisono.config.llamafactory_keys import Draft, Values, read_table
 from unisono.config.schema import RunConfig
 from unisono.config.yaml_file import KeyPath, KeyPlaces, parse_value
 from unisono.errors import ConfigError, Problem
+from unisono.files import read_text
 from unisono.text import one_line
 
 TOOL = "sd-scripts"
@@ -94,7 +95,7 @@ def read_sd_scripts(path: Path, overrides: tuple[str, ...] = ()) -> SdScripts:
     raw = _flat(raw)
     _refuse_other_models(raw, path)
     places = KeyPlaces(lines, str(path))
-    ours, problems = [], list[Problem]()
+    ours = []
     for text in overrides:
         key, equals, value = text.partition("=")
         if "." in key or not equals or (key not in KEYS and key in RunConfig.model_fields):
@@ -123,7 +124,7 @@ def read_sd_scripts(path: Path, overrides: tuple[str, ...] = ()) -> SdScripts:
         stage="",
         verb="train",
         warnings=draft.warnings,
-        problems=[*problems, *reading.problems, *draft.problems],
+        problems=[*reading.problems, *draft.problems],
         our_overrides=tuple(ours),
     )
 
@@ -135,7 +136,7 @@ def read_toml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
         ConfigError: if it cannot be read.
     """
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_text(path).removeprefix("\ufeff")
         raw = tomllib.loads(text)
     except FileNotFoundError:
         raise ConfigError.of(f"there is no file {path}", where=str(path), fix="check the path") from None
@@ -426,6 +427,12 @@ def _prompts(draft: Draft, path: Path) -> list[str]:
             "give a .txt file with one prompt on a line, or a prompt",
         )
         return []
-    lines = file.read_text(encoding="utf-8", errors="replace").splitlines()[:_MOST_LINES] if file else [value]
+    try:
+        lines = read_text(file, errors="replace").splitlines()[:_MOST_LINES] if file else [value]
+    except OSError as error:
+        draft.refuse(
+            given, f"{file} cannot be read: {error.strerror or error}", "make it readable, or give a prompt"
+        )
+        return []
     found = [line.split(" --")[0].strip() for line in lines if not line.startswith("#")]
     return [prompt for prompt in found if prompt]
