@@ -14,8 +14,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 MB = 10**6
-SLACK = 8 * MB
-"""Config and index as text, the interpreter's own, threads of gloo that start late."""
+SLACK = 24 * MB
+"""For what else grows the resident set: the received copy of a tensor that is not free yet, pages of libraries, threads of gloo that start late.
+
+In 15 quiet runs rank 0 grew by 17 to 27 MB at a limit of 20 MB, on a loaded machine by 29 MB once; the model has 206 MB.
+"""
 
 
 @pytest.fixture(scope="module")
