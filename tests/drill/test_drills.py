@@ -16,8 +16,7 @@ import pytest
 
 from tests import front_server
 from unisono.drill.drills import DEAD_S, DRILLS, Drill, choose
-from unisono.drill.execution import run_drills
-from unisono.drill.leftovers import processes_in
+from unisono.drill.execution import processes_in, run_drills
 from unisono.drill.results import DrillResult
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]

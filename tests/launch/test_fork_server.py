@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from tests.launch.conftest import Place, wait_until
-from unisono.facts.orphans import living_ranks
+from unisono.facts.processes import living_ranks
 from unisono.supervise import fork_server
 from unisono.supervise.child_process import ChildProcess
 from unisono.supervise.fork_server import ForkServer

@@ -20,8 +20,7 @@ from tests import front_server, needs
 from tests.talk.conftest import Listening, Trained
 from unisono.data.template import ChatTemplate
 from unisono.errors import IntegrityError, ModelError, UsageError
-from unisono.model.gguf_files import Layout, read_back
-from unisono.model.gguf_tokenizer import find_split
+from unisono.model.gguf import Layout, find_split, read_back
 from unisono.task import gguf_export
 from unisono.task.inference import open_for_inference
 

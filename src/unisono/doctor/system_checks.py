@@ -21,7 +21,7 @@ from unisono.doctor.check import (
 )
 from unisono.facts import is_synchronised
 from unisono.facts.limits import CoreDumps, read_core_dumps
-from unisono.facts.orphans import Orphan, end_orphan, find_orphans
+from unisono.facts.processes import Orphan, end_orphan, find_orphans
 from unisono.facts.storage import StorageFacts, probe_storage
 from unisono.text import show_seconds
 

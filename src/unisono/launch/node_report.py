@@ -21,8 +21,7 @@ from unisono.facts import Probes
 from unisono.facts.environment import code_digests, decisive_versions, read_nccl_files, versions_digest
 from unisono.facts.limits import SystemLimits, read_limits
 from unisono.facts.machine import Gpu, read_machine
-from unisono.facts.orphans import wait_until_ended
-from unisono.facts.processes import stuck_threads
+from unisono.facts.processes import stuck_threads, wait_until_ended
 from unisono.facts.storage import StorageFacts, is_nonce, probe_storage
 from unisono.launch.planning import LocalNode
 from unisono.launch.train_request import TrainRequest

@@ -13,8 +13,7 @@ from unisono.data.rows import RowError
 from unisono.data.template import ChatTemplate, common_beginning
 from unisono.errors import ModelError, UnfitError, UsageError
 from unisono.events import Reporter
-from unisono.model.gguf_files import DTYPES, Layout, Setting, read_back, write_gguf
-from unisono.model.gguf_tokenizer import tokenizer_settings
+from unisono.model.gguf import DTYPES, Layout, Setting, read_back, tokenizer_settings, write_gguf
 from unisono.task.export import free_place, has_adapter, whole_directory
 from unisono.task.inference import stops_of, template_of
 from unisono.task.loading import load_target, merge_adapter, stored_dtype
