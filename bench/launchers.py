@@ -119,7 +119,7 @@ class Bench:
             body["data"]["max_length"] = 256
             body["output_dir"] = str(made.disk / f"out{self._count}")
             made.on_disk(0, path).write_text(json.dumps(body))
-            return made.type("train", str(path), "--launcher", "ray", *TWO, "--no-rehearse")
+            return made.type("train", str(path), "--launcher", "ray", *TWO, "--no-first-checkpoint")
 
         return start
 

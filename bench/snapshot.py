@@ -46,7 +46,16 @@ def job(work: Path, way: str, *, steps: int, batch: int) -> list[dict[str, Any]]
         f"data: {{train: {work / 'alpaca.jsonl'}, max_length: 512, too_long: cut, packing: false}}\nduration: {steps} steps\n"
         f"batch: {{global: {batch}, micro: 2}}\ncheckpoint: {{every: 100000 steps}}\noutput_dir: {run}\n"
     )
-    command = [sys.executable, "-m", "unisono", "train", str(config), "--quiet", "--fresh", "--no-rehearse"]
+    command = [
+        sys.executable,
+        "-m",
+        "unisono",
+        "train",
+        str(config),
+        "--quiet",
+        "--fresh",
+        "--no-first-checkpoint",
+    ]
     command += ["--nproc", str(nproc)] if nproc > 1 else []
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"})
     found = []
@@ -78,7 +87,7 @@ def death(work: Path, number: int, *, rank: int = 16) -> dict[str, Any]:
         f"model: builtin:tiny\nadapter: {{rank: {rank}}}\ndevice: cpu\ndata: {{train: {Path(__file__).parents[1] / 'examples' / 'data' / 'train.jsonl'}, max_length: 64}}\n"
         f"duration: 2000 steps\nbatch: {{global: 2}}\ncheckpoint: {{every: 10000 steps}}\nrestarts: 0\noutput_dir: {run}\n"
     )
-    command = [sys.executable, "-m", "unisono", "train", str(config), "--nproc", "2", "--no-rehearse"]
+    command = [sys.executable, "-m", "unisono", "train", str(config), "--nproc", "2", "--no-first-checkpoint"]
     front = subprocess.Popen(
         command,
         text=True,

@@ -39,7 +39,16 @@ def seconds_a_step(work: Path, model: str, setting: dict[str, str], steps: int) 
         f"data: {{train: {work / 'alpaca.jsonl'}, max_length: 512, too_long: cut, packing: false}}\nduration: {steps} steps\n"
         f"batch: {{global: 4, micro: 4}}\ncheckpoint: {{every: 100000 steps}}\noutput_dir: {run}\n"
     )
-    command = [sys.executable, "-m", "unisono", "train", str(config), "--quiet", "--fresh", "--no-rehearse"]
+    command = [
+        sys.executable,
+        "-m",
+        "unisono",
+        "train",
+        str(config),
+        "--quiet",
+        "--fresh",
+        "--no-first-checkpoint",
+    ]
     environment = {
         name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
     }

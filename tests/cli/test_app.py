@@ -5,12 +5,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from unisono import __version__
-from unisono.cli.app import main
-from unisono.cli.output import Output, split_globals
+from unisono.cli.app import command_names, main
+from unisono.cli.output import GLOBAL_FLAGS, Output, split_globals
 
 UNISONO = [sys.executable, "-m", "unisono"]
 
@@ -153,3 +154,28 @@ def test_what_the_parser_refuses_is_json_on_request(
     assert fix in problem["fix"]
     assert problem["where"].startswith("command line: unisono")
     assert problem["why"]
+
+
+@pytest.mark.parametrize("words", command_names(), ids=" ".join)
+def test_every_help_lists_the_flags_of_all_commands(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*words, "--help"])
+    assert ended.value.code == 0
+    listed = capsys.readouterr().out.partition("Options of every command:")[2]
+    assert all(f"  {flag} " in listed for flag in GLOBAL_FLAGS), listed
+
+
+def test_the_former_name_of_an_option_works_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from unisono.cluster import launchers
+
+    requests: list[Any] = []
+    monkeypatch.setattr(launchers, "plan_only", lambda request, _show: requests.append(request) or 1 / 0)
+    for option in ("--no-rehearse", "--no-first-checkpoint"):
+        with pytest.raises(SystemExit):
+            main(["train", str(tmp_path / "no.yaml"), "--dry-run", option])
+    assert [request.rehearse for request in requests] == [False, False]
+    assert capsys.readouterr().err.count("--no-rehearse is now --no-first-checkpoint") == 1

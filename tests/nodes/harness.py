@@ -97,7 +97,10 @@ class Job:
         place_in_job = [
             "--nodes", str(self.nodes), "--node-rank", str(node), "--head", self.head, "--join-timeout", "60"
         ]  # fmt: skip
-        rest = [*(["--json"] if json else []), *([] if rehearse or command != "train" else ["--no-rehearse"])]
+        rest = [
+            *(["--json"] if json else []),
+            *([] if rehearse or command != "train" else ["--no-first-checkpoint"]),
+        ]
         words = (*(place_in_job if topology else ()), *words, *rest)
         started = [*self._program(node, answers), command, *(["c.yaml"] if config else []), *words]
         front = Front(

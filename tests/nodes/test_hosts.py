@@ -46,7 +46,7 @@ class Hosts:
         self._up()
         command = [
             sys.executable, str(_ENTRY), json.dumps(self._ssh()), "train", "c.yaml", "--hosts", "bob", "--nproc", "1", "--json",
-            "--no-rehearse", *words,
+            "--no-first-checkpoint", *words,
         ]  # fmt: skip
         front = Front(
             self._networks.command(0, command, Own()), node=0, host="ada", cwd=self.job.home(0),

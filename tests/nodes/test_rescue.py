@@ -18,7 +18,7 @@ def test_the_run_continues_from_the_last_step_that_was_seen(pair: Job, strategy:
         duration=f"{STEPS} steps", batch={"global": 48, "micro": 2}, checkpoint={"every": "1000 steps"}, restarts=1,
         adapter={"rank": 2, "alpha": 4}, data={"packing": False}, parallel={"strategy": strategy},
     )  # fmt: skip
-    fronts = pair.start_all("--no-rehearse", json=True)
+    fronts = pair.start_all("--no-first-checkpoint", json=True)
     pair.waits_for_step(4)
     pair.ranks()[rank].send_signal(signal.SIGKILL)
     assert together(fronts) == [0, 0], pair.transcript()

@@ -22,7 +22,7 @@ LONG = "20000 steps"  # ended by the test, when it has seen what it waits for
 
 
 def start(job: Job, *words: str, **named: object) -> Front:
-    rehearse = "--no-rehearse" not in words
+    rehearse = "--no-first-checkpoint" not in words
     return job.start(0, "--nproc", "2", *words, topology=False, json=False, rehearse=rehearse, **named)  # type: ignore[arg-type]
 
 
@@ -82,7 +82,7 @@ def test_without_it_nothing_is_saved_before_its_time_and_with_it_checkpoints_tha
     solo_of: Callable[[], Job],
 ) -> None:
     without, job = solo_of(), solo_of()
-    assert start(without, "--no-rehearse").wait() == 0
+    assert start(without, "--no-first-checkpoint").wait() == 0
     assert saved(without) == [2, 4]
     size = size_of_one(without)
     job.config(duration=LONG, checkpoint={"every": "500 steps", "keep": 3})

@@ -41,7 +41,7 @@ def configure(job: Job, *, strategy: str = "auto", restarts: int = 20, steps: in
 
 def start(job: Job, nproc: int, *words: str, json: bool = True, env: dict[str, str] | None = None) -> Front:
     ranks = ["--nproc", str(nproc)] if nproc > 1 else []
-    return job.start(0, *ranks, "--no-rehearse", *words, topology=False, env=env, json=json)
+    return job.start(0, *ranks, "--no-first-checkpoint", *words, topology=False, env=env, json=json)
 
 
 def outcome(job: Job) -> Outcome:

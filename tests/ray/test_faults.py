@@ -25,8 +25,8 @@ pytestmark = [
 ]
 
 Config = Callable[..., str]
-_TWO = ("--launcher", "ray", "--nodes", "2", "--nproc", "1", "--no-rehearse")
-_ONE_WILL_DO = ("--launcher", "ray", "--nodes", "1:2", "--nproc", "1", "--no-rehearse")
+_TWO = ("--launcher", "ray", "--nodes", "2", "--nproc", "1", "--no-first-checkpoint")
+_ONE_WILL_DO = ("--launcher", "ray", "--nodes", "1:2", "--nproc", "1", "--no-first-checkpoint")
 _LIMIT_S = 1000.0
 
 

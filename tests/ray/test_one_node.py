@@ -23,7 +23,7 @@ def test_two_ranks_train_on_ray_and_their_run_is_whole_where_the_command_was_typ
 ) -> None:
     path = config(cluster)
     front = cluster.type(
-        "train", path, "--launcher", "ray", "--nproc", "2", "--no-rehearse", speaks_json=False
+        "train", path, "--launcher", "ray", "--nproc", "2", "--no-first-checkpoint", speaks_json=False
     )
     assert front.wait(limit_s=600) == 0, front.text()
     assert f"placed by Ray: node 0 on {cluster.ground.host(0)}" in front.text()
@@ -60,7 +60,7 @@ def test_a_llamafactory_file_trains_on_ray(cluster: RayCluster, model_dir: Path,
         "ray",
         "--nproc",
         "2",
-        "--no-rehearse",
+        "--no-first-checkpoint",
         speaks_json=False,
     )
     assert front.wait(limit_s=600) == 0, front.text()

@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.timeout(1800),  # a cluster may take long to come up on a loaded machine
 ]
 
-_TWO = ("--launcher", "ray", "--nodes", "2", "--nproc", "1", "--no-rehearse")
+_TWO = ("--launcher", "ray", "--nodes", "2", "--nproc", "1", "--no-first-checkpoint")
 _LIMIT_S = 1000.0
 _ENDS_S = 240.0
 """For the command to end: it waits 20 s for Ray's head to come back, and then saves."""

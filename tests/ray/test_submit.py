@@ -52,7 +52,7 @@ class Jobs:
         """Submits the folder with the command that the page on Ray shows."""
         command = [sys.executable, "-m", "unisono", "train", "train.yaml", f"output_dir={self.out}"]
         return self.ray(
-            "submit", "--working-dir", ".", *options, "--", *command, "--launcher", "ray", "--nodes", "2", "--nproc", "1", "--no-rehearse"
+            "submit", "--working-dir", ".", *options, "--", *command, "--launcher", "ray", "--nodes", "2", "--nproc", "1", "--no-first-checkpoint"
         )  # fmt: skip
 
     @property

@@ -29,7 +29,7 @@ class SlurmJob(Job):
             json: whether it speaks JSON.
             rehearse: whether the first checkpoint is read back.
         """
-        rest = [*(["--json"] if json else []), *([] if rehearse else ["--no-rehearse"])]
+        rest = [*(["--json"] if json else []), *([] if rehearse else ["--no-first-checkpoint"])]
         return self.typed(
             *before, sys.executable, "-m", "unisono", "train", "c.yaml", *words, *rest, env=env, json=json
         )

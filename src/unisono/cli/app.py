@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from unisono import __version__
 from unisono.cli.output import (
@@ -23,8 +24,6 @@ from unisono.cli.output import (
 
 _PARSER_ERROR: Any = typer.BadParameter.__mro__[1]
 """What the parser of command lines raises: the UsageError of click, or of the click inside typer."""
-
-_EPILOG = "Everywhere: --json (JSON on stdout), --quiet, --debug (tracebacks), --version."
 
 # Command: its module in this room, its function (a group: its Typer), its line in `unisono --help` (at most 62 characters, one line in
 # 80 columns), and a command that can be pasted.
@@ -118,12 +117,30 @@ _COMMANDS: dict[str, tuple[str, str, str, str]] = {
 }
 
 
+class _WithGlobalFlags:
+    """Help that lists the flags of every command; `split_globals` takes them before the parser sees them."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        super().format_options(ctx, formatter)  # type: ignore[misc]
+        with formatter.section("Options of every command"):
+            formatter.write_dl(list(GLOBAL_FLAGS.items()))
+
+
+class _Command(_WithGlobalFlags, TyperCommand):
+    pass
+
+
+class _Group(_WithGlobalFlags, TyperGroup):
+    pass
+
+
 def build_app() -> typer.Typer:
     """The Typer application with all commands."""
     app = typer.Typer(
         name="unisono",
+        cls=_Group,
         help="Fine-tune language models. Runs show their plan before they start, and report the cause when they fail.",
-        epilog=f"For example: unisono train train.yaml. {_EPILOG}",
+        epilog="For example: unisono train train.yaml",
         add_completion=False,
         no_args_is_help=True,
         rich_markup_mode=None,
@@ -133,9 +150,13 @@ def build_app() -> typer.Typer:
         _, _, short_help, example = _COMMANDS[name]
         epilog = f"For example: {example}"
         if isinstance(command, typer.Typer):
-            app.add_typer(command, name=name, short_help=short_help, epilog=epilog, no_args_is_help=True)
+            app.add_typer(
+                command, name=name, cls=_Group, short_help=short_help, epilog=epilog, no_args_is_help=True
+            )
+            for inner in command.registered_commands:
+                inner.cls = _Command
         else:
-            app.command(name, short_help=short_help, epilog=epilog)(command)
+            app.command(name, cls=_Command, short_help=short_help, epilog=epilog)(command)
     app.callback()(_nothing_of_its_own)
     return app
 

@@ -12,7 +12,13 @@ from typing import Any, TextIO
 
 from unisono.text import wrapped
 
-GLOBAL_FLAGS = ("--json", "--quiet", "--debug", "--version")
+GLOBAL_FLAGS = {
+    "--json": "Write JSON, and nothing else, to stdout.",
+    "--quiet": "Show only results, warnings and errors.",
+    "--debug": "Show tracebacks, also of your own mistakes.",
+    "--version": "Show the version and exit.",
+}
+"""The flags of every command, with their help; they may stand anywhere on the command line."""
 _READER_CLOSED = (errno.EPIPE, errno.EIO)
 """Of a pipe (`| head`); of a terminal."""
 

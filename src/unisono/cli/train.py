@@ -89,10 +89,14 @@ def train(
             "--rehearse", help="Run the whole path with 64 rows and three steps, in a separate directory."
         ),
     ] = False,
-    no_rehearse: Annotated[
+    no_first_checkpoint: Annotated[
         bool,
-        typer.Option("--no-rehearse", help="With several ranks: skip the save and read-back after step 1."),
+        typer.Option(
+            "--no-first-checkpoint",
+            help="With several ranks: skip the checkpoint and its read-back after step 1.",
+        ),
     ] = False,
+    no_rehearse: Annotated[bool, typer.Option("--no-rehearse", hidden=True)] = False,  # its former name
 ) -> None:
     """Fine-tune a model on one device, on several (--nproc), or on several nodes (--nodes, --hosts)."""
     from unisono.launch.train_request import TrainRequest
@@ -118,8 +122,12 @@ def train(
         partition=partition,
         time=time,
         debug_comm=debug_comm,
-        rehearse=not no_rehearse,
+        rehearse=not (no_first_checkpoint or no_rehearse),
     )
+    if no_rehearse:
+        output().warn(
+            "warning: --no-rehearse is now --no-first-checkpoint; version 0.2 will refuse the old name, since --rehearse is something else"
+        )
     if dry_run:
         _show_plan(request)
     elif rehearse:

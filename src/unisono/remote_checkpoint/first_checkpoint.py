@@ -1,6 +1,6 @@
 """The rehearsal of the first checkpoint of several ranks during training: it is read back, and all later ones must fit on disk.
 
-A failure that would come after ten hours comes in the first minute. (`plan --rehearse` is different: a small run elsewhere.)
+A failure that would come after ten hours comes in the first minute. (`train --rehearse` is different: a small run in a separate directory.)
 """
 
 import time

@@ -179,7 +179,7 @@ def _node_command(request: TrainRequest) -> tuple[str, ...]:
         "--resume": request.resume,
         "--trust": request.trust,
         "--debug-comm": request.debug_comm,
-        "--no-rehearse": not request.rehearse,
+        "--no-first-checkpoint": not request.rehearse,
         "--json": True,
     }
     given = option_args({name: is_given or None for name, is_given in flags.items()})
