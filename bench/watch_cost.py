@@ -128,7 +128,7 @@ class OneNode:
 def front_s_per_s() -> float:
     """CPU seconds a second and rank of a front's watch on two real ranks that work, called as often as a run calls it."""
     from tests.watch.conftest import watch_deeds
-    from unisono.supervise.stall_monitor import StallMonitor
+    from unisono.supervise.rank_monitor import StallMonitor
 
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))

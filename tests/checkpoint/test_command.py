@@ -14,8 +14,8 @@ import xxhash
 
 from tests import front_server
 from unisono.checkpoint.manifest import FileEntry, user_key
-from unisono.checkpoint.model_manifest import write_model_manifest
 from unisono.checkpoint.store import CheckpointStore
+from unisono.checkpoint.verify import write_model_manifest
 from unisono.checkpoint.writer import TensorPart, write_tensor_file
 from unisono.cli.checkpoint import table
 from unisono.rundir import RunDir

@@ -18,9 +18,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.needs import need, need_namespaces
-from unisono.control import echo
-from unisono.control.echo import CALLS, EchoListener, reach_key
-from unisono.control.reachability import SIZES, DialLimits, DialResult, Peer, choose_peers, dial_all
+from unisono.control import reachability
+from unisono.control.reachability import (
+    CALLS,
+    SIZES,
+    DialLimits,
+    DialResult,
+    EchoListener,
+    Peer,
+    choose_peers,
+    dial_all,
+    reach_key,
+)
 
 KEY = reach_key(b"the job's token", "run-1")
 SHORT = DialLimits(connect_s=1.0, message_s=1.0, patient_s=1.5)
@@ -221,7 +230,7 @@ def test_who_cannot_prove_the_key_is_sent_nothing_back(listener: EchoListener) -
 
 
 def test_who_reports_nothing_is_hung_up_on(listener: EchoListener, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(echo, "_PROOF_S", 0.3)
+    monkeypatch.setattr(reachability, "_PROOF_S", 0.3)
     with socket.create_connection(("127.0.0.1", listener.ports[0]), timeout=20) as sock:
         assert read_all(sock) == b""
 
@@ -263,7 +272,7 @@ def test_an_address_of_a_different_machine_cannot_be_listened_on() -> None:
 
 LISTEN = """
 import sys
-from unisono.control.echo import EchoListener
+from unisono.control.reachability import EchoListener
 with EchoListener("{address}", bytes.fromhex("{key}")) as listener:
     print(*listener.ports, flush=True)
     sys.stdin.read()

@@ -18,7 +18,7 @@ import pytest
 from PIL import Image
 
 from tests.diffusion.conftest import Studio
-from unisono.config.pictures import DiffusionSection
+from unisono.config.sections import DiffusionSection
 from unisono.diffusion.picture_folders import bucket_sizes, probe, read_folder, read_pixels, with_bucket
 from unisono.errors import DataError
 
@@ -107,7 +107,7 @@ def test_thirty_broken_pictures_are_named_with_their_reason(folder: Path) -> Non
 
 def test_broken_pictures_take_no_more_memory_than_the_largest_honest_one(folder: Path) -> None:
     code = (
-        "import re, sys; from unisono.config.pictures import DiffusionSection\n"
+        "import re, sys; from unisono.config.sections import DiffusionSection\n"
         "from unisono.diffusion.picture_folders import need_pillow, read_folder\n"
         "need_pillow(); import PIL.PngImagePlugin, PIL.JpegImagePlugin, PIL.WebPImagePlugin\n"
         "peak = lambda: 1024 * int(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1])\n"

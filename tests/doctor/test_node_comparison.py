@@ -10,7 +10,7 @@ from tests.nodes.harness import Job
 from unisono.agree.reports import Member
 from unisono.config.load import build_config
 from unisono.doctor.check import LocalRun
-from unisono.doctor.node_comparison import _storage_mark, merge_findings
+from unisono.doctor.node_trials import _storage_mark, merge_findings
 from unisono.doctor.system_checks import judge_clock
 from unisono.rundir.lock import RunLock
 

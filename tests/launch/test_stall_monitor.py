@@ -12,7 +12,7 @@ from unisono.causes import Verdict
 from unisono.config.schema import WatchSection
 from unisono.events import Message
 from unisono.supervise.evidence import RawEvidence
-from unisono.supervise.stall_monitor import StallMonitor
+from unisono.supervise.rank_monitor import StallMonitor
 from unisono.watch import Look, RankView
 
 

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unisono.model.attention import RowAttention
-from unisono.model.kernels import load_kernels
-from unisono.model.packed_attention import Heads, PackedAttention
+from unisono.model.kernels import Heads, PackedAttention, load_kernels
 
 
 def _dense(

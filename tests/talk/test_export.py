@@ -11,7 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from unisono.checkpoint.model_manifest import MODEL_MANIFEST, check_model, read_model_manifest
+from unisono.checkpoint.verify import MODEL_MANIFEST, check_model, read_model_manifest
 from unisono.errors import IntegrityError, ModelError, UnisonoError
 from unisono.task import export
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from unisono.checkpoint.model_manifest import MODEL_MANIFEST
+from unisono.checkpoint.verify import MODEL_MANIFEST
 from unisono.errors import IntegrityError, ModelError, UnisonoError, UsageError
 from unisono.task.target import find_target, verify_target
 

@@ -10,9 +10,8 @@ from unisono.cli.generate import Overrides, Step, Target
 from unisono.cli.output import output
 
 if TYPE_CHECKING:
-    from unisono.checkpoint.model_manifest import ModelCheck
     from unisono.checkpoint.store import CheckpointStore
-    from unisono.checkpoint.verify import Damage, Reading
+    from unisono.checkpoint.verify import Damage, ModelCheck, Reading
     from unisono.errors import Problem
     from unisono.launch.replay import Replayed
     from unisono.rundir import RunDir
@@ -228,7 +227,7 @@ def verify(
 
 def _check_final(run: Path) -> "ModelCheck | None":
     """Reads adapter/ or model/ of the run through; None without either."""
-    from unisono.checkpoint.model_manifest import check_model
+    from unisono.checkpoint.verify import check_model
     from unisono.rundir import RunDir
 
     there = [place for place in (RunDir(run).adapter, RunDir(run).model) if place.is_dir()]

@@ -16,12 +16,13 @@ from pydantic import (
 )
 
 from unisono.config.lf_template import lf_name
-from unisono.config.pictures import DIFFUSION, DiffusionSection, TargetWord
 from unisono.config.sections import (
+    DIFFUSION,
     PAIRS,
     PREFERENCE,
     BytesText,
     DateText,
+    DiffusionSection,
     DurationText,
     NotNegative,
     Objective,
@@ -33,6 +34,7 @@ from unisono.config.sections import (
     Section,
     Share,
     StorageText,
+    TargetWord,
     WarmupText,
     float_of_yaml,
     keys_of,

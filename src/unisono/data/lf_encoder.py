@@ -37,7 +37,7 @@ from unisono.data.lf_pieces import (
     Writer,
     local_day,
 )
-from unisono.data.lf_rows import JOINT, read_exchange
+from unisono.data.preference_rows import JOINT, read_exchange
 from unisono.data.rows import Example, Exchange, Message, RowError, Turn
 from unisono.data.template import CHARACTERS, ChatTemplate
 from unisono.data.token_table import Encoded, EncodedUnit

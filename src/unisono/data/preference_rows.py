@@ -1,10 +1,14 @@
-"""Reads preference rows: a prompt with a chosen and a rejected answer, or with one answer and a label.
+"""Reads preference rows: a prompt with a chosen and a rejected answer, or with one answer and a label; and rows as LLaMA-Factory reads them.
 
 The prompt is `prompt` (text, or messages), `instruction` with input, system and history, or `messages` or `conversations`; without any of
 these, `chosen` and `rejected` are whole conversations with the same beginning. An answer is text, a message, or a list of messages. A rated
-answer is `completion` or `output`, or the last message.
+answer is `completion` or `output`, or the last message. In LLaMA-Factory's rows calls and tools stay text, roles must alternate, and a row may
+have two answers.
 """
 
+import json
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from unisono.config.schema import TagsSection
@@ -20,13 +24,27 @@ from unisono.data.formats import (
     system_of,
     tools_of,
 )
-from unisono.data.rows import Completion, Conversation, Message, Preference, RowError
+from unisono.data.rows import Completion, Conversation, Exchange, Message, Preference, RowError, Turn
 from unisono.text import one_line
 
 _TURNS = ("messages", "conversations")
 BOOLEAN = "write true or false without quotes; CSV has texts only, so use JSONL or Parquet"
 """What to do about a label that is not a boolean."""
 _SIDES = ("chosen", "rejected")
+_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "function_call": "function",
+    "observation": "observation",
+    "tool": "observation",
+    "function_response": "observation",
+}
+_TAGGED = ("user", "assistant", "observation", "function", "system")
+_ASKS, _ANSWERS = ("user", "observation"), ("assistant", "function")
+JOINT = "\n</tool_response>\n<tool_response>\n"  # between the results of several calls, whatever the template
 
 
 def sides_in(row: dict[str, Any], renamed: Renamed) -> list[str]:
@@ -195,3 +213,232 @@ def with_answer_of(
     if isinstance(own, Completion):
         return Conversation([{"role": "user", "content": own.prompt}, answer])
     return Conversation([*own.messages[:-1], answer], own.tools)
+
+
+class _Row:
+    """A row by standard column names; a name that is mapped to None is a column that does not exist."""
+
+    def __init__(
+        self,
+        name: str,
+        row: Mapping[str, Any],
+        columns: Mapping[str, str | None],
+        tags: Mapping[str, str | None],
+    ) -> None:
+        self.is_openai = name in ("messages", "prompt-completion", "openai")
+        self.is_exact_openai = name == "openai"  # as datasets with `formatting: openai`, oddities included
+        self._row = row
+        self._columns = columns
+        self._tags = tags
+
+    def get(self, *names: str) -> Any:
+        """The value of the first of these columns that is mapped, or that the file has; else None."""
+        for name in names:
+            column = self._columns.get(name, name)
+            if column is not None and (name in self._columns or column in self._row):
+                return self._row.get(column)
+        return None
+
+    def is_mapped(self, name: str) -> bool:
+        return self._columns.get(name) is not None
+
+    def text(self, *names: str) -> str:
+        value = self.get(*names)
+        if value is None:
+            return ""
+        if not isinstance(value, str):
+            raise RowError(f"{names[0]} is not text", f"make {names[0]} a string")
+        return value
+
+    def tools(self) -> str:
+        """Function schemas as JSON, or ""."""
+        value = self.get("tools")
+        if isinstance(value, list | dict):
+            return json.dumps(value, ensure_ascii=False) if value or self.is_exact_openai else ""
+        return self.text("tools")
+
+    def messages(self) -> list[Any]:
+        found = self.get("conversations", "messages")
+        if found is None:
+            raise RowError("there is no column with the turns", "set columns: {conversations: NAME}")
+        return list_of(found, "conversations")
+
+    def turn(self, message: Any, number: int) -> tuple[str, str]:
+        """Role and text of a message."""
+        if not isinstance(message, dict):
+            raise RowError(f"turn {number} is not an object", "write {from: human, value: …}")
+        role_key = self._tags.get("role_tag") or ("from" if "from" in message else "role")
+        content_key = self._tags.get("content_tag") or ("value" if "value" in message else "content")
+        role, content = self._role(message.get(role_key), number), message.get(content_key)
+        calls = message.get("tool_calls") if self.is_openai else None
+        if role in _ANSWERS and calls:
+            return "function", _calls(calls, number)
+        if not isinstance(content, str):
+            raise RowError(f"turn {number} has no text under `{content_key}`", "write its text there")
+        return role, content
+
+    def _role(self, tag: Any, number: int) -> str:
+        if self._tags:
+            known = {word: role for role in reversed(_TAGGED) if (word := self._tags.get(f"{role}_tag"))}
+        else:
+            known = _ROLES
+        role = known.get(tag) if isinstance(tag, str) else None
+        if role is None:
+            raise RowError(
+                f"turn {number} is from {one_line(repr(tag), limit=40)}",
+                f"use one of {', '.join(map(str, known))}",
+            )
+        return role
+
+
+def read_exchange(
+    name: str,
+    row: Mapping[str, Any],
+    columns: Mapping[str, str | None],
+    tags: Mapping[str, str | None] | None = None,
+) -> Exchange:
+    """The exchange of a row.
+
+    Args:
+        name: the source's format.
+        row: columns and values.
+        columns: the file's column for each standard name; None for one that does not exist.
+        tags: the words of a source for the keys and roles of a turn (role_tag, content_tag, user_tag, …); without them all usual words are
+            known.
+
+    Raises:
+        RowError: if a value has the wrong type, roles do not alternate, or the row has a part too few.
+    """
+    read = _Row(name, row, columns, tags or {})
+    if name == "text":
+        parts = [read.text("text"), read.text("input") if read.is_mapped("input") else ""]
+        return Exchange([Turn("user", "\n".join(part for part in parts if part))], [])
+    if name == "prompt-completion":
+        return _prompt_completion(read)
+    if name == "alpaca":
+        answer = read.get("output")
+        answers = [Turn("assistant", answer)] if isinstance(answer, str) else []
+        return Exchange(_alpaca_prompt(read), answers, read.text("system"), read.tools())
+    if name == "preference":
+        return _preference(read)
+    found = _exchange(read, read.messages(), has_answer=True)
+    return replace(found, system=_openai_system(found)) if name == "openai" else found
+
+
+def _openai_system(exchange: Exchange) -> str:
+    """The system message of a dataset with `formatting: openai`, to which LLaMA-Factory adds a phrase of some models."""
+    system, off = exchange.system, "detailed thinking off"
+    if exchange.tools:
+        return system + "\n" if system else ""
+    if not system:
+        return off
+    return system if off in system or "detailed thinking on" in system else f"{system}\n{off}"
+
+
+def _alpaca_prompt(row: _Row) -> list[Turn]:
+    turns: list[Turn] = []
+    history = row.get("history")
+    for pair in list_of(history, "history") if history is not None else []:
+        if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(side, str) for side in pair)):
+            raise RowError("history is not a list of [question, answer]", "write [[question, answer], …]")
+        turns += [Turn("user", pair[0]), Turn("assistant", pair[1])]
+    parts = (row.text("instruction", "prompt"), row.text("input"))
+    return [*turns, Turn("user", "\n".join(part for part in parts if part))]
+
+
+def _preference(row: _Row) -> Exchange:
+    """A pair of answers, or one with a label; the prompt is a conversation, or text."""
+    label, chosen, rejected = row.get("label"), row.get("chosen"), row.get("rejected")
+    talks, is_pair = (
+        row.get("conversations", "messages") is not None,
+        chosen is not None or rejected is not None,
+    )
+    if not is_pair and label is not None and not isinstance(label, bool):
+        raise RowError(f"label is {one_line(repr(label), limit=40)}, not a boolean", BOOLEAN)
+    missing = [name for name, value in (("chosen", chosen), ("rejected", rejected)) if value is None]
+    if is_pair and missing:
+        raise RowError(f"the row has no {missing[0]} answer", f"add {missing[0]}, or remove the row")
+    if not is_pair and label is None:
+        raise RowError(
+            "the row has neither chosen and rejected answers, nor a label that is true or false",
+            "set columns: {chosen: NAME, rejected: NAME}, or {label: NAME}",
+        )
+    if talks:
+        found = _exchange(row, row.messages(), has_answer=not is_pair)
+    else:
+        found = Exchange(_alpaca_prompt(row), [], row.text("system"), row.tools())
+    if is_pair:
+        answers = [_answer(row, chosen, "chosen"), _answer(row, rejected, "rejected")]
+        return replace(found, answers=answers)
+    if not talks:
+        answer = _answer(row, row.get("output", "completion"), "output")
+        found = replace(found, answers=[answer])
+    return replace(found, desirable=label)
+
+
+def _answer(row: _Row, value: Any, column: str) -> Turn:
+    if isinstance(value, str):
+        return Turn("assistant", value)
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    if not isinstance(value, dict):
+        raise RowError(f"{column} is neither text nor a message", f"make {column} a string, or a message")
+    role, content = row.turn(value, 1)
+    if role not in _ANSWERS:
+        raise RowError(f"{column} is a turn of the {role}, not an answer", "write an answer of the assistant")
+    return Turn(role, content)  # type: ignore[arg-type]  # one of _ANSWERS
+
+
+def _prompt_completion(row: _Row) -> Exchange:
+    prompt, completion = row.get("prompt"), row.get("completion")
+    if isinstance(prompt, str) and isinstance(completion, str):
+        return Exchange([Turn("user", prompt)], [Turn("assistant", completion)], "", row.tools())
+    if isinstance(prompt, list) and isinstance(completion, list):
+        return _exchange(row, [*prompt, *completion], has_answer=True)
+    raise RowError(
+        "prompt and completion are neither two strings nor two lists of messages", "make both strings"
+    )
+
+
+def _exchange(row: _Row, messages: list[Any], *, has_answer: bool) -> Exchange:
+    """The turns of a conversation in order; a leading system message replaces the column `system`."""
+    found = [row.turn(message, number) for number, message in enumerate(messages, 1)]
+    system = row.text("system")
+    first = 1
+    if found and found[0][0] == "system":
+        system, found, first = found[0][1], found[1:], 2
+    while row.is_exact_openai and found and found[-1][0] == "observation":
+        found.pop()
+    turns: list[Turn] = []
+    for number, (role, content) in enumerate(found, first):
+        if row.is_openai and role == "observation" and turns and turns[-1].role == "observation":
+            turns[-1] = Turn("observation", turns[-1].content + JOINT + content)
+            continue
+        expected = _ANSWERS if len(turns) % 2 else _ASKS
+        if role not in expected:
+            raise RowError(
+                f"turn {number} is of the {role}, where a turn of the {' or '.join(expected)} must be",
+                "questions and answers must alternate, beginning with a question",
+            )
+        turns.append(Turn(role, content))  # type: ignore[arg-type]  # one of `expected`
+    if len(turns) % 2 == has_answer:
+        raise RowError(
+            f"the conversation has {len(turns)} turns and ends with {'a question' if has_answer else 'an answer'}",
+            "end it with an answer" if has_answer else "leave the answer to chosen and rejected",
+        )
+    if not turns:
+        raise RowError("the conversation is empty", "remove the row, or add a question and an answer")
+    answers = [turns.pop()] if has_answer else []
+    return Exchange(turns, answers, system, row.tools())
+
+
+def _calls(calls: Any, number: int) -> str:
+    functions = [
+        call.get("function", call) if isinstance(call, dict) else None
+        for call in list_of(calls, "tool_calls")
+    ]
+    if not all(isinstance(function, dict) for function in functions):
+        raise RowError(
+            f"a tool call of turn {number} is not an object", "write {function: {name: …, arguments: …}}"
+        )
+    return json.dumps(functions, ensure_ascii=False)

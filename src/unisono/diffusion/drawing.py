@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from unisono.config.pictures import DiffusionSection
+from unisono.config.sections import DiffusionSection
 from unisono.diffusion.picture_folders import need_pillow
 from unisono.diffusion.pipeline import Denoiser, load_component, quiet
 from unisono.diffusion.pipeline_files import Pipeline

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from unisono.config.pictures import DiffusionSection
+from unisono.config.sections import DiffusionSection
 from unisono.errors import DataError, UsageError
 from unisono.files import open_plain
 from unisono.text import one_line

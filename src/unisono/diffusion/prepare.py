@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from unisono.config.pictures import DIFFUSION
 from unisono.config.schema import RunConfig, sources_of
+from unisono.config.sections import DIFFUSION
 from unisono.data.prepare import digest_text, writing_table
 from unisono.data.rows import Ledger, Place, SourceCounts, flat_total
 from unisono.data.token_table import Encoded, Ints, Split, TokenWriter, write_meta, write_split

@@ -1,7 +1,7 @@
 """How devices are joined, which transport NCCL is expected to use, and which devices are the best choice. Pure.
 
 The transport follows NCCL's own rule (ncclTopoCheckP2p in graph/paths.cc, 2.2x): peer access up to NCCL_P2P_LEVEL, else shared
-memory, else the network. It is an expectation: NCCL's log shows what it used, see `nccl_log`.
+memory, else the network. It is an expectation: NCCL's log shows what it used, see `ladder`.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -29,9 +29,8 @@ from unisono.doctor.ladder_attempts import CHECKS as LADDER_CHECKS
 from unisono.doctor.network_checks import CHECKS as NETWORK_CHECKS
 from unisono.doctor.network_checks import SETTINGS, SETTINGS_CHECKS
 from unisono.doctor.network_rules import CATALOGUE as NETWORK
-from unisono.doctor.node_comparison import CATALOGUE as PEERS
-from unisono.doctor.node_comparison import compare_nodes, disagreement_findings
-from unisono.doctor.node_trials import CATALOGUE as BETWEEN
+from unisono.doctor.node_trials import CATALOGUE as PEERS
+from unisono.doctor.node_trials import compare_nodes, disagreement_findings
 from unisono.doctor.system_checks import CATALOGUE as SYSTEM
 from unisono.doctor.system_checks import CHECKS as SYSTEM_CHECKS
 from unisono.errors import Disagreed, UnisonoError
@@ -58,7 +57,6 @@ CATALOGUE: tuple[Check, ...] = (
     *NETWORK,
     *LADDER,
     *PEERS,
-    *BETWEEN,
 )
 """All checks."""
 

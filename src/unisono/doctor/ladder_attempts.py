@@ -20,9 +20,10 @@ from unisono.doctor.ladder import (
     Settings,
     climb,
     ladder_finding,
+    nccl_rows,
+    read_nccl_log,
     rungs,
 )
-from unisono.doctor.nccl_log import nccl_rows, read_nccl_log
 from unisono.doctor.network_rules import leads_out, usable_interfaces
 from unisono.errors import UnisonoError
 from unisono.events import Message

@@ -2,7 +2,7 @@
 
 A node that is slow with every partner is slow itself; a slow pair whose nodes are both fast with others has a slow link.
 Two rounds with different partners tell these apart; up to eight nodes measure all pairs. Ports, authentication and messages are
-those of `control.echo`. The stream itself is unauthenticated zeros: only its length is used.
+those of `control.reachability`. The stream itself is unauthenticated zeros: only its length is used.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from unisono.agree.reports import NodeReport, name_node
-from unisono.control.echo import EchoListener, EchoSession, ForeignPeer, prove_as_dialer
+from unisono.control.reachability import EchoListener, EchoSession, ForeignPeer, prove_as_dialer
 from unisono.doctor.check import Check, Finding, found
 from unisono.files import parse_json
 from unisono.text import one_line

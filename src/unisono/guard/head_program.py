@@ -40,9 +40,9 @@ from unisono.guard.program_start import Diagnose, FolderWatch, ProgramDir, Progr
 from unisono.guard.program_supervisor import ProgramSupervisor
 from unisono.plan import NodePlace
 from unisono.rendezvous.head_address import refusals_reported
-from unisono.rendezvous.head_side import hold_meeting
 from unisono.rendezvous.meeting import Meeting
 from unisono.rendezvous.meeting_rules import end_message
+from unisono.rendezvous.meeting_sides import hold_meeting
 from unisono.rendezvous.party import Party
 from unisono.rendezvous.remote_fronts import SshFronts, start_others
 from unisono.rundir.lock import RunLock

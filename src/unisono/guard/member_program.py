@@ -13,7 +13,7 @@ from unisono.guard.local_program import LocalProgram
 from unisono.guard.program_end import exit_code_of_program
 from unisono.guard.program_start import ProgramStart, is_head_directory
 from unisono.launch.run_records import writing_for_head
-from unisono.rendezvous.member_side import MemberSide, join_meeting
+from unisono.rendezvous.meeting_sides import MemberSide, join_meeting
 from unisono.rendezvous.party import Party
 from unisono.rundir.lock import recorded_holder
 from unisono.supervise.decision import NodeLoss

@@ -21,8 +21,7 @@ from unisono.supervise.decision import Failures, NodeLoss, ended_well
 from unisono.supervise.evidence import RawEvidence
 from unisono.supervise.local_ranks import RankEnd
 from unisono.supervise.postmortem import name_death, name_failure, node_refused
-from unisono.supervise.rank_monitor import RankMonitor
-from unisono.supervise.stall_monitor import StallMonitor
+from unisono.supervise.rank_monitor import RankMonitor, StallMonitor
 from unisono.text import one_line
 from unisono.watch import Look
 

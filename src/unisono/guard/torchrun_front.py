@@ -31,9 +31,8 @@ from unisono.guard.program_supervisor import ProgramSupervisor
 from unisono.integrations.border import Guard
 from unisono.plan import NodePlace
 from unisono.plan.topology import Topology
-from unisono.rendezvous.head_side import hold_meeting
 from unisono.rendezvous.meeting_rules import end_message
-from unisono.rendezvous.member_side import join_meeting
+from unisono.rendezvous.meeting_sides import hold_meeting, join_meeting
 from unisono.rendezvous.party import ChannelFacts, MakeReport, Party, read_token
 from unisono.text import one_line
 

@@ -149,8 +149,8 @@ class HeadNodes:
 
     def _round(self, make_report: "MakeRestartReport", question: "RestartQuestion") -> Agreement | None:
         """The outcome of asking all nodes; None if some were dropped and the rest must be asked again."""
-        from unisono.rendezvous.head_side import rejoin_at_head
         from unisono.rendezvous.meeting import Objection
+        from unisono.rendezvous.meeting_sides import rejoin_at_head
 
         self._rounds += 1
         try:
@@ -202,7 +202,7 @@ def together(
     Raises:
         Disagreed: with the verdict that all nodes have received.
     """
-    from unisono.rendezvous.head_side import hold_meeting
+    from unisono.rendezvous.meeting_sides import hold_meeting
 
     def start(address: tuple[str, int]) -> SshFronts:
         logs = run.log("", 0).parent

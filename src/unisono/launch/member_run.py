@@ -21,7 +21,7 @@ from unisono.launch.planning import LocalNode, accept_plan, prepare
 from unisono.launch.train_request import TrainRequest
 from unisono.plan import RunPlan
 from unisono.remote_checkpoint.transfers import clear_parts
-from unisono.rendezvous.member_side import MemberSide, join_meeting, rejoin_as_member
+from unisono.rendezvous.meeting_sides import MemberSide, join_meeting, rejoin_as_member
 from unisono.rendezvous.party import ChannelFacts, MakeReport, Party, RestartQuestion
 from unisono.rundir import RunDir
 from unisono.rundir.lock import RunLock, recorded_holder

@@ -13,7 +13,7 @@ from unisono import __version__
 from unisono.causes import Verdict
 from unisono.config import LoadedConfig, RunConfig
 from unisono.config.load import is_llamafactory, load_config
-from unisono.config.pictures import DIFFUSION
+from unisono.config.sections import DIFFUSION
 from unisono.config.yaml_file import read_yaml
 from unisono.errors import UnisonoError, UsageError
 from unisono.events import Show, notify

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from unisono.model.kernels import load_kernels
-from unisono.model.packed_attention import BLOCK, KEEP_UP_TO, Heads, PackedAttention, group_rows
+from unisono.model.kernels import BLOCK, KEEP_UP_TO, Heads, PackedAttention, group_rows, load_kernels
 
 FLAT_ATTENTION = "unisono_flat"
 

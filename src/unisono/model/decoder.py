@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from peft.tuners.lora.layer import Linear as LoraLinear
 
-from unisono.model.kernels import Kernels, load_kernels
+from unisono.model.kernels import Heads, Kernels, attend, attend_backward, load_kernels, pack_rows
 from unisono.model.layers import is_quick
-from unisono.model.packed_attention import Heads, attend, attend_backward, pack_rows
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")

@@ -1,6 +1,8 @@
-"""Functions of kernels.c: built once for a machine by its C compiler, kept in unisono's cache, called on bfloat16 tensors in host memory.
+"""Functions of kernels.c, and causal attention with them: tokens are packed so that all products are batched.
 
-Letters are those of kernels.c. Without a compiler `load_kernels` gives None, and torch's own operations do the same work, slower.
+They are built once for a machine by its C compiler, kept in unisono's cache, and called on bfloat16 tensors in host memory. Without a compiler
+`load_kernels` gives None, and torch's own operations do the same work, slower. Letters: T tokens of all rows, H query heads, K key-value heads,
+G = H / K, D head size; others are those of kernels.c.
 """
 
 import ctypes
@@ -9,8 +11,9 @@ import hashlib
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,6 +32,12 @@ _FLAGS = (
 )
 _WIDE_VECTORS = "-mprefer-vector-width=512"
 _LONGEST_BUILD_S = 60
+BLOCK = 128  # queries in a block, and maximum tokens of a short row: the fastest of 64, 128, 256 on AVX-512
+KEEP_UP_TO = (
+    1024  # longer rows recompute their probabilities in the backward pass instead of keeping n² of them
+)
+_GROUP_TOKENS = 4096  # in a group, with pads: its probabilities should stay in the cache
+_MAX_RATIO = 1.25  # of the longest to the shortest row of a group
 
 
 @functools.cache
@@ -169,3 +178,268 @@ def _c_value(value: torch.Tensor | int | float) -> Any:
     if isinstance(value, torch.Tensor):
         return ctypes.c_void_p(value.data_ptr())
     return ctypes.c_int64(value) if isinstance(value, int) else ctypes.c_float(value)
+
+
+def group_rows(lengths: Sequence[int], *, window: int | None) -> tuple[list[list[int]], list[int]]:
+    """Short rows in groups of similar length, and long rows, each by its number; empty rows are in none."""
+    longest_short = BLOCK if window is None else min(BLOCK, window)
+    short = sorted(
+        (row for row, n in enumerate(lengths) if 0 < n <= longest_short), key=lambda row: lengths[row]
+    )
+    groups: list[list[int]] = []
+    for row in short:
+        fits = groups and lengths[row] <= max(8.0, _MAX_RATIO * lengths[groups[-1][0]])
+        if fits and (len(groups[-1]) + 1) * lengths[row] <= _GROUP_TOKENS:
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    return groups, [row for row, n in enumerate(lengths) if n > longest_short]
+
+
+class Packed(NamedTuple):
+    """Where the tokens of a micro batch are in the packed layout of kernels.c."""
+
+    start: torch.Tensor
+    """(T,) int64."""
+    length: torch.Tensor
+    """(T,) int64."""
+    groups: list[tuple[int, int, int]]
+    """First place, rows, places of each row."""
+    places: int
+    """T and the pads."""
+
+
+@functools.lru_cache(maxsize=8)  # every layer and every backward needs those of the same rows
+def pack_rows(lengths: tuple[int, ...], kv: int, window: int | None) -> Packed:
+    """Assigns places to the tokens of rows; rows of similar length, if short, form groups with pads."""
+    groups, long_rows = group_rows(lengths, window=window)
+    start, length = (torch.zeros(sum(lengths), dtype=torch.int64) for _ in range(2))
+    begins = [0]
+    for n in lengths:
+        begins.append(begins[-1] + n)
+    found, place = [], 0
+    for rows in [*groups, *([row] for row in long_rows)]:
+        longest = max(lengths[row] for row in rows)
+        found.append((place, len(rows), longest))
+        for row in rows:
+            tokens = slice(begins[row], begins[row + 1])
+            start[tokens] = place * kv + torch.arange(lengths[row])
+            length[tokens] = longest
+            place += longest
+    return Packed(start, length, found, place)
+
+
+class Heads(NamedTuple):
+    """The shape of an attention layer."""
+
+    kv: int
+    group: int
+    size: int
+    scale: float
+    window: int | None
+
+
+class _Block(NamedTuple):
+    """Queries of one group that are computed together: views of what is packed."""
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    other: torch.Tensor
+    """Of the layout of queries: where the output goes, or its gradient."""
+    low: int
+    high: int
+    first: int
+    """The first query's place among the keys low to high."""
+    is_whole: bool
+    """Whether all queries of the group are in this block."""
+    keeps: bool
+    """Whether its probabilities are kept for the backward pass."""
+
+
+def _blocks(packed: Packed, heads: Heads, tensors: tuple[torch.Tensor, ...]) -> Any:
+    """The blocks of all groups, in order: views of queries, keys, values and one more tensor like queries."""
+    for place, rows, longest in packed.groups:
+        part = slice(place * heads.kv, (place + rows * longest) * heads.kv)
+        of_queries = [
+            tensor.view(-1, heads.group * heads.size)[part].view(rows * heads.kv, -1, heads.size)
+            for tensor in (tensors[0], tensors[3])
+        ]
+        of_keys = [
+            tensor.view(-1, heads.size)[part].view(rows * heads.kv, longest, heads.size)
+            for tensor in tensors[1:3]
+        ]
+        width = longest if rows > 1 else BLOCK
+        for first in range(0, longest, width):
+            stop = min(first + width, longest)
+            low = max(0, first - heads.window + 1) if heads.window else 0
+            lines = slice(first * heads.group, stop * heads.group)
+            yield _Block(
+                of_queries[0][:, lines],
+                of_keys[0],
+                of_keys[1],
+                of_queries[1][:, lines],
+                low,
+                stop,
+                first - low,
+                stop - first == longest,
+                longest <= KEEP_UP_TO,
+            )
+
+
+def _probabilities(block: _Block, heads: Heads, kernels: Kernels) -> torch.Tensor:
+    """(rows · K, queries · G, keys)."""
+    keys = block.keys[:, block.low : block.high]
+    scores = torch.bmm(block.queries, keys.transpose(1, 2))
+    kernels.softmax(scores, first=block.first, group=heads.group, window=heads.window)
+    return scores
+
+
+def _attend(
+    packed: Packed, heads: Heads, kernels: Kernels, tensors: tuple[torch.Tensor, ...]
+) -> list[torch.Tensor]:
+    """Writes the output into the last of queries, keys, values, output; gives the probabilities to keep."""
+    kept = []
+    for block in _blocks(packed, heads, tensors):
+        p = _probabilities(block, heads, kernels)
+        if block.keeps:
+            kept.append(p)
+        _product(p, block.values[:, block.low : block.high], block.other)
+    return kept
+
+
+def _product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    """Writes a @ b into `out`."""
+    if out.is_contiguous():
+        torch.bmm(a, b, out=out)
+    else:
+        out.copy_(torch.bmm(a, b))
+
+
+def _attend_backward(
+    packed: Packed,
+    heads: Heads,
+    kernels: Kernels,
+    tensors: tuple[torch.Tensor, ...],
+    kept: list[torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of queries, keys and values, packed, from queries, keys, values and the output's gradient."""
+    adds_up = any(rows == 1 and longest > BLOCK for _, rows, longest in packed.groups)
+    d_queries = torch.empty_like(tensors[0])
+    d_keys, d_values = (
+        (torch.zeros_like if adds_up else torch.empty_like)(tensor) for tensor in tensors[1:3]
+    )
+    stored = iter(kept)
+    blocks = _blocks(packed, heads, tensors)
+    grads = _blocks(packed, heads, (d_queries, d_keys, d_values, d_queries))
+    for block, grad in zip(blocks, grads, strict=True):
+        keys = slice(block.low, block.high)
+        p = next(stored) if block.keeps else _probabilities(block, heads, kernels)
+        d_scores = torch.bmm(block.other, block.values[:, keys].transpose(1, 2))
+        kernels.softmax_backward(d_scores, p, first=block.first, group=heads.group, window=heads.window)
+        _product(d_scores, block.keys[:, keys], grad.queries)
+        if block.is_whole:
+            _product(p.transpose(1, 2), block.other, grad.values)
+            _product(d_scores.transpose(1, 2), block.queries, grad.keys)
+        else:
+            grad.values[:, keys] += torch.bmm(p.transpose(1, 2), block.other)
+            grad.keys[:, keys] += torch.bmm(d_scores.transpose(1, 2), block.queries)
+    return d_queries, d_keys, d_values
+
+
+class PackedAttention(torch.autograd.Function):
+    """Causal attention inside each row. q (T, H, D), k and v (T, K, D), bfloat16 → (T, H, D)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        lengths: tuple[int, ...],
+        heads: Heads,
+        kernels: Kernels,
+    ) -> torch.Tensor:
+        """Also takes the lengths of the rows (sum T)."""
+        packed = pack_rows(lengths, heads.kv, heads.window)
+        rope = _no_rotation(len(q), heads.size)
+        inputs = tuple(tensor if _is_dense(tensor) else tensor.contiguous() for tensor in (q, k, v))
+        tensors, kept, out = attend(inputs, rope, packed, heads, kernels)
+        ctx.save_for_backward(*tensors, *kept)
+        ctx.parts = (packed, heads, kernels)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The gradients of q, k and v."""
+        queries, keys, values, *kept = ctx.saved_tensors
+        packed, heads, kernels = ctx.parts
+        tokens, kv = len(grad), heads.kv
+        joint = grad.new_empty(tokens, (kv * heads.group + 2 * kv) * heads.size)
+        sizes = [kv * heads.group * heads.size, kv * heads.size, kv * heads.size]
+        grads = tuple(part.unflatten(1, (-1, heads.size)) for part in joint.split(sizes, 1))
+        rope = _no_rotation(tokens, heads.size)
+        attend_backward(grad, (queries, keys, values), kept, rope, packed, heads, kernels, grads)
+        return *grads, None, None, None
+
+
+@functools.lru_cache(maxsize=2)
+def _no_rotation(tokens: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines (T, D) of no rotation."""
+    return torch.ones(tokens, size, dtype=torch.bfloat16), torch.zeros(tokens, size, dtype=torch.bfloat16)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the heads of a token (T, heads, D) lie one after the other."""
+    return tensor.stride()[1:] == (tensor.shape[2], 1)
+
+
+def attend(
+    inputs: tuple[torch.Tensor, ...],
+    rope: tuple[torch.Tensor, torch.Tensor],
+    packed: Packed,
+    heads: Heads,
+    kernels: Kernels,
+) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor], torch.Tensor]:
+    """What is packed of q, k and v, the probabilities to keep, and the output (T, H, D).
+
+    Args:
+        inputs: q (T, H, D), k and v (T, K, D).
+        rope: cosines and sines (T, D).
+        packed: where the tokens are.
+        heads: the shape of the layer.
+        kernels: the functions.
+    """
+    tokens, dtype = len(inputs[0]), inputs[0].dtype
+    make = torch.empty if packed.places == tokens else torch.zeros
+    sizes = [heads.kv * heads.group, heads.kv, heads.kv]
+    tensors = [make(packed.places * n * heads.size, dtype=dtype) for n in sizes]
+    queries, keys, values = tensors
+    places = (packed.start, packed.length)
+    q, k, v = inputs
+    kernels.pack((q, k, v), rope, heads.scale, places, (queries, keys, values))
+    mixed = torch.empty_like(queries)
+    kept = _attend(packed, heads, kernels, (queries, keys, values, mixed))
+    out = torch.empty(tokens, sizes[0], heads.size, dtype=dtype)
+    kernels.pack_heads(out, mixed, places, kv=heads.kv, back=True)
+    return (queries, keys, values), kept, out
+
+
+def attend_backward(
+    grad: torch.Tensor,
+    tensors: tuple[torch.Tensor, ...],
+    kept: list[torch.Tensor],
+    rope: tuple[torch.Tensor, torch.Tensor],
+    packed: Packed,
+    heads: Heads,
+    kernels: Kernels,
+    grads: tuple[torch.Tensor, ...],
+) -> None:
+    """Writes the gradients of q, k and v into `grads`, from that of the output, (T, H, D)."""
+    places = (packed.start, packed.length)
+    make = torch.empty_like if packed.places == len(grad) else torch.zeros_like
+    d_mixed = make(tensors[0])
+    kernels.pack_heads(grad.contiguous(), d_mixed, places, kv=heads.kv, back=False)
+    found = _attend_backward(packed, heads, kernels, (*tensors, d_mixed), kept)
+    d_q, d_k, d_v = grads
+    kernels.unpack(found, rope, heads.scale, places, (d_q, d_k, d_v))

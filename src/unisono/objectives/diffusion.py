@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from unisono.config.pictures import DiffusionSection
+from unisono.config.sections import DiffusionSection
 from unisono.diffusion.batches import PictureBatch, PictureUse
 from unisono.diffusion.pipeline import PictureForward, TextStates
 from unisono.model.forward import Forward

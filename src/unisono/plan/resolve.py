@@ -5,9 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from unisono.config.pictures import DIFFUSION
 from unisono.config.schema import BatchSection, RunConfig, config_digest
-from unisono.config.sections import Section
+from unisono.config.sections import DIFFUSION, Section
 from unisono.errors import ConfigError
 from unisono.plan.run_plan import (
     DataSummary,

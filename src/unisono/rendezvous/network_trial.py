@@ -11,8 +11,7 @@ from unisono.agree.agreement import Agreement
 from unisono.agree.dial_matrix import compare_network
 from unisono.agree.reports import DialReport, NodeReport, name_node
 from unisono.causes import Evidence, Verdict, find_cause
-from unisono.control.echo import EchoListener, reach_key
-from unisono.control.reachability import Peer, choose_peers, dial_all
+from unisono.control.reachability import EchoListener, Peer, choose_peers, dial_all, reach_key
 from unisono.errors import Disagreed, UnisonoError
 from unisono.events import Message
 from unisono.facts import read_environment

@@ -22,8 +22,7 @@ from unisono.supervise.evidence import RawEvidence
 from unisono.supervise.interrupts import GracefulStop, Interrupts, NewestCheckpoint
 from unisono.supervise.local_ranks import FINAL_KINDS, LocalRanks, RankEnd, RankUpdate
 from unisono.supervise.postmortem import node_refused
-from unisono.supervise.rank_monitor import RankMonitor
-from unisono.supervise.stall_monitor import StallMonitor
+from unisono.supervise.rank_monitor import RankMonitor, StallMonitor
 from unisono.supervise.timeline import Timeline
 from unisono.text import one_line
 from unisono.watch import RunView

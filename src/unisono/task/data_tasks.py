@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from unisono.checkpoint.model_manifest import check_model, read_digest
+from unisono.checkpoint.verify import check_model, read_digest
 from unisono.child import loading_modules
 from unisono.config.lf_template import adapt_tokenizer, lf_template_of
-from unisono.config.pictures import DIFFUSION
 from unisono.config.schema import RunConfig
-from unisono.config.sections import PREFERENCE
+from unisono.config.sections import DIFFUSION, PREFERENCE
 from unisono.data.lf_pieces import NO_TOKEN
 from unisono.data.preference_rows import is_rated, sides_in
 from unisono.data.prepare import load_tokenizer, prepare_data

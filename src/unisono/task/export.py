@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from unisono.checkpoint.model_manifest import read_model_manifest, write_model_manifest
+from unisono.checkpoint.verify import read_model_manifest, write_model_manifest
 from unisono.config.schema import CheckpointSection
 from unisono.errors import (
     ModelError,

@@ -13,8 +13,8 @@ from typing import Any
 import xxhash
 
 from unisono.config.lf_template import lf_name
-from unisono.config.pictures import DIFFUSION
 from unisono.config.schema import AdapterSection, RunConfig, sources_of
+from unisono.config.sections import DIFFUSION
 from unisono.data.sources import find_local
 from unisono.errors import UnisonoError
 from unisono.events import Reporter

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from unisono.checkpoint.model_manifest import write_model_manifest
 from unisono.checkpoint.state import CheckpointReader
+from unisono.checkpoint.verify import write_model_manifest
 from unisono.diffusion.drawing import Drawing, draw, open_pipeline, save_picture
 from unisono.diffusion.lora_file import (
     LORA_FILE,

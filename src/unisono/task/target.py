@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from unisono.checkpoint.manifest import user_key
-from unisono.checkpoint.model_manifest import MODEL_MANIFEST, check_model, listed_files, read_digest
 from unisono.checkpoint.store import CheckpointStore, IntactCheckpoint
-from unisono.config.pictures import DIFFUSION
+from unisono.checkpoint.verify import MODEL_MANIFEST, check_model, listed_files, read_digest
+from unisono.config.sections import DIFFUSION
 from unisono.errors import IntegrityError, ModelError, Problem, UsageError
 from unisono.events import Reporter
 from unisono.facts import read_environment

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from unisono.checkpoint.model_manifest import write_model_manifest
 from unisono.checkpoint.store import step_of
+from unisono.checkpoint.verify import write_model_manifest
 from unisono.checkpoint.writer import free_bytes
 from unisono.errors import (
     Problem,

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from unisono.config.pictures import DIFFUSION
+from unisono.config.sections import DIFFUSION
 from unisono.data.token_table import TokenTable
 from unisono.events import Reporter
 from unisono.facts import identity_of

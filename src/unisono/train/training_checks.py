@@ -1,5 +1,6 @@
 """Checks of training: the largest batch fits into memory, loss and gradient are finite, replicas stay equal."""
 
+import math
 import platform
 import resource
 import time
@@ -18,10 +19,33 @@ from unisono.text import show_bytes
 from unisono.train.evaluation import evaluating, evaluation_part, first_sum
 from unisono.train.pictures import with_pictures
 from unisono.train.run import Run, StepBatches, counts_of, load_micro
-from unisono.train.step import StepOutcome
 
 MAX_SKIPPED = 3
 SKIP_WINDOW = 20
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """The outcome of a step. `loss` or `grad_norm` may be NaN or infinite; then no update was made."""
+
+    loss: float
+    grad_norm: float
+    lr: float
+    data_time_s: float
+    step_time_s: float
+    cpu_time_s: float
+    """CPU seconds of the whole process; other load on the machine does not change them much."""
+    comm_time_s: float
+    """Seconds spent waiting for the other ranks' gradients."""
+    odd_ranks: list[int]
+    """Ranks whose own part of the loss is NaN or infinite."""
+    metrics: dict[str, float]
+    """Those of the objective."""
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether loss and gradient were finite, so that the update was made."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
 def note_skipped_step(run: Run, batches: StepBatches, outcome: StepOutcome) -> None:

@@ -18,7 +18,7 @@ from unisono.checkpoint.manifest import FileEntry
 from unisono.checkpoint.state import bytes_of, dtype_name
 from unisono.checkpoint.writer import TensorPart, file_order, write_tensor_file
 from unisono.config.lf_template import end_of_text, lf_template_of, stop_ids
-from unisono.config.pictures import DIFFUSION
+from unisono.config.sections import DIFFUSION
 from unisono.files import read_json, write_json
 from unisono.model.adapter import BaseChanges, stored_settings, with_change
 from unisono.model.file_settings import ADAPTER_FILE

@@ -1,6 +1,6 @@
 """What NCCL's own lines say of the transports that it took. Run: pytest tests/doctor/devices/test_nccl_log.py"""
 
-from unisono.doctor.nccl_log import TunedCollective, nccl_rows, read_nccl_log
+from unisono.doctor.ladder import TunedCollective, nccl_rows, read_nccl_log
 
 # In the forms of NCCL 2.18 to 2.27, composed; hosts and addresses are invented.
 NVLINK = """\

@@ -19,8 +19,7 @@ from unisono.events import Show
 from unisono.plan import DeviceChoice
 from unisono.plan.topology import Topology
 from unisono.rendezvous.head_address import refusals_reported
-from unisono.rendezvous.head_side import hold_meeting
-from unisono.rendezvous.member_side import join_meeting
+from unisono.rendezvous.meeting_sides import hold_meeting, join_meeting
 from unisono.rendezvous.party import ChannelFacts, Party
 from unisono.supervise.interrupts import Interrupts, Stopped
 

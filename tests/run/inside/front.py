@@ -29,8 +29,7 @@ from unisono.integrations.border import (
 from unisono.integrations.inside import injected
 from unisono.plan import DeviceChoice, NodePlace, RankPlace
 from unisono.rundir import RunDir
-from unisono.supervise.rank_monitor import RankMonitor
-from unisono.supervise.stall_monitor import StallMonitor
+from unisono.supervise.rank_monitor import RankMonitor, StallMonitor
 from unisono.watch import BeatMemory
 from unisono.watch.views import Collective
 
