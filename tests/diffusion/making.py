@@ -102,3 +102,75 @@ def write_pictures(
             picture.save(folder / f"{name}.png")
             (folder / f"{name}.txt").write_text(f"a {color} tile, {width} wide\n")
     return folder
+
+
+def write_usual_pipeline(root: Path, kind: str) -> Path:
+    """Writes a small pipeline whose heads, groups and schedule are those of real models, so that its shapes show what it is.
+
+    Args:
+        root: where to write.
+        kind: `v1`, `v2` or `xl`.
+    """
+    from diffusers import (
+        AutoencoderKL,
+        DDIMScheduler,
+        EulerDiscreteScheduler,
+        PNDMScheduler,
+        StableDiffusionPipeline,
+        StableDiffusionXLPipeline,
+        UNet2DConditionModel,
+    )
+    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
+
+    from unisono.diffusion.pipeline import quiet
+
+    size, is_xl = write_tokenizer(root / "vocabulary"), kind == "xl"
+    torch.manual_seed(1)
+    channels = (32, 64) if kind == "v1" else (64, 128)
+    with quiet(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+
+        def tokenizer(pad: str) -> CLIPTokenizer:
+            files = (str(root / "vocabulary" / name) for name in ("vocab.json", "merges.txt"))
+            return CLIPTokenizer(*files, model_max_length=77, pad_token=pad)
+
+        def text(act: str, width: int = 64) -> CLIPTextConfig:
+            return CLIPTextConfig(
+                vocab_size=size, hidden_size=width, intermediate_size=96, num_hidden_layers=2, num_attention_heads=width // 64,
+                hidden_act=act, max_position_embeddings=77, projection_dim=width, bos_token_id=size - 2, eos_token_id=size - 1,
+            )  # fmt: skip
+
+        unet = UNet2DConditionModel(
+            sample_size=128 if is_xl else 96 if kind == "v2" else 64, block_out_channels=channels, layers_per_block=1,
+            cross_attention_dim=64 + 128 if is_xl else 64, attention_head_dim=8 if kind == "v1" else [c // 64 for c in channels],
+            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D") if is_xl else ("CrossAttnDownBlock2D", "DownBlock2D"),
+            up_block_types=("CrossAttnUpBlock2D", "UpBlock2D") if is_xl else ("UpBlock2D", "CrossAttnUpBlock2D"),
+            transformer_layers_per_block=[1, 2] if is_xl else 1, use_linear_projection=kind != "v1", upcast_attention=kind == "v2",
+            **({"addition_embed_type": "text_time", "addition_time_embed_dim": 8, "projection_class_embeddings_input_dim": 128 + 6 * 8} if is_xl else {}),
+        )  # fmt: skip
+        vae = AutoencoderKL(
+            block_out_channels=(32, 64), down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
+            latent_channels=4, sample_size=1024 if is_xl else 512, scaling_factor=0.13025 if is_xl else 0.18215,
+        )  # fmt: skip
+        named = {"v1": PNDMScheduler, "v2": DDIMScheduler, "xl": EulerDiscreteScheduler}[kind]
+        scheduler = named(
+            beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", steps_offset=1,
+            prediction_type="v_prediction" if kind == "v2" else "epsilon", timestep_spacing="leading",
+            **({} if is_xl else {"set_alpha_to_one": False}),
+            **({"skip_prk_steps": True} if kind == "v1" else {"clip_sample": False} if kind == "v2" else {}),
+        )  # fmt: skip
+        parts = {
+            "vae": vae, "unet": unet, "scheduler": scheduler,
+            "tokenizer": tokenizer("!" if kind == "v2" else "<|endoftext|>"),
+            "text_encoder": CLIPTextModel(text("gelu" if kind == "v2" else "quick_gelu")),
+        }  # fmt: skip
+        if is_xl:
+            second = {
+                "text_encoder_2": CLIPTextModelWithProjection(text("gelu", 128)),
+                "tokenizer_2": tokenizer("!"),
+            }
+            pipeline = StableDiffusionXLPipeline(**parts, **second)
+        else:
+            pipeline = StableDiffusionPipeline(**parts, safety_checker=None, feature_extractor=None, requires_safety_checker=False)  # fmt: skip
+        pipeline.save_pretrained(root / "model")
+    return root / "model"

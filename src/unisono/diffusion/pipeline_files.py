@@ -100,6 +100,13 @@ def locate_pipeline(config: RunConfig) -> Pipeline:
     """
     named = config.model.path
     directory = Path(named).expanduser()
+    if directory.suffix in (".ckpt", ".pt", ".pth", ".bin"):
+        raise ModelError.of(
+            f"{directory.name} is a pickle",
+            where=f"model.path: {directory}",
+            why="loading a pickle can run arbitrary code",
+            fix="use the .safetensors file of the model, or its directory in the layout of diffusers",
+        )
     if not directory.exists() and is_hub_id(named):
         directory = locate_model(named, config.model.revision)
     if not (directory / INDEX).is_file():
@@ -228,16 +235,17 @@ def inspect_pipeline(pipeline: Pipeline) -> tuple[ModelFacts, PipelineDigests]:
         linear_parameters=sum(map(prod, matrices)),
         linear_in_out=sum(shape[0] + shape[1] for shape in matrices),
         weight_bytes=sum(file.stat().st_size for file in files),
-        digest=_digest(digests),
+        digest=digest_parts(digests),
     )
 
     def part(*folders: str) -> str:
-        return _digest({label: value for label, value in digests.items() if label.startswith(folders)})
+        return digest_parts({label: value for label, value in digests.items() if label.startswith(folders)})
 
     return facts, PipelineDigests(
         facts.digest, part("vae/"), part("text_encoder", "tokenizer"), part("tokenizer")
     )
 
 
-def _digest(parts: dict[str, str]) -> str:
+def digest_parts(parts: dict[str, str]) -> str:
+    """The digest of several digests by name."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]

@@ -1,7 +1,7 @@
 """Finds the directory of a model or tokenizer (a path, `builtin:NAME`, a hub id), and reads without torch what the model is."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ _TOKENIZER = (
     "spiece.model",
 )
 """A tokenizer has at least one of these files."""
+_DOWNLOADED = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py")
 
 
 def locate_model(path: str, revision: str | None = None, *, key: str = "model.path") -> Path:
@@ -105,6 +106,29 @@ def _tokenizer_directory(named: str) -> Path:
     return directory.resolve() if directory.is_dir() else locate_model(named)
 
 
+def locate_tokenizer_files(named: str) -> Path:
+    """The directory of a tokenizer that belongs to no language model; of a hub id only the tokenizer's files are downloaded.
+
+    Raises:
+        ModelError: if there is no such directory, or the hub does not provide it.
+    """
+    if is_hub_id(named):
+        files = [
+            "vocab.json",
+            "merges.txt",
+            "tokenizer.json",
+            "tokenizer_config.json",
+            "special_tokens_map.json",
+        ]
+        return _from_hub(named, None, key="model.tokenizer", patterns=files)
+    directory = Path(named).expanduser()
+    if not directory.is_dir():
+        raise ModelError.of(
+            f"there is no directory {named}", where="model.tokenizer", why="the path does not exist"
+        )
+    return directory.resolve()
+
+
 def _builtin(path: str) -> Path:
     name = path.removeprefix(_BUILTIN)
     root = resources.files("unisono") / "builtin"
@@ -137,7 +161,7 @@ def _is_path(path: str) -> bool:
     return len(parts) > 2 or path.startswith((".", "/", "~")) or not all(parts)
 
 
-def _from_hub(path: str, revision: str | None, *, key: str) -> Path:
+def _from_hub(path: str, revision: str | None, *, key: str, patterns: Sequence[str] = _DOWNLOADED) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -147,14 +171,13 @@ def _from_hub(path: str, revision: str | None, *, key: str) -> Path:
         RevisionNotFoundError,
     )
 
-    patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"]
     folder = read_environment().hub_cache
     hub = read_hub(folder)
     silence = hub_silence(hub)
     try:
         return Path(
             snapshot_download(
-                path, revision=revision, allow_patterns=patterns, local_files_only=bool(silence)
+                path, revision=revision, allow_patterns=list(patterns), local_files_only=bool(silence)
             )
         )
     except GatedRepoError as error:

@@ -75,11 +75,12 @@ def prepare(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
 def _prepare_pictures(config: RunConfig, request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     """The same for an image model; needs torch, which computes the caches."""
     from unisono.diffusion.picture_folders import need_pillow
-    from unisono.diffusion.pipeline_files import inspect_pipeline, locate_pipeline
+    from unisono.diffusion.single_file import open_files, single_file
 
     need_pillow()
-    pipeline = locate_pipeline(config)
-    facts, digests = inspect_pipeline(pipeline)
+    if single_file(config) is not None:
+        report.phase("model", "reading the model's file; the first time it is converted to a pipeline")
+    pipeline, facts, digests = open_files(config, cache_dir=Path(request["cache_dir"]))
     with loading_modules():
         from unisono.diffusion.prepare import prepare_pictures
     ledger = None

@@ -249,6 +249,7 @@ def _list_pictures(config: RunConfig, listed: _InputFiles) -> None:
     """Pictures with their captions, and the files of the pipeline."""
     from unisono.diffusion.picture_folders import list_files
     from unisono.diffusion.pipeline_files import all_files, locate_pipeline
+    from unisono.diffusion.single_file import single_file, tokenizer_of_file
 
     folders = [(label, named) for label, _, named in _sources(config)]
     if config.diffusion.prior is not None:
@@ -268,6 +269,11 @@ def _list_pictures(config: RunConfig, listed: _InputFiles) -> None:
                 f"{named} has {len(files)} files: the first {_MOST_PICTURES} are compared by name, all of them after they are prepared"
             )
     try:
+        file = single_file(config)
+        if file is not None:
+            listed.model, listed.weights = [("model file", file)], [file]
+            listed.tokenizer = _present(tokenizer_of_file(config), _TOKENIZER)
+            return
         pipeline = locate_pipeline(config)
         listed.model = all_files(pipeline)
         listed.weights = pipeline.weights("unet")

@@ -242,9 +242,9 @@ def _of_run(name: str, run: RunDir, step: int | None) -> Target:
     plan = _read_plan(name, run)
     base = Path(plan.model.directory)
     if not base.is_dir() and plan.config.objective == DIFFUSION:
-        from unisono.diffusion.pipeline_files import locate_pipeline
+        from unisono.diffusion.single_file import open_files
 
-        base = locate_pipeline(plan.config).root
+        base = open_files(plan.config, cache_dir=read_environment().cache_dir)[0].root
     elif not base.is_dir():  # the run was moved, or the built-in model is in a different environment now
         base = locate_model(plan.config.model.path, plan.config.model.revision)
     store = CheckpointStore(run.checkpoints, key=user_key(read_environment().settings_dir))
