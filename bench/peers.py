@@ -1,11 +1,13 @@
-"""LoRA fine-tuning by TRL's trainers and by unisono, in turn in one run, on the same rows.
+"""Fine-tuning by TRL's trainers, LLaMA-Factory and unisono, in turn in one run, on the same rows.
 
-    python bench/peers.py [sft | dpo | memory] [--model m15 | m135] [--threads 1] [--steps 12] [--repetitions 2] [--peers-python PATH]
+    python bench/peers.py [sft | full | dpo | memory] [--model m15 | m135] [--threads 1] [--steps 12] [--repetitions 2]
+        [--peers-python PATH] [--llamafactory-python PATH]
 
-PATH is the Python of an environment with trl, peft and the same torch (pip install torch==2.13.0 trl==1.16.0); the test extra has them. Each
-repetition runs every arm once, so that a busy hour hits all of them. Results go to bench/results/peers-….json.
+PATH is the Python of an environment with trl, peft and the same torch (pip install torch==2.13.0 trl==1.16.0); the test extra has them. That of
+LLaMA-Factory has llamafactory==0.9.5 and the same torch (its import of torchaudio needs a build for that torch); without it these arms are skipped, with a line. Each repetition runs every arm
+once, so that a busy hour hits all of them. Results go to bench/results/peers-….json.
 
-- sft, dpo: rows of mixed length. The headline is real (non-padding) tokens per CPU second in the steady state; wall time, peak memory and the
+- sft (LoRA), full (all weights), dpo (LoRA): rows of mixed length. The headline is real (non-padding) tokens per CPU second in the steady state; wall time, peak memory and the
   time to the first step are kept too. Tokens of dpo are those of both sides. Its headline includes the forward passes of the reference model
   for one epoch, wherever they are made: before the first step, or in each step.
 - memory: rows of exactly MAX_LENGTH tokens, the same tokens in a micro batch for sft (both sides as rows of their own) and dpo.
@@ -25,7 +27,7 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 STARTED = time.time()
 MAX_LENGTH = 512
@@ -36,29 +38,41 @@ class Arm:
     """A trainer with its settings."""
 
     objective: str = "sft"
-    is_ours: bool = False
+    tool: Literal["trl", "llamafactory", "unisono"] = "trl"
+    full: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
 
 _TUNED = {"gradient_checkpointing": False, "bf16_weights": True}
+# Trained weights are float32, as ours are: bfloat16 weights lose most updates.
+_TUNED_FULL = {"gradient_checkpointing": False}
 COMPARISONS = {
     "sft": {
         "trl default": Arm(),
         "trl best": Arm(options={**_TUNED, "group_by_length": True}),
         "trl packing": Arm(options={**_TUNED, "packing": True}),
-        "unisono": Arm(is_ours=True),
+        "llamafactory default": Arm(tool="llamafactory"),
+        "llamafactory best": Arm(tool="llamafactory", options={"group_by_length": True, **_TUNED}),
+        "unisono": Arm(tool="unisono"),
+    },
+    "full": {
+        "trl default": Arm(full=True),
+        "trl best": Arm(full=True, options={**_TUNED_FULL, "group_by_length": True}),
+        "trl packing": Arm(full=True, options={**_TUNED_FULL, "packing": True}),
+        "llamafactory default": Arm(full=True, tool="llamafactory"),
+        "unisono": Arm(full=True, tool="unisono"),
     },
     "dpo": {
         "trl default": Arm("dpo"),
         "trl grouped": Arm("dpo", options={**_TUNED, "group_by_length": True}),
         "trl precompute": Arm("dpo", options={**_TUNED, "group_by_length": True, "precompute": True}),
-        "unisono": Arm("dpo", is_ours=True),
+        "unisono": Arm("dpo", tool="unisono"),
     },
     "memory": {
         "trl sft": Arm(options=_TUNED),
         "trl dpo": Arm("dpo", options={**_TUNED, "precompute": True}),
-        "unisono sft": Arm(is_ours=True),
-        "unisono dpo": Arm("dpo", is_ours=True),
+        "unisono sft": Arm(tool="unisono"),
+        "unisono dpo": Arm("dpo", tool="unisono"),
     },
 }
 
@@ -115,7 +129,7 @@ def trl_arm(model: str, data: str, batch: int, arm: Arm) -> dict[str, Any]:
             r=8, lora_alpha=16, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM"
         )
         trainer = Counting(
-            model=model, args=config, train_dataset=Dataset.from_list([trl_row(row) for row in rows]), peft_config=lora,
+            model=model, args=config, train_dataset=Dataset.from_list([trl_row(row) for row in rows]), peft_config=None if arm.full else lora,
             processing_class=AutoTokenizer.from_pretrained(model), callbacks=[Clock()],
         )  # fmt: skip
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -168,12 +182,61 @@ def lengths_of(dataset: Any) -> list[int]:
     ]
 
 
+def llamafactory_arm(model: str, data: str, batch: int, arm: Arm, out: Path) -> dict[str, Any]:
+    """Runs in the Python of LLaMA-Factory: its trainer over all rows once, from a file as a user writes it."""
+    here = str(Path(__file__).parent)
+    sys.path[:] = [entry for entry in sys.path if entry != here]  # it has a llamafactory.py
+    import torch
+    from llamafactory.train.sft.trainer import (  # type: ignore[import-not-found]
+        CustomSeq2SeqTrainer,
+    )
+    from llamafactory.train.tuner import run_exp  # type: ignore[import-not-found]
+    from transformers import TrainerCallback
+
+    steps: list[tuple[float, float, int]] = []
+    seen = [0]
+    original = CustomSeq2SeqTrainer.training_step
+
+    def training_step(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        seen[0] += int(inputs["attention_mask"].sum())
+        return original(self, model, inputs, *args, **kwargs)
+
+    CustomSeq2SeqTrainer.training_step = training_step
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            steps.append((time.time(), time.process_time(), seen[0]))
+            seen[0] = 0
+
+    (out / "dataset_info.json").write_text(json.dumps({"rows": {"file_name": data}}))
+    options = arm.options
+    settings: dict[str, Any] = {
+        "model_name_or_path": model, "stage": "sft", "do_train": True, "dataset_dir": str(out), "dataset": "rows", "template": "alpaca",
+        "cutoff_len": MAX_LENGTH, "output_dir": str(out / "run"), "num_train_epochs": 1, "per_device_train_batch_size": batch,
+        "gradient_accumulation_steps": 1, "learning_rate": 2.0e-5, "lr_scheduler_type": "constant", "bf16": True, "use_cpu": True,
+        "report_to": "none", "save_strategy": "no", "finetuning_type": "full" if arm.full else "lora",
+        "disable_gradient_checkpointing": options.get("gradient_checkpointing") is False,
+    }  # fmt: skip
+    if not arm.full:
+        settings |= {"lora_rank": 8, "lora_alpha": 16, "lora_target": "all"}
+    if options.get("group_by_length"):
+        settings["train_sampling_strategy"] = "group_by_length"
+    run_exp(settings, callbacks=[Clock()])
+    return {
+        "steps": steps,
+        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "reference_cpu_s": 0.0,
+    }
+
+
 def unisono_arm(model: str, data: str, batch: int, arm: Arm, out: Path) -> dict[str, Any]:
     """`unisono train` as a user runs it; the figures are those of its metrics.jsonl and events."""
     config = out / "bench.yaml"
     run = out / "run"
+    adapter = "null" if arm.full else "{rank: 8, alpha: 16}"
     config.write_text(
-        f"model: {{path: {model}, dtype: bfloat16}}\nadapter: {{rank: 8, alpha: 16}}\nobjective: {arm.objective}\n"
+        f"model: {{path: {model}, dtype: bfloat16}}\nadapter: {adapter}\nobjective: {arm.objective}\n"
         f"data: {{train: {data}, max_length: {MAX_LENGTH}, too_long: cut, packing: false}}\n"
         f"optim: {{lr: 2.0e-5, schedule: constant}}\nduration: 1 epoch\nbatch: {{global: {batch}, micro: {batch}}}\n"
         f"device: cpu\ncheckpoint: {{every: 100000 steps}}\noutput_dir: {run}\n"
@@ -219,7 +282,8 @@ def run_arm(name: str, args: argparse.Namespace, model: Path, data: Path) -> dic
         os.environ, OMP_NUM_THREADS=str(args.threads), MKL_NUM_THREADS=str(args.threads), HF_HUB_OFFLINE="1"
     )
     with tempfile.TemporaryDirectory() as out:
-        python = sys.executable if arm.is_ours else args.peers_python
+        pythons = {"trl": args.peers_python, "llamafactory": args.llamafactory_python}
+        python = pythons.get(arm.tool, sys.executable)
         sides = 2 if args.comparison == "memory" and arm.objective == "sft" else 1
         hidden = {
             "--arm": name,
@@ -260,6 +324,7 @@ def main() -> None:
     )
     parser.add_argument("comparison", choices=list(COMPARISONS), nargs="?", default="sft")
     parser.add_argument("--peers-python", default=sys.executable)
+    parser.add_argument("--llamafactory-python")
     parser.add_argument("--model", choices=["m15", "m135"], default="m15")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--steps", type=int, default=12)
@@ -273,10 +338,11 @@ def main() -> None:
     args = parser.parse_args()
     if args.arm:
         arm = COMPARISONS[args.comparison][args.arm]
-        if arm.is_ours:
-            outcome = unisono_arm(args.model_dir, args.rows, args.batch, arm, Path(args.out))
-        else:
+        if arm.tool == "trl":
             outcome = trl_arm(args.model_dir, args.rows, args.batch, arm)
+        else:
+            run = unisono_arm if arm.tool == "unisono" else llamafactory_arm
+            outcome = run(args.model_dir, args.rows, args.batch, arm, Path(args.out))
         print(json.dumps(outcome))
         return
     with tempfile.TemporaryDirectory() as temporary:
@@ -289,14 +355,14 @@ def rows_of(args: argparse.Namespace, work: Path) -> dict[str, Path]:
         from workload import make  # type: ignore[import-not-found]  # beside this script
 
         make(work)
-    name = "alpaca" if args.comparison == "sft" else "pairs"
+    name = "alpaca" if args.comparison in ("sft", "full") else "pairs"
     lines = (work / f"{name}.jsonl").read_text().splitlines()
     random.Random(7).shuffle(lines)
     rows = [json.loads(line) for line in lines]
     number = args.steps * args.batch
     if args.comparison == "memory":
         rows = [full_pair(rows, first) for first in range(number)]
-    found = {args.comparison if args.comparison != "memory" else "dpo": rows[:number]}
+    found = {{"memory": "dpo", "full": "sft"}.get(args.comparison, args.comparison): rows[:number]}
     if args.comparison == "memory":
         found["sft"] = [
             {"instruction": row["prompt"], "input": "", "output": row[side]}
@@ -322,13 +388,17 @@ def compare(args: argparse.Namespace, work: Path) -> None:
     data = rows_of(args, work)
     arms = COMPARISONS[args.comparison]
     names = args.arms.split(",") if args.arms else list(arms)
+    if not args.llamafactory_python:
+        skipped = [name for name in names if arms[name].tool == "llamafactory"]
+        names = [name for name in names if name not in skipped]
+        print("skipped, without --llamafactory-python:", ", ".join(skipped) or "nothing")
     found: dict[str, list[dict[str, float]]] = {}
     for repetition in range(args.repetitions):
         for name in names:
             last = run_arm(name, args, work / args.model, data[arms[name].objective])
             found.setdefault(name, []).append(last)
             print(
-                f"{repetition} {name:14s} {last['tokens_per_cpu_s']:8.0f} tok/cpu-s {last['tokens_per_s']:8.0f} tok/s "
+                f"{repetition} {name:20s} {last['tokens_per_cpu_s']:8.0f} tok/cpu-s {last['tokens_per_s']:8.0f} tok/s "
                 f"{last['peak_bytes'] / 1e6:8.0f} MB",
                 flush=True,
             )
@@ -337,10 +407,10 @@ def compare(args: argparse.Namespace, work: Path) -> None:
         for name, all_ in found.items()
     }
     base = medians[names[0]]
-    print(f"\n{'':14s} tok/cpu-s  ratio   tok/s  ratio  peak MB  ratio  first step")
+    print(f"\n{'':20s} tok/cpu-s  ratio   tok/s  ratio  peak MB  ratio  first step")
     for name, m in medians.items():
         print(
-            f"{name:14s} {m['tokens_per_cpu_s']:9.0f} {m['tokens_per_cpu_s'] / base['tokens_per_cpu_s']:6.2f} {m['tokens_per_s']:7.0f} "
+            f"{name:20s} {m['tokens_per_cpu_s']:9.0f} {m['tokens_per_cpu_s'] / base['tokens_per_cpu_s']:6.2f} {m['tokens_per_s']:7.0f} "
             f"{m['tokens_per_s'] / base['tokens_per_s']:6.2f} {m['peak_bytes'] / 1e6:8.0f} {m['peak_bytes'] / base['peak_bytes']:6.2f} "
             f"{m['first_step_s']:8.1f} s"
         )
