@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from unisono.integrations.guarded import guarded
+    from unisono.integrations.inside.guarded_process import guarded
 
 __version__ = "0.1.0"
 __all__ = ["__version__", "guarded"]
@@ -13,7 +13,7 @@ def __getattr__(
     name: str,
 ) -> Any:  # imported on first access, so that the front and its children do not pay for it
     if name == "guarded":
-        from unisono.integrations.guarded import guarded
+        from unisono.integrations.inside.guarded_process import guarded
 
         return guarded
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

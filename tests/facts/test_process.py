@@ -14,8 +14,8 @@ import pytest
 
 from tests.nodes.network_namespaces import Namespaces, Own, why_no_namespaces
 from unisono.facts.machine import NoGpuUtilization, gpu_utilization
+from unisono.facts.network import RetransmittingConnection, retransmitting_connections
 from unisono.facts.processes import child_states, frozen_cgroup, has_handler, read_stat, wait_channel
-from unisono.facts.tcp import RetransmittingConnection, retransmitting_connections
 
 LIMIT_S = 30.0
 _FREEZERS = Path("/sys/fs/cgroup/freezer")

@@ -11,8 +11,7 @@ import pytest
 
 from tests.ports import free_port
 from unisono.errors import Disagreed
-from unisono.integrations.trainer_callback import find_world, meet
-from unisono.integrations.trainer_facts import DataFacts, TrainerFacts
+from unisono.integrations.trainer_callback import DataFacts, TrainerFacts, find_world, meet
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
 

@@ -21,7 +21,7 @@ from torch.utils.data import (
 )
 
 from unisono.integrations.inside.loaders import digest_of
-from unisono.integrations.trainer_facts import DataFacts, TrainerFacts, compare, read_dataset, read_loader
+from unisono.integrations.trainer_callback import DataFacts, TrainerFacts, compare, read_dataset, read_loader
 
 
 def _of(rank: int, host: str = "a", **given: Any) -> TrainerFacts:

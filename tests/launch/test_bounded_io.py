@@ -10,12 +10,12 @@ import pytest
 from tests.nproc.disks import on_a_device
 from unisono.causes import Verdict
 from unisono.errors import UnfitError
+from unisono.facts import storage
 from unisono.facts.processes import stuck_threads
+from unisono.facts.storage import STUCK_S, RunsDisk
 from unisono.launch.member_supervisor import keep_end
 from unisono.rundir import RunDir
 from unisono.rundir.lock import RunLock
-from unisono.supervise import bounded_io
-from unisono.supervise.bounded_io import STUCK_S, RunsDisk
 
 
 def test_what_is_only_nice_is_not_waited_for_and_comes_before_the_rest(tmp_path: Path) -> None:
@@ -33,7 +33,7 @@ def test_what_is_only_nice_is_not_waited_for_and_comes_before_the_rest(tmp_path:
 def test_storage_that_hangs_is_reported_once_and_never_entered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bounded_io, "STUCK_S", 1.0)
+    monkeypatch.setattr(storage, "STUCK_S", 1.0)
     printed: list[dict[str, Any]] = []
     with on_a_device(tmp_path / "disk", tmp_path / "image", size=16 << 20) as mounted:
         disk = RunsDisk(mounted.path, printed.append)
@@ -70,7 +70,7 @@ def test_a_start_on_storage_that_hangs_ends_and_reports_it(front: Any, tmp_path:
 def test_what_a_node_writes_last_does_not_hold_it_where_its_storage_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bounded_io, "STUCK_S", 1.0)
+    monkeypatch.setattr(storage, "STUCK_S", 1.0)
     printed: list[dict[str, Any]] = []
     verdict = Verdict(cause="rank_stopped", when="during", summary="rank 1 is stopped").to_json()
     result = {"outcome": "stalled", "exit_code": 4, "output_dir": "out"}

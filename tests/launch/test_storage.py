@@ -21,7 +21,7 @@ from unisono.checkpoint.manifest import MANIFEST, Manifest, user_key
 from unisono.checkpoint.store import CheckpointStore
 from unisono.config import RunConfig
 from unisono.config.schema import CheckpointSection
-from unisono.remote_checkpoint.storage_trial import storage_tried
+from unisono.remote_checkpoint.storage import storage_tried
 from unisono.rundir import RunDir
 from unisono.supervise.child_process import Programs
 from unisono.supervise.task_process import TaskProcess, run_task

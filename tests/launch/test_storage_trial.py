@@ -13,9 +13,8 @@ from unisono.checkpoint.store import CheckpointStore
 from unisono.config import RunConfig
 from unisono.errors import UnisonoError
 from unisono.plan import RunPlan
-from unisono.remote_checkpoint import upload as uploads
-from unisono.remote_checkpoint.storage_trial import FirstCopy, more_bytes, summary
-from unisono.remote_checkpoint.upload import CopyResult, Uploads
+from unisono.remote_checkpoint import storage as uploads
+from unisono.remote_checkpoint.storage import CopyResult, FirstCopy, Uploads, more_bytes, summary
 from unisono.rundir import RunDir
 from unisono.supervise.child_process import Programs
 from unisono.supervise.interrupts import Interrupts

@@ -15,7 +15,7 @@ from unisono.model.forward import Rows, choose_forward
 from unisono.model.layers import context_of, scale_rope
 from unisono.model.load import LoadedModel
 from unisono.task.export import logits_of_probe
-from unisono.task.loading import load_target, merge_adapter
+from unisono.task.inference import load_target, merge_adapter
 from unisono.task.target import find_target
 
 Train = Callable[..., Any]

@@ -118,7 +118,7 @@ def _key() -> bytes:
 def _serve(runs: list[Path], port: int | None, host: str, *, is_opened: bool) -> None:
     refuse_without_extra("unisono board", why="the server is an extra; --out FILE.html needs nothing")
     from unisono.board.server import serve
-    from unisono.facts.tcp import bind_listener
+    from unisono.facts.network import bind_listener
 
     printer = output()
     bound = bind_listener(host, port)

@@ -26,7 +26,7 @@ from unisono.control.dial import DialedConnection, DialRequest, dial_head, disag
 from unisono.control.head import FileSink, Head, IncomingConnection
 from unisono.control.protocol import PROVEN_BYTES, Body, Malformed, Piece, encode, encode_piece, is_host_name
 from unisono.errors import UnfitError, UsageError
-from unisono.facts.tcp import find_listener
+from unisono.facts.network import find_listener
 from unisono.text import one_line
 
 _GOODBYE_S = 2.0

@@ -22,9 +22,8 @@ from unisono.doctor.network_rules import (
     judge_interfaces,
     judge_names,
 )
-from unisono.facts.network import is_loopback
+from unisono.facts.network import find_listener, is_loopback, read_firewall
 from unisono.facts.processes import holder_of
-from unisono.facts.tcp import find_listener, read_firewall
 from unisono.rendezvous.head_address import address_towards
 from unisono.text import one_line
 

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from unisono.agree.addresses import matching
 from unisono.agree.reports import Interface
 from unisono.doctor.check import Check, Finding, Status, found
-from unisono.facts.network import InfinibandPort, is_loopback
-from unisono.facts.tcp import Firewall
+from unisono.facts.network import Firewall, InfinibandPort, is_loopback
 from unisono.text import nearest, one_line
 
 INTERFACES = Check(

@@ -8,8 +8,7 @@ from typing import Any
 
 import accelerate
 
-from unisono.integrations.trainer_callback import CallbackReporter
-from unisono.integrations.trainer_facts import TrainerFacts, read_loader
+from unisono.integrations.trainer_callback import CallbackReporter, TrainerFacts, read_loader
 
 
 class Accelerator(accelerate.Accelerator):

@@ -9,8 +9,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from unisono.integrations.trainer_callback import CallbackReporter
-from unisono.integrations.trainer_facts import TrainerFacts, length_of, read_loader
+from unisono.integrations.trainer_callback import CallbackReporter, TrainerFacts, length_of, read_loader
 
 
 class UnisonoCallback(Callback):

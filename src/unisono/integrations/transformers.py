@@ -8,8 +8,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from unisono.integrations.trainer_callback import CallbackReporter
-from unisono.integrations.trainer_facts import read_loader
+from unisono.integrations.trainer_callback import CallbackReporter, read_loader
 
 
 class UnisonoCallback(TrainerCallback):

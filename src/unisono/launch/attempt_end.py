@@ -14,6 +14,7 @@ from unisono.checkpoint.manifest import user_key
 from unisono.checkpoint.store import CheckpointStore
 from unisono.errors import Disagreed, UnisonoError
 from unisono.events import Show, notify
+from unisono.facts.storage import Hung, RunsDisk, unless_stuck
 from unisono.files import open_plain, parse_json
 from unisono.launch.curve_drawing import Drawing
 from unisono.launch.head_nodes import HeadNodes
@@ -29,7 +30,6 @@ from unisono.remote_checkpoint.rescue import RescuedStep, needs_other_nodes, res
 from unisono.rendezvous.remote_fronts import step_evidence
 from unisono.rundir import RunDir
 from unisono.rundir.records import RunResult, complete_verdict, set_verdict, write_result
-from unisono.supervise.bounded_io import Hung, RunsDisk, unless_stuck
 from unisono.supervise.evidence import keep_evidence
 from unisono.supervise.interrupts import Interrupts
 from unisono.supervise.local_ranks import SharedMemory

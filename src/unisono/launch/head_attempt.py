@@ -10,6 +10,7 @@ from unisono.agree.reports import Member, RankReport, culprit_hosts, culprit_ran
 from unisono.causes import Evidence, Verdict, find_cause
 from unisono.checkpoint.manifest import user_key
 from unisono.events import Message, Show
+from unisono.facts.storage import RunsDisk
 from unisono.launch.head_nodes import HeadNodes
 from unisono.launch.head_preparation import as_warning
 from unisono.launch.output_watch import OutputWatch
@@ -18,11 +19,9 @@ from unisono.launch.run_records import Recorder, Table, write_agreement
 from unisono.launch.train_request import TrainRequest
 from unisono.plan import RankPlace, RunPlan
 from unisono.remote_checkpoint.first_checkpoint import FirstCheckpoint
-from unisono.remote_checkpoint.storage_trial import storage_observers
-from unisono.remote_checkpoint.upload import Uploads
+from unisono.remote_checkpoint.storage import Uploads, storage_observers
 from unisono.remote_checkpoint.verifier import Verifier
 from unisono.rundir import RunDir
-from unisono.supervise.bounded_io import RunsDisk
 from unisono.supervise.child_process import interface_name, rank_environments
 from unisono.supervise.interrupts import Interrupts
 from unisono.supervise.local_ranks import LocalRanks, SharedMemory

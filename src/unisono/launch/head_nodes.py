@@ -15,7 +15,7 @@ from unisono.causes import Verdict
 from unisono.config import LoadedConfig
 from unisono.errors import Disagreed
 from unisono.events import Show
-from unisono.facts.storage import leave_nonce, remove_nonce
+from unisono.facts.storage import RunsDisk, leave_nonce, remove_nonce
 from unisono.launch.meeting_entry import prepared_facts, report_maker
 from unisono.launch.outcome import Ending, result_of
 from unisono.launch.planning import LocalNode
@@ -27,7 +27,6 @@ from unisono.rendezvous.meeting_rules import end_message
 from unisono.rendezvous.party import NONCE_FILE, Party
 from unisono.rendezvous.remote_fronts import RemoteCommand, SshFronts, start_others
 from unisono.rundir import RunDir
-from unisono.supervise.bounded_io import RunsDisk
 from unisono.supervise.interrupts import Interrupts
 from unisono.supervise.rank_supervisor import Attempt
 from unisono.text import validation_words

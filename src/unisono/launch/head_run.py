@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from unisono.config import LoadedConfig
 from unisono.errors import UnfitError, UnisonoError, as_usage_error
 from unisono.events import Show, notify
+from unisono.facts.storage import RunsDisk, leave
 from unisono.launch.attempt_end import AttemptEnd, checkpoints_of, keep_result
 from unisono.launch.head_attempt import HeadAttempts
 from unisono.launch.head_nodes import HeadNodes, together
@@ -23,11 +24,10 @@ from unisono.launch.run_claim import Claim, claim
 from unisono.launch.run_records import Recorder, Table, keep_refusal, write_plan
 from unisono.launch.train_request import TrainRequest
 from unisono.plan import RunPlan
-from unisono.remote_checkpoint.upload import Uploads
+from unisono.remote_checkpoint.storage import Uploads
 from unisono.rendezvous.head_address import refusals_reported
 from unisono.rendezvous.party import Party
 from unisono.rundir import RunDir
-from unisono.supervise.bounded_io import RunsDisk, leave
 from unisono.supervise.interrupts import Interrupts, Stopped, exit_code_of
 from unisono.supervise.local_ranks import SharedMemory, snapshot_ranks
 from unisono.supervise.rank_supervisor import Attempt

@@ -13,6 +13,7 @@ from unisono.agree.reports import NodeReport
 from unisono.config import LoadedConfig
 from unisono.errors import Disagreed, UnfitError, UsageError
 from unisono.events import Show
+from unisono.facts.storage import RunsDisk, refuse_if_silent
 from unisono.files import make_private_dir, read_object, write_json
 from unisono.launch.meeting_entry import prepared_facts, report_maker
 from unisono.launch.member_supervisor import HeadlessEnd, LastWord, LostHead, Serving, keep_end, keep_refusal
@@ -26,7 +27,6 @@ from unisono.rendezvous.party import ChannelFacts, MakeReport, Party, RestartQue
 from unisono.rundir import RunDir
 from unisono.rundir.lock import RunLock, recorded_holder
 from unisono.rundir.start_decision import set_aside
-from unisono.supervise.bounded_io import RunsDisk, refuse_if_silent
 from unisono.supervise.child_process import interface_name, rank_environments
 from unisono.supervise.decision import NodeLoss
 from unisono.supervise.interrupts import Interrupts

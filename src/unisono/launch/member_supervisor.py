@@ -18,6 +18,7 @@ from unisono.control.file_sender import FileSender, TransferOutcome
 from unisono.errors import Disagreed
 from unisono.events import Message, Show
 from unisono.facts.path_probes import PathMonitor, PathState, identity_of
+from unisono.facts.storage import RunsDisk
 from unisono.files import make_private_dir, read_object
 from unisono.launch.outcome import NOTHING_DONE, Ending, result_of
 from unisono.launch.output_watch import CAUSE, HeldFiles, device_of, growing, warning_of
@@ -28,7 +29,6 @@ from unisono.remote_checkpoint.transfers import ShardSender
 from unisono.rundir import RunDir
 from unisono.rundir.lock import Holder, LockTaken, RunLock
 from unisono.rundir.records import RunResult, set_verdict, write_result
-from unisono.supervise.bounded_io import RunsDisk
 from unisono.supervise.decision import NodeLoss
 from unisono.supervise.interrupts import Interrupts, exit_code_of
 from unisono.supervise.local_ranks import LocalRanks, RankEnd, RankUpdate

@@ -16,12 +16,12 @@ from typing import Literal
 from unisono.causes import Evidence, Verdict, find_cause
 from unisono.events import Message, Show
 from unisono.facts.path_probes import Identity, PathMonitor, PathState, identity_of
+from unisono.facts.storage import RunsDisk
 from unisono.files import make_private_dir, whole_file
 from unisono.launch.outcome import Ending
 from unisono.plan import RankPlace, RunPlan
 from unisono.rundir import RunDir
 from unisono.rundir.lock import LockTaken, RunLock
-from unisono.supervise.bounded_io import RunsDisk
 from unisono.supervise.rank_supervisor import Attempt
 from unisono.text import one_line
 

@@ -16,6 +16,7 @@ from unisono.config import RunConfig
 from unisono.errors import IntegrityError, UsageError
 from unisono.events import Show
 from unisono.facts import Environment
+from unisono.facts.storage import refuse_if_silent
 from unisono.files import make_private_dir, read_text, write_text
 from unisono.launch.train_request import TrainRequest
 from unisono.plan import ResumePoint, RunPlan
@@ -24,7 +25,6 @@ from unisono.rundir import RunDir
 from unisono.rundir.lock import RunLock
 from unisono.rundir.plan_changes import check_same_run, unused_allowances
 from unisono.rundir.start_decision import StartDecision, decide_start, set_aside
-from unisono.supervise.bounded_io import refuse_if_silent
 
 
 def find_resume_point(

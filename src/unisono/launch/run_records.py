@@ -15,6 +15,7 @@ from unisono.errors import UnisonoError
 from unisono.events import Message, Show
 from unisono.facts import package_versions
 from unisono.facts.environment import versions_digest
+from unisono.facts.storage import RunsDisk
 from unisono.files import make_private_dir, read_object, write_json, write_text
 from unisono.launch.curve_drawing import Drawing
 from unisono.launch.outcome import NOTHING_DONE
@@ -30,7 +31,6 @@ from unisono.rundir.records import (
     set_verdict,
     write_result,
 )
-from unisono.supervise.bounded_io import RunsDisk
 from unisono.supervise.decision import NodeLoss
 
 _ENDS_S = 3.0

@@ -20,7 +20,7 @@ from unisono.launch.planning import LocalNode, look_around, prepare
 from unisono.launch.train_request import TrainRequest, load_requested, refuse_live_launcher, show_notes
 from unisono.plan import RunPlan
 from unisono.plan.placement import lay_out
-from unisono.remote_checkpoint.storage_trial import storage_tried
+from unisono.remote_checkpoint.storage import storage_tried
 from unisono.rendezvous import meeting_rules
 from unisono.rendezvous.remote_fronts import token_hint, token_of_step
 from unisono.rundir import RunDir

@@ -25,7 +25,7 @@ from unisono.events import Message, Show
 from unisono.facts import Environment
 from unisono.files import fsync_dir, make_private_dir, read_object, write_json
 from unisono.plan import RunPlan
-from unisono.remote_checkpoint.upload import STALLED_S, storage_url
+from unisono.remote_checkpoint.storage import STALLED_S, storage_url
 from unisono.rundir import RunDir
 from unisono.supervise.child_process import Programs
 from unisono.supervise.task_process import run_task

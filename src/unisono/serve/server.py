@@ -23,7 +23,7 @@ from uvicorn import Config, Server
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from unisono.errors import UsageError
-from unisono.facts.tcp import bind_listener
+from unisono.facts.network import bind_listener
 from unisono.files import open_given
 from unisono.serve.model_process import Ask, ModelProcess
 from unisono.serve.protocol import (

@@ -15,9 +15,9 @@ from unisono.checkpoint.snapshot import StepSnapshot, read_slots
 from unisono.events import Message
 from unisono.facts.limits import oom_kills
 from unisono.facts.processes import stuck_threads
+from unisono.facts.storage import Hung, unless_stuck
 from unisono.plan import NodePlace, RankPlace, RunPlan
 from unisono.rundir import RunDir
-from unisono.supervise.bounded_io import Hung, unless_stuck
 from unisono.supervise.child_process import ChildProcess, Programs, worker_command
 from unisono.supervise.rank_logs import FollowedLog, LogTimes, RateLimit
 from unisono.supervise.task_process import tail_of

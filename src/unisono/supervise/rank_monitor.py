@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from unisono.causes import Verdict
 from unisono.events import Message
 from unisono.facts.machine import GpuUtilization, gpu_utilization
+from unisono.facts.network import retransmitting_connections
 from unisono.facts.processes import (
     ThreadCounters,
     child_states,
@@ -16,7 +17,6 @@ from unisono.facts.processes import (
     read_thread,
     wait_channel,
 )
-from unisono.facts.tcp import retransmitting_connections
 from unisono.files import BackgroundThread
 from unisono.plan import RankPlace
 from unisono.supervise.evidence import RawEvidence, StackCollection, end_of_log

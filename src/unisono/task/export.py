@@ -31,8 +31,15 @@ from unisono.model.forward import head_values
 from unisono.model.load import SCORE, load_base, load_tokenizer
 from unisono.model.quantization import is_quantized
 from unisono.rundir.records import is_image_model
-from unisono.task.inference import stops_of, template_of
-from unisono.task.loading import adapter_tokenizer, load_target, merge_adapter, stored_dtype, trusts_code
+from unisono.task.inference import (
+    adapter_tokenizer,
+    load_target,
+    merge_adapter,
+    stops_of,
+    stored_dtype,
+    template_of,
+    trusts_code,
+)
 from unisono.task.target import Target, requested_target, verify_target
 from unisono.text import parse_bytes
 from unisono.train.weights import Entries, entries_of, write_model, write_weights

@@ -15,8 +15,7 @@ from unisono.errors import ModelError, UnfitError, UsageError
 from unisono.events import Reporter
 from unisono.model.gguf import DTYPES, Layout, Setting, read_back, tokenizer_settings, write_gguf
 from unisono.task.export import free_place, has_adapter, whole_directory
-from unisono.task.inference import stops_of, template_of
-from unisono.task.loading import load_target, merge_adapter, stored_dtype
+from unisono.task.inference import load_target, merge_adapter, stops_of, stored_dtype, template_of
 from unisono.task.target import Target, requested_target, verify_target
 from unisono.text import one_line
 

@@ -14,8 +14,7 @@ from unisono.doctor.network_rules import (
     judge_names,
     nccl_choice,
 )
-from unisono.facts.network import InfinibandPort, read_infiniband
-from unisono.facts.tcp import Firewall
+from unisono.facts.network import Firewall, InfinibandPort, read_infiniband
 
 LO = Interface(name="lo", addresses=["127.0.0.1", "::1"], mtu=65536, up=True, loopback=True, kind="loopback")
 DOCKER = Interface(
