@@ -1,19 +1,146 @@
-"""unisono: fine-tune language models; nodes agree before a run starts, and a failed run reports its cause."""
+"""unisono: fine-tune language models; nodes agree before a run starts, and a failed run reports its cause.
 
+    config = unisono.Config.from_file("train.yaml", {"optim.lr": 1e-4})
+    result = unisono.train(config, nproc=2)
+    model, tokenizer = unisono.load(result)
+
+Names are imported on first use: `import unisono` is quick, and only `load` and `Objective` import torch.
+"""
+
+import importlib
+import sys
+from collections.abc import Callable
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from unisono.api.calls import Config, Diagnosis, Report, diagnose, doctor, stream, train
+    from unisono.api.front import (
+        Checkpoint,
+        Ended,
+        Evaluation,
+        Event,
+        Failed,
+        Notice,
+        Phase,
+        Planned,
+        Sample,
+        Started,
+        Step,
+        Stream,
+    )
+    from unisono.api.loading import load
+    from unisono.api.result import Result
+    from unisono.causes.verdict import Verdict
+    from unisono.errors import (
+        ConfigError,
+        DataError,
+        Disagreed,
+        EndedByVerdict,
+        IntegrityError,
+        ModelError,
+        Problem,
+        RankDied,
+        UnfitError,
+        UnisonoError,
+        UsageError,
+    )
     from unisono.integrations.inside.guarded_process import guarded
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "guarded"]
+
+_PLACES = {
+    "unisono.api.calls": ("Config", "Diagnosis", "Report", "diagnose", "doctor", "stream", "train"),
+    "unisono.api.front": (
+        *("Checkpoint", "Ended", "Evaluation", "Event", "Failed", "Notice", "Phase", "Planned"),
+        *("Sample", "Started", "Step", "Stream"),
+    ),
+    "unisono.api.loading": ("load",),
+    "unisono.api.result": ("Result",),
+    "unisono.causes.verdict": ("Verdict",),
+    "unisono.errors": (
+        *("ConfigError", "DataError", "Disagreed", "EndedByVerdict", "IntegrityError", "ModelError"),
+        *("Problem", "RankDied", "UnfitError", "UnisonoError", "UsageError"),
+    ),
+    "unisono.integrations.inside.guarded_process": ("guarded",),
+}
+_MODULES = {name: module for module, names in _PLACES.items() for name in names}
+
+__all__ = [  # noqa: RUF022 - in the order of use
+    "Config",
+    "train",
+    "Result",
+    "stream",
+    "Stream",
+    "Event",
+    "Planned",
+    "Started",
+    "Phase",
+    "Step",
+    "Evaluation",
+    "Sample",
+    "Checkpoint",
+    "Notice",
+    "Failed",
+    "Ended",
+    "load",
+    "doctor",
+    "Report",
+    "diagnose",
+    "Diagnosis",
+    "Verdict",
+    "UnisonoError",
+    "UsageError",
+    "ConfigError",
+    "DataError",
+    "ModelError",
+    "Disagreed",
+    "EndedByVerdict",
+    "RankDied",
+    "UnfitError",
+    "IntegrityError",
+    "Problem",
+    "guarded",
+    "__version__",
+]
 
 
-def __getattr__(
-    name: str,
-) -> Any:  # imported on first access, so that the front and its children do not pay for it
-    if name == "guarded":
-        from unisono.integrations.inside.guarded_process import guarded
+def __getattr__(name: str) -> Any:
+    """Imports a public name; nobody pays for names that are not used."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name in _CALLED_ROOMS:  # what the name means does not depend on what has been imported
+        return importlib.import_module(f"unisono.{name}")
+    value = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
+    return value
 
-        return guarded
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+_CALLED_ROOMS = ("train", "doctor", "diagnose")
+"""Names of public functions that rooms have, too. Importing a module of such a room replaces the package's attribute."""
+
+
+class _CalledRoom(ModuleType):
+    """A room that is the public function of its name when it is called."""
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        return self.__wrapped__(*arguments, **options)
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        name = self.__name__.rpartition(".")[2]
+        function: Callable[..., Any] = getattr(importlib.import_module(_MODULES[name]), name)
+        return function
+
+
+class _Package(ModuleType):
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _CALLED_ROOMS and isinstance(value, ModuleType):  # the import system binds the room
+            value.__class__ = _CalledRoom
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import unisono.doctor.check
 import unisono.launch.train_request
 from unisono.cli.app import main
+from unisono.doctor import check as doctor_check
 from unisono.facts import Probes, package_versions
 from unisono.facts.machine import DeviceProbe, DevicesDetails, Gpu
 from unisono.facts.network import NetworkInterface, SystemNetwork
@@ -104,7 +104,7 @@ class Request(unisono.launch.train_request.TrainRequest):
             object.__setattr__(self, "programs", Programs(task=tuple(ANSWERS["task"])))
 
 
-class Look(unisono.doctor.check.DoctorRequest):
+class Look(doctor_check.DoctorRequest):
     """What doctor is asked for, with the answers in it."""
 
     def __init__(self, *arguments: object, **named: object) -> None:
@@ -113,5 +113,5 @@ class Look(unisono.doctor.check.DoctorRequest):
 
 
 unisono.launch.train_request.TrainRequest = Request  # type: ignore[misc]
-unisono.doctor.check.DoctorRequest = Look  # type: ignore[misc]
+doctor_check.DoctorRequest = Look  # type: ignore[misc]
 main(sys.argv[2:])

@@ -35,50 +35,14 @@ def diagnose(
     ] = False,
 ) -> None:
     """Read the logs of a failed run of any tool, or a bug report, and show the cause, the culprit, the evidence and the fix."""
-    from unisono.diagnose.own_runs import diagnose_run, is_run, log_files
+    from unisono.cli.terminal import ReadingLine
+    from unisono.diagnose.reading import diagnose_paths
+    from unisono.text import plain
 
-    root = Path(paths[0])
-    if len(paths) == 1 and is_run(root):
-        found = diagnose_run(root, lambda: _of_logs(log_files(root)))
-    else:
-        found = _of_logs(paths)
+    found = diagnose_paths(paths, reading=ReadingLine, on_refused=lambda text: output().warn(plain(text)))
     _show(found, every=every, timeline=timeline)
     if ask:
         _ask(found)
-
-
-def _of_logs(paths: list[str]) -> "Diagnosis":
-    from unisono.cli.terminal import ReadingLine
-    from unisono.diagnose.reading import diagnose_logs, find_sources, read_all
-    from unisono.errors import UsageError
-    from unisono.text import plain
-
-    printer = output()
-    try:
-        sources = find_sources(paths)
-    except FileNotFoundError as error:
-        raise UsageError.of(
-            f"{error} does not exist", where=str(error), fix="pass a log, or a directory with logs"
-        ) from None
-    line = ReadingLine(sum(source.size for source in sources))
-    try:
-        read = read_all(sources, on_read=line.show)
-    finally:
-        line.close()
-    for refused in read.refused:
-        printer.warn(f"not read: {plain(refused)}")
-    if paths and not read.scanned and not read.recordings:
-        raise UsageError.of(
-            "there is no log that can be read",
-            where=" ".join(paths),
-            fix="pass a log, or a directory with logs",
-        )
-    for report in read.reports:
-        if report.language == "other":
-            printer.warn(
-                f"{plain(report.name)}: an unsupported language: only English and Chinese words and log lines were read"
-            )
-    return diagnose_logs(read.scanned, read.recordings, read.reports)
 
 
 def _show(found: "Diagnosis", *, every: bool, timeline: bool) -> None:
@@ -197,18 +161,10 @@ def _answer(question: str) -> str:
 def _emit(found: "Diagnosis", *, every: bool, timeline: bool) -> None:
     from unisono.diagnose.lines import redacted_json
 
-    body = found.verdict.to_json()
-    body["chain"] = [link.model_dump() for link in found.chain]
-    body["missing"] = list(found.missing)
-    body["hypotheses"] = [one.to_json() for one in found.ranking.hypotheses]
-    body["questions"] = [one.zh if found.language == "zh" else one.en for one in found.ranking.questions]
-    body["ruled_out"] = list(found.ranking.ruled_out)
-    body["earlier_runs"] = list(found.facts.earlier_runs)
-    if every:
-        body["alternatives"] = [verdict.to_json() for verdict in found.alternatives]
+    body = found.to_json(every=every)
     if timeline:
-        body["timeline"] = _drawn(found)
-    output().emit(redacted_json(body))
+        body["timeline"] = redacted_json(_drawn(found))
+    output().emit(body)
 
 
 def _drawn(found: "Diagnosis") -> list[str]:

@@ -109,7 +109,7 @@ def doctor(
     finally:
         screen.close()
     if printer.json:
-        printer.emit({"schema": 1, "checks": [finding.to_json() for finding in examination.findings]})
+        printer.emit(examination.to_json())
     else:
         for line in report_lines(examination):
             printer.result(line)

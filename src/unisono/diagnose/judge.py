@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from unisono.causes.verdict import Evidence, Verdict
 from unisono.diagnose.hypotheses import NARRATION, NO_FAILURE_FROM, Ranking, log_features, rank
+from unisono.diagnose.lines import redacted_json
 from unisono.diagnose.remedy import remedy
 from unisono.diagnose.report_terms import Feature
 from unisono.diagnose.rules_death import (
@@ -142,6 +144,24 @@ class Diagnosis:
     language: str = ""
     features: tuple[Feature, ...] = ()
     ranking: Ranking = field(default_factory=Ranking)
+
+    def to_json(self, *, every: bool = False) -> dict[str, Any]:
+        """The object of `unisono diagnose --json`, without secrets.
+
+        Args:
+            every: whether to add the alternatives.
+        """
+        body: dict[str, Any] = self.verdict.to_json()
+        body["chain"] = [link.model_dump() for link in self.chain]
+        body["missing"] = list(self.missing)
+        body["hypotheses"] = [one.to_json() for one in self.ranking.hypotheses]
+        body["questions"] = [one.zh if self.language == "zh" else one.en for one in self.ranking.questions]
+        body["ruled_out"] = list(self.ranking.ruled_out)
+        body["earlier_runs"] = list(self.facts.earlier_runs)
+        if every:
+            body["alternatives"] = [verdict.to_json() for verdict in self.alternatives]
+        found: dict[str, Any] = redacted_json(body)
+        return found
 
     @property
     def is_proved(self) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 from unisono.diagnose.attribution import with_host
 from unisono.diagnose.flight_recording import (
@@ -24,10 +24,12 @@ from unisono.diagnose.flight_rules import judge_recordings, with_recordings
 from unisono.diagnose.gather import gather
 from unisono.diagnose.hypotheses import is_about_a_failure
 from unisono.diagnose.judge import Diagnosis, judge, make_diagnosis
+from unisono.diagnose.own_runs import diagnose_run, is_run, log_files
 from unisono.diagnose.report_terms import find_features
 from unisono.diagnose.report_text import MOST_BYTES as MOST_REPORT_BYTES
 from unisono.diagnose.report_text import Report, read_report
 from unisono.diagnose.scan import Scanned, scan
+from unisono.errors import UsageError
 from unisono.files import open_given
 
 STDIN = "-"
@@ -39,6 +41,81 @@ _NOT_LOGS = frozenset(
 )
 # fmt: on
 _GZIP_MAGIC = b"\x1f\x8b"
+
+
+class ReadingProgress(Protocol):
+    """Shows how far logs are read."""
+
+    def show(self, done: int) -> None:
+        """So many bytes are read."""
+        ...
+
+    def close(self) -> None:
+        """Nothing more is read."""
+        ...
+
+
+class _Unseen:
+    def __init__(self, total: int) -> None:
+        """Shows nothing of the `total` bytes."""
+
+    def show(self, done: int) -> None:
+        """Shows nothing."""
+
+    def close(self) -> None:
+        """Does nothing."""
+
+
+def diagnose_paths(
+    paths: list[str],
+    *,
+    on_refused: Callable[[str], None],
+    reading: Callable[[int], ReadingProgress] = _Unseen,
+) -> Diagnosis:
+    """The cause of a failed run, from logs of any tool, or from one directory of our own runs.
+
+    Args:
+        paths: logs, or directories of logs; - is stdin.
+        on_refused: gets a line for each log that is not read, or only in part.
+        reading: shows the progress, made with the number of bytes.
+
+    Raises:
+        UsageError: if there is no log that can be read.
+    """
+    root = Path(paths[0])
+    if len(paths) == 1 and is_run(root):
+        return diagnose_run(root, lambda: _of_logs(log_files(root), on_refused, reading))
+    return _of_logs(paths, on_refused, reading)
+
+
+def _of_logs(
+    paths: list[str], on_refused: Callable[[str], None], reading: Callable[[int], ReadingProgress]
+) -> Diagnosis:
+    try:
+        sources = find_sources(paths)
+    except FileNotFoundError as error:
+        raise UsageError.of(
+            f"{error} does not exist", where=str(error), fix="pass a log, or a directory with logs"
+        ) from None
+    line = reading(sum(source.size for source in sources))
+    try:
+        read = read_all(sources, on_read=line.show)
+    finally:
+        line.close()
+    for refused in read.refused:
+        on_refused(f"not read: {refused}")
+    if paths and not read.scanned and not read.recordings:
+        raise UsageError.of(
+            "there is no log that can be read",
+            where=" ".join(paths),
+            fix="pass a log, or a directory with logs",
+        )
+    for report in read.reports:
+        if report.language == "other":
+            on_refused(
+                f"{report.name}: an unsupported language: only English and Chinese words and log lines were read"
+            )
+    return diagnose_logs(read.scanned, read.recordings, read.reports)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from html import escape
+from typing import Any
 
 from unisono import __version__
 from unisono.causes import Verdict
@@ -83,6 +84,10 @@ class Examination:
     def number_of(self, status: Status) -> int:
         """Number of findings with this status."""
         return sum(finding.status == status for finding in self.findings)
+
+    def to_json(self) -> dict[str, Any]:
+        """The object of `unisono doctor --json`."""
+        return {"schema": 1, "checks": [finding.to_json() for finding in self.findings]}
 
     def exit_code(self, *, strict: bool) -> int:
         """0; 6 if a check failed, with `strict` also if one warns or is unknown; 3 if the nodes do not agree."""

@@ -155,7 +155,7 @@ def open_requested(request: dict[str, Any], report: Reporter, *, answers: bool =
     verify_target(target, report)
     report.phase("load_model", f"loading {target.description}")
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    dtype = _dtype(target, device)
+    dtype = dtype_of(target, device)
     loaded = load_target(target, dtype=dtype, device=device)
     loaded.model.eval()
     template = template_of(target, loaded.tokenizer)
@@ -228,7 +228,7 @@ def _known_stops(target: Target, tokenizer: Any) -> set[int]:
     return known_stop_ids(tokenizer, target.base) | known_stop_ids(tokenizer, target.weights)
 
 
-def _dtype(target: Target, device: torch.device) -> str:
+def dtype_of(target: Target, device: torch.device) -> str:
     """The run's dtype on the same kind of device; else that of the files, or float32 if the device does not support it."""
     if target.plan is not None and target.plan.device.kind == device.type:
         return target.plan.dtype
