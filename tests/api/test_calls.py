@@ -243,7 +243,7 @@ def test_options_are_those_of_the_command(place: Place) -> None:
     ours = {*TrainOptions.__annotations__}
     typed = {*inspect.signature(train_command).parameters}
     assert {name.removesuffix("_s") for name in ours} == typed - {
-        "config", "overrides", "dry_run", "rehearse", "no_rehearse", "reason"
+        "config", "overrides", "dry_run", "rehearse", "no_first_checkpoint", "no_rehearse", "reason"
     }  # fmt: skip
     assert ours <= {*TrainRequest.__dataclass_fields__}
     with pytest.raises(TypeError, match="'nprocs' is not an option"):

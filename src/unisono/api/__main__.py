@@ -35,8 +35,8 @@ def main(arguments: list[str]) -> int:
     def show(message: Message) -> None:
         reporter.send(**{name: value for name, value in message.items() if name != "time"})
 
-    threading.Thread(target=_follow_program, name="program", daemon=True).start()
     try:
+        threading.Thread(target=_follow_program, name="program", daemon=True).start()
         return (_doctor if request.pop("command") == "doctor" else _train)(request, show)
     except KeyboardInterrupt:  # before there was anything to save
         reporter.send("stopped", exit_code=130)
