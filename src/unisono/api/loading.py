@@ -12,8 +12,7 @@ from unisono.api.result import Result
 from unisono.errors import UnisonoError, UsageError
 from unisono.events import Reporter
 from unisono.rundir.records import is_image_model
-from unisono.task.inference import dtype_of, stops_of, template_of
-from unisono.task.loading import load_target
+from unisono.task.inference import dtype_of, load_target, stops_of, template_of
 from unisono.task.target import Target, requested_target, verify_target
 
 if TYPE_CHECKING:
