@@ -46,14 +46,14 @@ def alone(model: Any, prompt: list[int], *, limit: int, sampling: Sampling) -> l
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize(("together", "part"), [(True, None), (True, 7), (False, None)])
 def test_answers_that_join_and_leave_are_those_that_generate_gives_alone(
-    name: str, *, together: bool
+    name: str, *, together: bool, part: int | None
 ) -> None:
     model, draw = make_model(name), random.Random(2)
     samplings = [Sampling(), Sampling(temperature=0.9, top_p=0.9, seed=4), Sampling(repetition_penalty=1.3)]
     answers = [Answer(prompt, draw.randint(1, 25), draw.choice(samplings)) for prompt in make_prompts(12)]
-    engine = Engine(model, stop_ids=STOP, pad_id=0, rows=5, together=together)
+    engine = Engine(model, stop_ids=STOP, pad_id=0, rows=5, together=together, part_tokens=part)
     left = list(answers)
     with engine.ready():
         while left or not engine.is_idle:
@@ -86,6 +86,37 @@ def test_an_answer_that_is_dropped_leaves_its_place_before_the_next_token() -> N
             engine.step()
     for answer in answers[1:]:
         assert answer.tokens == greedy(model, list(answer.prompt), 40)
+
+
+def test_a_long_prompt_is_read_in_parts_with_a_token_of_a_running_answer_between_them() -> None:
+    model = make_model("llama")
+    running, other = Answer([11, 12], 100, Sampling()), Answer([13] * 3, 100, Sampling())
+    long, short = Answer([10 + i % 100 for i in range(60)], 3, Sampling()), Answer([15], 3, Sampling())
+    engine = Engine(model, stop_ids=set(), pad_id=0, rows=8, part_tokens=8)
+    with engine.ready():
+        engine.add(running)
+        while not running.tokens:
+            engine.step()
+        engine.add(long)
+        counts = []
+        while not long.tokens:
+            before = len(running.tokens)
+            engine.step()
+            counts.append(len(running.tokens) - before)
+            if len(counts) == 3:  # one that comes meanwhile does not wait for the rest of the prompt
+                engine.add(short)
+            if len(counts) == 5:
+                assert short.tokens
+        assert counts[:-1] == [1] * (len(counts) - 1)
+        assert len(counts) >= 60 // 8
+        engine.add(other)  # and one that is dropped while its prompt is read takes nothing with it
+        engine.add(again := Answer(list(long.prompt), 3, Sampling()))
+        engine.step()
+        other.ended = "dropped"
+        while not again.ended:
+            engine.step()
+    for answer in (long, short, again):
+        assert answer.tokens == greedy(model, list(answer.prompt), 3)
 
 
 def greedy(model: Any, prompt: list[int], count: int) -> list[int]:

@@ -8,7 +8,7 @@ import pytest
 from tests.nodes.fronts import together
 from tests.nodes.harness import Job
 from tests.nodes.network_namespaces import Namespaces
-from tests.nodes.own_disks import assert_whole_at_the_head, start_apart
+from tests.nodes.own_disks import assert_whole_at_the_head, disk, start_apart
 from unisono.checkpoint.retention import row_of
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
@@ -40,6 +40,12 @@ def test_parts_of_three_nodes_end_whole_at_the_head_and_a_killed_run_continues_f
     assert "do not see this output_dir: the complete checkpoints are here, on ada" in screen, screen
     assert "node 1 (bob), node 2 (cyd)" in screen
     trio.wait_gone()
+    for node in (1, 2):  # where its time went is at the head, too
+        name = f"timeline-{node:05d}.jsonl"
+        own = (disk(trio, node) / "events" / name).read_bytes()
+        assert own.count(b"\n") > 3
+        assert (trio.out / "events" / name).read_bytes() == own
+        assert not (disk(trio, node) / "events" / "timeline-00000.jsonl").exists()
 
 
 @pytest.mark.long

@@ -1,8 +1,11 @@
 """What happens to answers when clients go, places run out, or a process ends. Run: pytest tests/serve/test_ends.py"""
 
+import asyncio
 import json
 import signal
 import socket
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,10 @@ import psutil
 import pytest
 
 from tests.serve.conftest import LIMIT_S, Serve, Served, Stream, wait_until
-from unisono.serve.model_process import ROWS, WAITING
+from unisono.errors import RankDied, UnisonoError
+from unisono.serve.model_process import ROWS, STOPPED_S, WAITING, ModelProcess, Silence
+from unisono.serve.protocol import ApiError
+from unisono.supervise.child_process import Programs
 
 pytestmark = pytest.mark.slow
 LONG = 6000  # tokens: longer than any of these tests takes
@@ -127,6 +133,103 @@ def test_the_death_of_the_model_is_a_503_then_a_restart_and_then_the_end(serve: 
     assert "SIGKILL" in verdict["summary"]
     assert err.count("WHAT ") == 2
     assert "loaded again" in err
+
+
+def test_a_model_process_that_is_stopped_is_named_restarted_once_and_then_the_end(
+    serve: Serve, endless: Path
+) -> None:
+    served = serve(endless)
+    wanted = served.post(max_tokens=8).body["choices"][0]["text"]
+    served.task().send_signal(signal.SIGSTOP)  # while it waits for requests
+    since = time.monotonic()
+    asked = served.post(max_tokens=8)
+    assert time.monotonic() - since < 5 * STOPPED_S
+    assert (asked.status, asked.body["error"]["code"]) == (503, "model_lost")
+    assert served.post(max_tokens=8).body["choices"][0]["text"] == wanted  # waits for the restart
+    stream = served.stream(max_tokens=LONG)
+    next_event(stream)
+    task = served.task()
+    task.send_signal(signal.SIGSTOP)  # while it computes
+    *_, last = stream.events()
+    assert last["error"]["code"] == "model_lost"
+    out, err = served.process.communicate(timeout=LIMIT_S)
+    assert served.process.returncode == 5
+    assert not task.is_running()
+    verdict = json.loads(out.splitlines()[-1])["verdict"]
+    assert verdict["cause"] == "rank_stopped"
+    assert STOPPED_S <= verdict["named_after_s"] < 5 * STOPPED_S
+    assert err.count("WHAT ") == 2
+    assert "stopped (state T)" in err
+
+
+HANGS = """
+import sys, time
+from unisono.model.engine import Engine
+from unisono.task.__main__ import main
+
+def step(self, before=Engine.step):
+    if self.waiting and len(self.waiting[0].prompt) == 1:
+        while True:  # a forward that never returns
+            time.sleep(0.01)
+    return before(self)
+
+Engine.step = step
+main(sys.argv[1:])
+"""
+
+
+def test_a_forward_that_never_returns_is_named_with_its_stack(
+    own_cache: None, endless: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "hangs.py").write_text(HANGS)
+    programs = Programs(task=(sys.executable, str(tmp_path / "hangs.py")))
+    restarts: list[RankDied] = []
+
+    async def serve_and_hang() -> UnisonoError | None:
+        model = ModelProcess(
+            {"target": str(endless), "step": None},
+            on_message=lambda _message: None,
+            on_restart=restarts.append,
+            programs=programs,
+            patience_s=6.0,
+        )
+        model.start()
+        try:
+            await asyncio.wait_for(model.ready.wait(), LIMIT_S)
+            settings = {"max_tokens": 4, "temperature": 0.0, "stop": [], "place": 0, "seed": 0}
+            for count in (2, 1, 2, 1):  # tokens; a prompt of one hangs
+                (ask,) = model.submit([settings | {"prompt": [20] * count}])
+                assert (await asyncio.wait_for(ask.next(), LIMIT_S))["kind"] == "begun"
+                if count == 1:
+                    with pytest.raises(ApiError):
+                        await asyncio.wait_for(ask.next(), LIMIT_S)
+                else:
+                    messages = [message async for message in ask.rest()]
+                    assert messages[-1]["kind"] == "answered"
+            await asyncio.wait_for(model.ended.wait(), LIMIT_S)
+            return model.failure
+        finally:
+            model.close()
+
+    failure = asyncio.run(serve_and_hang())
+    for error in (*restarts, failure):
+        assert isinstance(error, RankDied)
+        assert error.verdict is not None
+        assert error.verdict.cause == "user_code_stuck"
+        assert any("hangs.py:9 in step" in evidence.text for evidence in error.verdict.evidence)
+    assert len(restarts) == 1
+
+
+def test_patience_grows_with_the_longest_forward_and_not_while_the_front_is_stopped() -> None:
+    silence = Silence(60.0)
+    silence.pass_time(500.0)  # the front itself was stopped, or the machine slept
+    assert silence.seconds <= 1.0
+    for _ in range(40):
+        silence.pass_time(0.5)
+    silence.end()
+    assert silence.seconds == 0
+    assert silence.limit_s > 190
+    assert Silence(60.0).limit_s == 60
 
 
 def test_no_process_outlives_the_server(serve: Serve, endless: Path) -> None:

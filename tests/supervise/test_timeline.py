@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from unisono.rundir import RunDir
 from unisono.supervise.timeline import RankTime, Timeline, read_entry, thin_file, thinned
 from unisono.watch import BeatMemory, Beats
 from unisono.watch.views import Glance
@@ -84,8 +85,8 @@ def test_a_rank_that_stays_in_a_phase_is_seen_in_it_before_it_leaves() -> None:
 
 @pytest.mark.parametrize("step_s", [0.22, 20.0])
 def test_a_file_has_at_most_a_megabyte_an_hour_and_no_torn_line(tmp_path: Path, step_s: float) -> None:
-    path = tmp_path / "timeline-00000.jsonl"
-    made = Timeline(path, dict)
+    made, path = Timeline(RunDir(tmp_path), 0, dict), RunDir(tmp_path).timeline(0)
+    path.parent.mkdir()
     known = [RankTime(rank, 0.0) for rank in range(8)]
     sizes, at = [], [0.0] * 8
     glances = [Glance("compute", 0, 0, 0, (0.0, 0.0, 0.0, 0.0))] * 8
@@ -96,10 +97,7 @@ def test_a_file_has_at_most_a_megabyte_an_hour_and_no_torn_line(tmp_path: Path, 
         for rank, one in enumerate(known):
             share = (0.0, number // 2 * half, number // 2 * half, 0.0)
             glances[rank] = Glance("comm" if number % 2 else "compute", number, number // 2, 0, share)
-            made._waiting += [
-                json.dumps(e, separators=(",", ":")).encode() + b"\n"
-                for e in one.note(glances[rank], now, at=at[rank])
-            ]
+            made._add(one.note(glances[rank], now, at=at[rank]))
             at[rank] = now
         if number % 40 == 0:
             made._write()
@@ -152,13 +150,14 @@ def until(condition: Callable[[], bool], *, limit_s: float = 30.0) -> None:
 
 
 def test_a_front_writes_what_a_rank_beats_and_mends_a_torn_line_of_an_earlier_front(tmp_path: Path) -> None:
-    path = tmp_path / "timeline-00000.jsonl"
+    path = RunDir(tmp_path).timeline(0)
+    path.parent.mkdir()
     path.write_bytes(b'{"schema":1,"time":1.0,"rank":0,"ph')
     with contextlib.closing(BeatMemory(5)) as memory:
         beats = Beats.inherited(memory.record_fd)
         beats.begin_step(1)
         beats.enter("load_model")
-        with Timeline(path, lambda: {5: memory}):
+        with Timeline(RunDir(tmp_path), 0, lambda: {5: memory}):
             time.sleep(0.3)  # the phase lasts that long
             beats.enter("compute")
             until(lambda: path.read_bytes().count(b"\n") >= 2)
@@ -172,11 +171,32 @@ def test_a_front_writes_what_a_rank_beats_and_mends_a_torn_line_of_an_earlier_fr
     assert isinstance(found[-2]["seconds"], dict) or isinstance(found[-1]["seconds"], dict), "a last summary"
 
 
+def test_a_head_keeps_the_same_lines_as_a_node_with_a_disk_of_its_own(tmp_path: Path) -> None:
+    head, node = RunDir(tmp_path / "head"), RunDir(tmp_path / "node")
+    for run in (head, node):
+        run.root.mkdir()
+    with contextlib.closing(BeatMemory(5)) as memory, Timeline(head, 0, dict) as kept:
+        beats = Beats.inherited(memory.record_fd)
+        beats.begin_step(1)
+        with Timeline(node, 1, lambda: {5: memory}, is_sent=True) as written:
+            beats.enter("compute")
+            until(node.timeline(1).parent.exists)
+            time.sleep(0.3)  # the phase lasts that long
+            assert written.take_news() is None, "not yet: nothing has ended"
+        message = written.take_news()
+        assert message is not None
+        assert written.take_news() is None
+        foreign = '{"schema":1,"time":1,"rank":0,"phase":"data","step":1,"seconds":1.0}'
+        message = json.loads(json.dumps({**message, "lines": [*message["lines"], foreign, "{torn"]}))
+        kept.take(1, message, {5})
+    assert entries_of(head.timeline(1)) == entries_of(node.timeline(1)) != []
+
+
 def test_the_cost_of_sampling_is_under_a_thousandth_of_steps_of_50_ms() -> None:
     memories = {rank: BeatMemory(rank) for rank in range(8)}
     writers = [Beats.inherited(memory.record_fd) for memory in memories.values()]
     try:
-        made = Timeline(Path("/nonexistent"), lambda: memories)
+        made = Timeline(RunDir(Path("/nonexistent")), 0, lambda: memories)
         for writer in writers:
             writer.begin_step(1)
         best = float("inf")

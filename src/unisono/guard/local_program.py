@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -275,6 +275,7 @@ class LocalProgram:
         folder: of the border.
         run: the run's directory; None: nothing is written.
         signals: that the front got.
+        sends_time: whether the head needs a copy of this node's timeline.
     """
 
     program: Program | None
@@ -282,6 +283,7 @@ class LocalProgram:
     folder: Path
     run: RunDir | None
     signals: SignalQueue
+    sends_time: bool = False
     _end_reported: bool = False
     _is_orphaned: bool = False
     _facts: dict[str, border.ReportedFacts] = field(default_factory=dict)
@@ -296,15 +298,17 @@ class LocalProgram:
         messages += self._orphaned()
         messages += self.ranks.new_messages()
         if self._timeline is None and self.run is not None and self.ranks.beats:
-            self._timeline = Timeline(
-                self.run.timeline(self.ranks.node_rank), lambda: self.ranks.beats
-            ).start()
+            self._start_timeline(self.run)
         for message in messages:
             if message["kind"] == "rank_said":
                 self._keep(int(message["rank"]), message["message"])
         messages += [self._as_message(one) for one in self._new_facts()]
+        messages += self._time_news()
         if self.program is not None and not self._end_reported and self.program.poll(0) is not None:
             messages += self.ranks.new_messages(at_once=True)
+            if self._timeline is not None:
+                self._timeline.close()
+            messages += self._time_news()
             messages.append(
                 {
                     "kind": "program_ended",
@@ -316,6 +320,24 @@ class LocalProgram:
             )
             self._end_reported = True
         return messages
+
+    def _start_timeline(self, run: RunDir) -> Timeline:
+        node_rank = self.ranks.node_rank
+        self._timeline = Timeline(run, node_rank, lambda: self.ranks.beats, is_sent=self.sends_time)
+        return self._timeline.start()
+
+    def _time_news(self) -> list[Message]:
+        news = self._timeline.take_news() if self._timeline is not None else None
+        return [] if news is None else [news]
+
+    def keep_time(self, node_rank: int, message: Message, ranks: Collection[int]) -> None:
+        """Keeps where the time of another node's ranks went.
+
+        Raises:
+            KeyError, TypeError, ValueError: if the message is not one of a timeline.
+        """
+        if self.run is not None:
+            (self._timeline or self._start_timeline(self.run)).take(node_rank, message, ranks)
 
     def handle(self, message: Message) -> None:
         """Carries out a request of the head."""

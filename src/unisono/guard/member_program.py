@@ -49,6 +49,7 @@ def _one_start(start: ProgramStart, member_side: MemberSide, message: Message) -
     heads = recorded_holder(start.run.lock) if shared else None
     store = (str(message["store"][0]), int(message["store"][1]))
     with start.local_program(store) as local:
+        local.sends_time = not shared
         node_rank = start.shape.topology.node_rank
         member = MemberProgram(member_side, local, node_rank, start.show, start.diagnose_output)
         member.run()

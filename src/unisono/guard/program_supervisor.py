@@ -184,10 +184,17 @@ class ProgramSupervisor:
                 self._take_signal(node_rank, signal.Signals[str(message["signal"])])
             case "refused" if self.verdict is None:  # it could not start the program
                 self._name(node_refused(node_rank, self.nodes[node_rank].host, message), end_in_s=0.0)
-            case "beats" | "looked" if self._stall_monitor is not None:
-                self._stall_monitor.on_message(node_rank, message)
+            case "beats" | "looked" | "timeline":
+                self._take_observation(node_rank, message)
             case _:
                 pass  # a newer version sends more
+
+    def _take_observation(self, node_rank: int, message: Message) -> None:
+        if message["kind"] == "timeline":
+            own = {rank for rank, place in self._places.items() if place.node_rank == node_rank}
+            self.local.keep_time(node_rank, message, own)
+        elif self._stall_monitor is not None:
+            self._stall_monitor.on_message(node_rank, message)
 
     def _take_ranks(self, node_rank: int, message: Message) -> None:
         attempt = int(message["attempt"])

@@ -239,6 +239,8 @@ class Serving:
     _shards: ShardSender | None = field(default=None, init=False)
     _kept: MemorySender | None = field(default=None, init=False)
     _monitor_reports: MonitorReports = field(init=False)
+    _timeline: Timeline = field(init=False)
+    _has_own_directory: bool = field(default=False, init=False)
     _stop_forwarded: bool = field(default=False, init=False)
     _second_stop_at: float | None = field(default=None, init=False)
     _ended_reported: bool = field(default=False, init=False)
@@ -251,6 +253,7 @@ class Serving:
             write_plan: writes this node's copy of the plan, with the folders for its ranks.
         """
         places = self.local.places
+        self._has_own_directory = lock is not None
         self._output = MemberWatch(
             self.local.run,
             lock,
@@ -272,7 +275,9 @@ class Serving:
 
     def _serve(self) -> LastWord | LostHead:
         self._monitor_reports = MonitorReports(self.local, self._node_rank, self.link.send)
-        timeline = Timeline(self.local.run.timeline(self._node_rank), lambda: self.local.beats)
+        self._timeline = timeline = Timeline(
+            self.local.run, self._node_rank, lambda: self.local.beats, is_sent=self._has_own_directory
+        )
         reports = contextlib.closing(self._monitor_reports)
         with self.local, timeline, reports, FileSender(self.link.link) as transfers:
             self._make_senders(transfers)
@@ -291,6 +296,7 @@ class Serving:
                     if last is not None:
                         return last
                 self._monitor_reports.send()
+                self._send_time()
                 self._forward_stop()
                 if self._output is not None:
                     self._output.look()
@@ -331,6 +337,8 @@ class Serving:
     def _pass_on(self, update: RankUpdate) -> None:
         if isinstance(update, RankEnd):
             self._monitor_reports.send_views()
+            if update.returncode == 0:  # the news of a failure does not wait for a disk
+                self._end_timeline()
             self.link.send({"kind": "rank_ended", "end": update.to_json()})
         elif update.message["kind"] == "rank_report":
             self.link.send(update.message)
@@ -386,7 +394,20 @@ class Serving:
         """Once: a second message would reach the head during the next start of the ranks and count for those."""
         if self.local.all_ended and not self._ended_reported:
             self._ended_reported = True
+            self._end_timeline()
             self.link.send({"kind": "all_ended"})
+
+    def _end_timeline(self) -> None:
+        """Sends the last lines before the head counts this node as ended."""
+        if self.local.all_ended:
+            self._timeline.close()
+            self._send_time()
+
+    def _send_time(self) -> None:
+        """Sends where the time of the ranks went to a head that does not see this node's file."""
+        news = self._timeline.take_news()
+        if news is not None:
+            self.link.send(news)
 
     def _forward_stop(self) -> None:
         """A signal here stops the whole job: the head informs all nodes, and the ranks agree on the step."""

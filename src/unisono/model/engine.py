@@ -1,11 +1,14 @@
 """Continuous batching: answers of different age share each forward, and join and leave between two tokens.
 
-The answer to a prompt is that of `model.generate`: the same tokens in float32, whatever else is computed beside it.
+The answer to a prompt is that of `model.generate`: the same tokens in float32, whatever else is computed beside it. A long prompt is read in parts,
+with a token of every running answer between two of them (as in Sarathi, arXiv:2308.16369), so that a prompt delays a stream only by one part.
 
 Letters: B answers of a batch, L tokens so far of the longest, V vocabulary.
 """
 
 import inspect
+import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,7 +21,13 @@ from unisono.model.generate import Sampling, draw_tokens, penalized, random_numb
 
 _TOKENS = 65_536  # in the cache of a batch, with padding
 _RESERVED = 1_024  # tokens of an answer for which a place in the cache is kept when it begins
-_PROMPT_TOKENS = 8_192  # of prompts that are read in one forward, with padding
+_PROMPT_TOKENS = (
+    2_048  # of prompts that are read together, with padding: a short one does not wait for a long one
+)
+_FIRST_PART = 64  # tokens of the first part of a prompt, before the speed is known
+_PART_TOKENS = 8_192  # at most, with padding
+_PART_S = 1.0  # of a part that delays nobody: how soon a request that comes meanwhile can begin
+_DELAY_S = 0.1  # of a part that delays running answers
 
 
 @dataclass(eq=False)
@@ -51,7 +60,14 @@ class Engine:
     """
 
     def __init__(
-        self, model: Any, *, stop_ids: set[int], pad_id: int, rows: int, together: bool = True
+        self,
+        model: Any,
+        *,
+        stop_ids: set[int],
+        pad_id: int,
+        rows: int,
+        together: bool = True,
+        part_tokens: int | None = None,
     ) -> None:
         """An engine for a model, which the caller has put into `ready`.
 
@@ -61,13 +77,18 @@ class Engine:
             pad_id: any token; it pads batches on the left and is masked.
             rows: maximum number of answers that are computed together.
             together: whether answers may share a forward.
+            part_tokens: of a prompt in one forward, so that the same answers are always computed in the same way; None: what measured
+                times allow.
         """
         self._base = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._stop_ids = stop_ids
         self._pad_id = pad_id
         self._rows = rows
-        self._together = together and _keeps_all_tokens(self._base)
+        self._together = together and _keeps_all_tokens(self._base) and not _has_long_rope(self._base)
         self._batches: list[_Batch] = []
+        self._reading: deque[_Batch] = deque()
+        self._fixed_part_tokens = part_tokens
+        self._token_s: float | None = None  # of the latest part of a prompt
         self._takes = inspect.signature(self._base.forward).parameters
         self.waiting: list[Answer] = []
 
@@ -84,28 +105,65 @@ class Engine:
         self.waiting.append(answer)
 
     @property
+    def in_parts(self) -> bool:
+        """Whether long prompts are read in parts."""
+        return self._together
+
+    @property
     def is_idle(self) -> bool:
         """Whether there is nothing to generate."""
-        return not self.waiting and not any(
-            answer.ended is None for batch in self._batches for answer in batch.answers
-        )
+        return not self.waiting and not any(answer.ended is None for answer in self._running())
+
+    def _running(self) -> list[Answer]:
+        return [answer for batch in (*self._batches, *self._reading) for answer in batch.answers]
 
     def step(self) -> list[Answer]:
-        """Generates one token of each answer; returns the answers that got one or ended.
+        """Generates one token of each answer whose prompt has been read, and reads a part of one prompt; returns the answers that got a token or ended.
 
         Answers that the caller ended before leave their place first.
         """
         self.waiting = [answer for answer in self.waiting if answer.ended is None]
         self._batches = [batch for batch in self._batches if batch.keep_running()]
+        self._reading = deque(batch for batch in self._reading if batch.keep_running())
         begun = self._begin()
+        since = time.perf_counter()
         moved = [answer for batch in self._batches for answer in self._advance(batch)]
-        for batch in begun:
-            moved += self._advance(batch)
-        for batch in begun if self._together else []:
-            if batch.keep_running():
-                self._join(batch)
-        self._batches += [] if self._together else begun
+        if not self._together:
+            self._batches += begun
+            return moved + [answer for batch in begun for answer in self._advance(batch)]
+        self._reading.extend(begun)
+        if self._reading:
+            moved += self._read(since)
         return moved
+
+    def _read(self, since: float) -> list[Answer]:
+        """Reads the next part of the prompts of a batch; the batches take turns. Returns its answers if that was the last part.
+
+        Args:
+            since: when this step began, by time.perf_counter.
+        """
+        batch = self._reading.popleft()
+        # A part may take as long as the token of the running answers, which it delays.
+        most_s = max(_DELAY_S, time.perf_counter() - since) if self._batches else _PART_S
+        columns = max(1, self._part_tokens(most_s) // len(batch.answers))
+        began, moved, size = time.perf_counter(), [], min(columns, batch.unread.shape[1])
+        if columns < batch.unread.shape[1]:
+            batch.read(self._base, self._takes, columns)
+            self._reading.append(batch)
+        else:
+            moved = self._advance(batch)
+        self._token_s = (time.perf_counter() - began) / (size * len(batch.answers))
+        if moved and batch.keep_running():
+            self._join(batch)
+        return moved
+
+    def _part_tokens(self, most_s: float) -> int:
+        """Tokens of a part that takes about so long, by the time of the latest part."""
+        if self._fixed_part_tokens is not None:
+            return self._fixed_part_tokens
+        if self._token_s is None:
+            return _FIRST_PART
+        return max(_FIRST_PART // 4, min(_PART_TOKENS, int(most_s / self._token_s)))
 
     def _join(self, batch: "_Batch") -> None:
         if self._batches and self._batches[0].keep_running():
@@ -115,7 +173,7 @@ class Engine:
 
     def _begin(self) -> list["_Batch"]:
         """Batches of the waiting answers for which there is room."""
-        running = [answer for batch in self._batches for answer in batch.answers]
+        running = self._running()
         longest = max((len(answer.prompt) + len(answer.tokens) for answer in running), default=0)
         begun: list[Answer] = []
         read = 0
@@ -154,7 +212,7 @@ class _Batch:
 
     Attributes:
         answers: B of them.
-        mask: (B, L), 1: a token, of the cache and what is unread.
+        mask: (B, L), 1: a token, of the cache and what is unread of prompts.
         unread: (B, n) tokens that the cache does not have.
     """
 
@@ -175,13 +233,22 @@ class _Batch:
         device = base.device
         return cls(answers, torch.tensor(mask, device=device), torch.tensor(ids, device=device), cache)
 
+    def read(self, base: Any, takes: Any, columns: int) -> None:
+        """Moves so many columns of what is unread into the cache."""
+        rest = self.unread[:, columns:]
+        self.unread = self.unread[:, :columns]
+        self.forward(base, takes)[0, 0].item()  # waits for the device: the time is measured
+        self.unread = rest
+
     def forward(self, base: Any, takes: Any) -> torch.Tensor:
         """(B, V) float32: logits of the next token of each answer."""
-        if self.mask.shape[1] < self._length + self.unread.shape[1]:
+        length = self._length + self.unread.shape[1]
+        if self.mask.shape[1] < length:
             self.mask = torch.nn.functional.pad(self.mask, (0, self.unread.shape[1]), value=1)
-        inputs: dict[str, Any] = {"input_ids": self.unread, "attention_mask": self.mask}
+        mask = self.mask[:, :length]
+        inputs: dict[str, Any] = {"input_ids": self.unread, "attention_mask": mask}
         if "position_ids" in takes:
-            places = (self.mask.cumsum(-1) - 1).clamp(min=0)
+            places = (mask.cumsum(-1) - 1).clamp(min=0)
             inputs["position_ids"] = places[:, -self.unread.shape[1] :]
         if "logits_to_keep" in takes:
             inputs["logits_to_keep"] = 1
@@ -203,6 +270,7 @@ class _Batch:
         self.mask, self.unread = self.mask[rows], self.unread[rows]
         gap = int(self.mask.argmax(dim=1).min())  # columns that are padding in every row
         self.mask = self.mask[:, gap:]
+        self.unread = self.unread[:, max(0, gap - self._length) :]
         for layer in self.layers():
             layer.keys, layer.values = layer.keys[rows, :, gap:], layer.values[rows, :, gap:]
         return True
@@ -242,6 +310,11 @@ def _keeps_all_tokens(base: Any) -> bool:
     """
     layers = DynamicCache(config=base.config).layers
     return all(type(layer).__name__ in ("DynamicLayer", "DynamicSlidingWindowLayer") for layer in layers)
+
+
+def _has_long_rope(base: Any) -> bool:
+    """Whether positions depend on the longest row and the last token of a forward (LongRoPE, arXiv:2402.13753)."""
+    return any(getattr(module, "rope_type", None) == "longrope" for module in base.modules())
 
 
 def _choose(logits: torch.Tensor, answers: Sequence[Answer]) -> torch.Tensor:

@@ -10,24 +10,65 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from unisono.causes import Verdict
 from unisono.errors import RankDied, UnisonoError
 from unisono.events import Message
 from unisono.facts import read_machine
 from unisono.facts.limits import oom_kills
+from unisono.facts.processes import read_stat, wait_channel
 from unisono.serve.protocol import ApiError
 from unisono.supervise.child_process import Programs
-from unisono.supervise.postmortem import name_task_death
+from unisono.supervise.postmortem import name_task_death, name_task_hang
 from unisono.supervise.task_process import TaskProcess
 
 ROWS = 16
 """Answers that are computed together."""
 WAITING = 32
 """Requests that may wait for a place."""
+STOPPED_S = 5.0
+"""Of silence of a stopped process, which is certain evidence."""
 _RESTARTS = 1
 _TICK_S = 0.2  # between looks at a process whose pipe is silent
+_ASK_S = 1.0  # of silence, after which the process is asked for a sign of life
+_STACK_S = 1.0  # in which a process that hangs writes its stack
+_PATIENCE_S = 60.0
+_WHOLE_PROMPT = 10  # times as patient with a model that reads a long prompt in one forward
 _USUAL_S = 5.0  # of an answer, before the first one has been timed
 _STATUS = {"length": (413, "context_length_exceeded")}
 """Of a refusal of the task, by its problem; others are 400."""
+
+
+@dataclass
+class Silence:
+    """How long the process has been silent, and how long that may last. Pure.
+
+    The process answers between two forwards of the model, so its longest silence is its longest forward.
+
+    Attributes:
+        least_s: how long it may last in any case.
+        seconds: since its latest message, by the time in which this process ran: a front that was stopped has heard nothing either.
+        longest_s: longest silence that ended with a message.
+        is_asked: whether it has been asked for a sign of life since its latest message.
+    """
+
+    least_s: float
+    seconds: float = 0.0
+    longest_s: float = 0.0
+    is_asked: bool = False
+
+    def pass_time(self, seconds: float) -> None:
+        """Notes the time since the last look. A longer one means that this process did not run."""
+        self.seconds += min(seconds, 5 * _TICK_S)
+
+    def end(self) -> None:
+        """Notes a message."""
+        self.longest_s = max(self.longest_s, self.seconds)
+        self.seconds, self.is_asked = 0.0, False
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds of silence after which a process that is not stopped hangs."""
+        return max(self.least_s, 10 * self.longest_s)
 
 
 @dataclass(eq=False)
@@ -81,6 +122,7 @@ class ModelProcess:
         on_message: Callable[[Message], None],
         on_restart: Callable[[RankDied], None],
         programs: Programs | None = None,
+        patience_s: float = _PATIENCE_S,
     ) -> None:
         """A process that is started with `start`.
 
@@ -89,7 +131,10 @@ class ModelProcess:
             on_message: gets the messages while it is loaded.
             on_restart: gets the reason of a restart.
             programs: to start; tests pass different ones.
+            patience_s: of silence that is no hang in any case.
         """
+        self._patience_s = patience_s
+        self._load_s: float | None = None
         self._request = {**request, "rows": ROWS}
         self._on_message = on_message
         self._on_restart = on_restart
@@ -111,6 +156,10 @@ class ModelProcess:
     def start(self) -> None:
         """Starts the process."""
         self._is_ready = False
+        # The first load may take any time: the user sees its progress. After a restart, clients wait for it.
+        patience_s = math.inf if self._load_s is None else max(self._patience_s, 10 * self._load_s)
+        self._silence = Silence(patience_s)
+        self._started_at = self._looked_at = time.monotonic()
         self._kills_before = oom_kills() or 0
         self._task = TaskProcess("serve", self._request, has_input=True, programs=self._programs)
         self._fd = self._task.fileno
@@ -180,19 +229,62 @@ class ModelProcess:
     def _tick(self) -> None:
         """Looks at the process even if its pipe is silent, and sends what the pipe did not take."""
         self._timer = asyncio.get_running_loop().call_later(_TICK_S, self._tick)
-        self._read()
+        now = time.monotonic()
+        self._silence.pass_time(now - self._looked_at)
+        self._looked_at = now
+        if self._read():
+            self._look_at_silence()
 
-    def _read(self) -> None:
+    def _read(self) -> bool:
+        """Takes the messages that have arrived; False if the process has ended."""
         try:
             for message in self._task.new_messages():
+                self._silence.end()
                 self._take(message)
         except UnisonoError as error:
-            self._died(error)
+            self._died(error, self._verdict_on_death() if isinstance(error, RankDied) else None)
+            return False
+        return True
+
+    def _look_at_silence(self) -> None:
+        """Asks a silent process for a sign of life, and ends one that hangs."""
+        silence = self._silence
+        if silence.seconds < _ASK_S:
+            return
+        if self._is_ready and not silence.is_asked:
+            silence.is_asked = True
+            self._task.send({"kind": "ping"})
+        stat = read_stat(self._task.pid)
+        if stat is None:
+            return
+        if stat.state == "T" and silence.seconds >= STOPPED_S:
+            self._hangs(stat.state)
+        elif stat.state != "T" and silence.seconds >= silence.limit_s:
+            self._timer.cancel()
+            self._task.dump_stacks()
+            self._timer = asyncio.get_running_loop().call_later(_STACK_S, self._hangs, stat.state)
+
+    def _hangs(self, state: str) -> None:
+        """Ends a process that hangs, as if it had died."""
+        if self._silence.seconds < _ASK_S:  # it has answered after all
+            self._tick()
+            return
+        verdict = name_task_hang(
+            "serve",
+            state=state,
+            waits_in=wait_channel(self._task.pid),
+            silent_s=self._silence.seconds,
+            printed=self._task.tail,
+            host=read_machine(lambda: ([], "")).host,
+        )
+        self._died(RankDied.of(verdict.summary, fix=verdict.fix[0] if verdict.fix else ""), verdict)
 
     def _take(self, message: Message) -> None:
         kind = message["kind"]
         if kind == "ready":
             self.facts, self._is_ready = message["facts"], True
+            self._load_s = self._load_s or time.monotonic() - self._started_at
+            self._silence = Silence(self._patience_s * (1 if self.facts["in_parts"] else _WHOLE_PROMPT))
             self.ready.set()
             self._fill()
         elif kind == "pieces":
@@ -222,10 +314,10 @@ class ModelProcess:
             ask.messages.put_nowait(ApiError(status, text, param=param, code=code))
         self._fill()
 
-    def _died(self, error: UnisonoError) -> None:
+    def _died(self, error: UnisonoError, verdict: Verdict | None) -> None:
         """Restarts the process once; then, or if it refused the model, the server ends."""
         self._stop_reading()
-        died = self._verdict_on(error) if isinstance(error, RankDied) else None
+        died = RankDied(*error.problems, verdict=verdict) if verdict is not None else None
         self._task.close(patience_s=0)
         running, self._running = list(self._running.values()), {}
         for ask in running:
@@ -239,9 +331,8 @@ class ModelProcess:
         self._refuse_all(_lost())
         self.ended.set()
 
-    def _verdict_on(self, error: RankDied) -> RankDied:
-        """The same error with a verdict."""
-        verdict = name_task_death(
+    def _verdict_on_death(self) -> Verdict:
+        return name_task_death(
             "serve",
             returncode=self._task.returncode or 0,
             crash=self._task.crash,
@@ -249,7 +340,6 @@ class ModelProcess:
             oom_killed=(oom_kills() or 0) > self._kills_before,
             host=read_machine(lambda: ([], "")).host,
         )
-        return RankDied(*error.problems, verdict=verdict)
 
     def _refuse_all(self, error: ApiError) -> None:
         for ask in (*self._running.values(), *self._waiting):
@@ -272,5 +362,7 @@ def _ending() -> ApiError:
 
 def _lost() -> ApiError:
     return ApiError(
-        503, "the process of the model ended while it answered; send the request again", code="model_lost"
+        503,
+        "the process of the model ended or hung while it answered; send the request again",
+        code="model_lost",
     )

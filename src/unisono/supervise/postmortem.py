@@ -14,9 +14,11 @@ from unisono.supervise.local_ranks import Job, RankEnd
 from unisono.supervise.task_process import how_it_ended
 from unisono.text import one_line
 from unisono.watch import RankView, RunView
+from unisono.watch.rank_dumps import main_thread_of_faulthandler
 from unisono.watch.verdicts import describe_activity, mismatch
 
 _TAIL_LINES = 3
+_STACK_FRAMES = 6
 _STALLED_S = 0.2  # a living rank with a newer heartbeat has moved
 
 
@@ -158,6 +160,49 @@ def name_task_death(
         evidence=(*evidence, *_tail(end, where)),
         fix=tuple(line for line in known.remedy if not isinstance(line, OwnRunOnly)) if known else (),
     )
+
+
+def name_task_hang(
+    name: str, *, state: str, waits_in: str, silent_s: float, printed: str, host: str
+) -> Verdict:
+    """The verdict on a task that lives and no longer answers.
+
+    Args:
+        name: of the task.
+        state: of its process, as in ps(1).
+        waits_in: the kernel function that it waits in; empty if unknown.
+        silent_s: seconds since its latest message.
+        printed: the end of its output, with its stacks by faulthandler if it could write them.
+        host: of this machine.
+    """
+    where = f"the task {name} ({host})"
+    cause, what = _how_it_hangs(state, waits_in)
+    stack = main_thread_of_faulthandler(printed)
+    evidence = [
+        Evidence(where=where, text=f"process state {state or 'unknown'}, silent for {silent_s:.0f} s")
+    ]
+    evidence += [Evidence(where=f"{where}, stack", text=frame) for frame in stack[:_STACK_FRAMES]]
+    known = find_cause(cause)
+    return Verdict(
+        cause=cause,
+        when="during",
+        summary=f"{where} {what}, for {silent_s:.0f} s",
+        hosts=(host,),
+        phase=name,
+        evidence=tuple(evidence),
+        fix=tuple(line for line in known.remedy if not isinstance(line, OwnRunOnly)) if known else (),
+        named_after_s=round(silent_s, 3),
+    )
+
+
+def _how_it_hangs(state: str, waits_in: str) -> tuple[str, str]:
+    """Cause, and what the process does."""
+    if state == "T":
+        return "rank_stopped", "is stopped (state T)"
+    if state == "D":
+        return "io_blocked", f"waits for storage in the kernel{f' ({waits_in})' if waits_in else ''}"
+    busy = "is busy" if state == "R" else "sleeps or waits"
+    return "user_code_stuck", f"{busy}, and does not return"
 
 
 def name_victims(ends: Sequence[RankEnd], plan: Job, *, after_s: float | None = None) -> Verdict:

@@ -151,9 +151,11 @@ def run_attempt(
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
         stack.enter_context(local)
-        stack.enter_context(Timeline(local.run.timeline(0), lambda: local.beats))
+        timeline = stack.enter_context(Timeline(local.run, 0, lambda: local.beats))
         interrupts.collect()
-        supervision = _RankSupervision(plan, local, server, interrupts, show, on_agreement, observers)
+        supervision = _RankSupervision(
+            plan, local, server, interrupts, show, on_agreement, observers, timeline
+        )
         stack.callback(supervision.monitor.close)
         if shards is not None:
             supervision.shards = stack.enter_context(shards)
@@ -182,8 +184,10 @@ class _RankSupervision:
         show: Show,
         on_agreement: Callable[[Mapping[int, RankReport], Agreement], None],
         observers: Sequence[RunObserver],
+        timeline: Timeline,
     ) -> None:
         self.plan = plan
+        self._timeline = timeline
         self._observers = observers
         self._on_agreement = on_agreement
         self.decider = Decider(plan)
@@ -346,6 +350,8 @@ class _RankSupervision:
                 self.decider.failures.rank_ended(RankEnd.from_json(message["end"]), now=time.monotonic())
             case "beats" | "looked":
                 self.stall_monitor.on_message(node_rank, message)
+            case "timeline":
+                self._timeline.take(node_rank, message, own)
             case "all_ended":
                 self._away.discard(node_rank)
             case "refused":  # it has not started its ranks, so there is nothing to wait for

@@ -175,6 +175,11 @@ class TaskProcess:
         return self._child.returncode
 
     @property
+    def pid(self) -> int:
+        """Of its process."""
+        return self._child.pid
+
+    @property
     def tail(self) -> str:
         """The end of its output."""
         return tail_of(self._printed)
@@ -186,6 +191,10 @@ class TaskProcess:
     def interrupt(self) -> None:
         """Sends SIGINT, e.g. to end an answer early."""
         self._child.signal(signal.SIGINT)
+
+    def dump_stacks(self) -> None:
+        """Makes a task that has registered faulthandler for SIGUSR2 write its stacks to its output."""
+        self._child.signal(signal.SIGUSR2)
 
     def close(self, *, patience_s: float = 2.0) -> None:
         """Closes the task's stdin, and ends the task if it does not exit by itself."""

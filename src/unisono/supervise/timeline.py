@@ -5,7 +5,7 @@
 
 The second kind is a summary, at least one every 10 s and rank: the seconds since the last one, the current phase and, if that has lasted for longer than 0.1 s, `since`, its
 start. Times are UTC seconds by the node's own clock. A file has at most 125 kB for each rank, and 1 MB for up to 8: then its older half is thinned. Nothing here waits for a
-disk in the thread of the caller.
+disk in the thread of the caller. A node whose output_dir is not the head's sends the same lines to the head every 3 s, which keeps a copy of the file.
 """
 
 import contextlib
@@ -15,13 +15,16 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from unisono.events import Message
 from unisono.facts.storage import responds
 from unisono.files import make_private_dir, parse_json, read_bytes, whole_file
+from unisono.rundir import RunDir
 from unisono.watch import PHASES, BeatMemory
 from unisono.watch.views import Glance
 
@@ -32,6 +35,9 @@ _WRITE_S = 3.0
 """A write costs 1.5 ms of CPU, most of it for the process that tries the storage first."""
 _ANSWER_S = 10.0
 _CLOSE_S = 1.0
+_MOST_NEWS = 1_000
+"""Lines of a message to the head, about 100 bytes each; older ones stay with the node. 8 ranks have at most 240 in 3 s."""
+_LINE_CHARS = 1_000
 _BYTES_OF_RANK = 125_000
 _LEAST_BYTES = 1_000_000
 _KEPT_SHARE = 0.25
@@ -122,24 +128,32 @@ class Timeline:
 
     def __init__(
         self,
-        path: Path,
+        run: RunDir,
+        node_rank: int,
         beats: Callable[[], Mapping[int, BeatMemory]],
+        *,
+        is_sent: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """Opens nothing yet.
 
         Args:
-            path: events/timeline-NODE.jsonl.
+            run: whose events/timeline-NODE.jsonl is written.
+            node_rank: of this node.
             beats: gives those of the present ranks; called in the thread.
+            is_sent: whether `take_news` is called, to send the lines to the head.
             clock: UTC seconds.
         """
-        self._path = path
+        self._run_dir = run
+        self._node_rank = node_rank
         self._beats = beats
         self._clock = clock
         self._ranks: dict[int, RankTime] = {}
-        self._waiting: list[bytes] = []
+        self._files: dict[int, _File] = {}
+        self._news: deque[bytes] | None = deque(maxlen=_MOST_NEWS) if is_sent else None
+        self._told_at = time.monotonic()
+        self._copied: deque[tuple[int, list[bytes], int]] = deque(maxlen=_MOST_NEWS)
         self._written_at = 0.0
-        self._fd: int | None = None
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="timeline", daemon=True)
 
@@ -159,6 +173,33 @@ class Timeline:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def take_news(self) -> Message | None:
+        """A message to the head with the latest lines, at most every 3 s and after `close`; None if there is nothing to send."""
+        is_due = self._over.is_set() or time.monotonic() - self._told_at > _WRITE_S
+        if not self._news or not is_due:
+            return None
+        self._told_at = time.monotonic()
+        lines: list[str] = []
+        with contextlib.suppress(IndexError):  # the thread adds to the other end
+            while len(lines) < _MOST_NEWS:
+                lines.append(self._news.popleft().decode())
+        return {"kind": "timeline", "lines": lines}
+
+    def take(self, node_rank: int, message: Message, ranks: Collection[int]) -> None:
+        """Keeps a copy of lines from another node.
+
+        Args:
+            node_rank: of that node.
+            message: from its `take_news`.
+            ranks: of that node; lines of others are dropped.
+
+        Raises:
+            KeyError, TypeError, ValueError: if the message is not such a one.
+        """
+        entries = (read_entry(str(line)[:_LINE_CHARS].encode()) for line in message["lines"][:_MOST_NEWS])
+        lines = [_line(one) for one in entries if one and one["rank"] in ranks]
+        self._copied.append((node_rank, lines, len(ranks)))
+
     def sample(self) -> None:
         """Looks at each rank once."""
         now, ns = self._clock(), time.monotonic_ns()
@@ -170,8 +211,18 @@ class Timeline:
             known = self._ranks.get(rank)
             if known is None:
                 known = self._ranks[rank] = RankTime(rank, min(at, now))
-            for entry in known.note(glance, now, at=at):
-                self._waiting.append(_line(entry))
+            self._add(known.note(glance, now, at=at))
+
+    def _add(self, entries: Iterable[Entry]) -> None:
+        lines = [_line(entry) for entry in entries]
+        self._file(self._node_rank).waiting += lines
+        if self._news is not None:
+            self._news += lines
+
+    def _file(self, node_rank: int) -> "_File":
+        if node_rank not in self._files:
+            self._files[node_rank] = _File(self._run_dir.timeline(node_rank))
+        return self._files[node_rank]
 
     def _present(self) -> list[tuple[int, BeatMemory]]:
         try:
@@ -180,8 +231,8 @@ class Timeline:
             return []
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError), self._closing_file():
-            make_private_dir(self._path.parent)
+        with contextlib.suppress(OSError), self._closing_files():
+            make_private_dir(self._run_dir.timeline(self._node_rank).parent)
             while not self._over.wait(_SAMPLE_S * random.uniform(0.5, 1.0)):  # noqa: S311 - steps of a fixed length must not fall into step with the samples
                 self.sample()
                 if time.monotonic() - self._written_at > _WRITE_S:
@@ -190,42 +241,76 @@ class Timeline:
             for rank, known in self._ranks.items():
                 memory = present.get(rank)
                 glance = _glance_at(memory) if memory is not None else None
-                self._waiting += [_line(entry) for entry in known.end(glance, now)]
+                self._add(known.end(glance, now))
             self._write()
 
     @contextlib.contextmanager
-    def _closing_file(self) -> Iterator[None]:
+    def _closing_files(self) -> Iterator[None]:
         try:
             yield
         finally:
-            if self._fd is not None:
-                os.close(self._fd)
+            for file in self._files.values():
+                file.close()
 
     def _write(self) -> None:
-        """Appends what waits, as whole lines.
+        """Appends what waits.
+
+        Raises:
+            OSError: from the file system.
+        """
+        while self._copied:
+            node_rank, lines, ranks = self._copied.popleft()
+            file = self._file(node_rank)
+            file.waiting += lines
+            file.ranks = max(file.ranks, ranks)
+        self._file(self._node_rank).ranks = len(self._ranks)
+        files = [file for file in self._files.values() if file.waiting]
+        if not files:
+            return
+        # By a separate process: a thread that hangs in the kernel would keep this whole process from ending.
+        if not responds(self._run_dir.root, limit_s=_ANSWER_S):
+            raise OSError(errno.EIO, "the storage does not answer", str(self._run_dir.root))
+        self._written_at = time.monotonic()
+        for file in files:
+            file.write()
+
+
+class _File:
+    """A timeline file.
+
+    Attributes:
+        waiting: lines that are not written yet.
+        ranks: their number, for the size of the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.waiting: list[bytes] = []
+        self.ranks = 0
+        self._path = path
+        self._fd: int | None = None
+
+    def close(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+
+    def write(self) -> None:
+        """Appends what waits, as whole lines, and thins a file that is too large.
 
         Raises:
             OSError: from the file system; a line that was written in part is removed.
         """
-        if not self._waiting:
-            return
-        # By a separate process: a thread that hangs in the kernel would keep this whole process from ending.
-        if not responds(self._path.parent.parent, limit_s=_ANSWER_S):
-            raise OSError(errno.EIO, "the storage does not answer", str(self._path))
-        self._written_at = time.monotonic()
         try:
             fd = self._opened()
         except FileNotFoundError:
             return  # the run's directory was removed or replaced; whoever makes it again makes this one, too
-        data, self._waiting = b"".join(self._waiting), []
+        data, self.waiting = b"".join(self.waiting), []
         size = os.fstat(fd).st_size
         if size and os.pread(fd, 1, size - 1) != b"\n":  # torn by a kill of an earlier front
             data = b"\n" + data
         written = os.write(fd, data)
         if written < len(data):
             os.ftruncate(fd, size)
-        most = max(_LEAST_BYTES, _BYTES_OF_RANK * len(self._ranks))
-        if size + written > most:
+        if size + written > max(_LEAST_BYTES, _BYTES_OF_RANK * self.ranks):
             thin_file(self._path)
 
     def _opened(self) -> int:

@@ -1,7 +1,10 @@
 """The task `serve`: answers of a model to requests that come and go, computed together."""
 
+import contextlib
+import faulthandler
 import json
 import queue
+import signal
 import sys
 import threading
 from collections.abc import Sequence
@@ -35,10 +38,13 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
         ask   id; messages (of a chat, with tools or null) or prompt (text or tokens); max_tokens (or null: what the context has room for),
               the attributes of Sampling, stop (list), place
         drop  id: nobody waits for this answer any more
+        ping  answered by `pong` between two forwards: a sign of life
 
-    It sends `ready` (facts: description, context, note), and for each request `begun` (id, prompt_tokens) or `refused_ask` (id, problem,
+    It sends `ready` (facts: description, context, note, in_parts: whether long prompts are read in parts), and for each request `begun` (id, prompt_tokens) or `refused_ask` (id, problem,
     text, fix), then `pieces` (pieces: [id, text] of all requests that got one), and `answered` (id, tokens, ended: stop | length).
     """
+    with contextlib.suppress(OSError, ValueError):  # without it only a verdict on a hang lacks the stack
+        faulthandler.register(signal.SIGUSR2, file=2)
     opened = open_requested(request, report)
     template, note = (opened.template, "") if opened.template else _fallback(opened)
     lines: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
@@ -53,7 +59,12 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
         )
         desk = _Desk(opened, template, engine, report)
         with engine.ready():
-            facts = {"description": opened.target.description, "context": opened.context, "note": note}
+            facts = {
+                "description": opened.target.description,
+                "context": opened.context,
+                "note": note,
+                "in_parts": engine.in_parts,
+            }
             report.send("ready", facts=facts)
             while desk.take(lines):
                 desk.step()
@@ -123,7 +134,9 @@ class _Desk:
                 return True
             if message is None:
                 return False
-            if message["kind"] == "drop":
+            if message["kind"] == "ping":
+                self._report.send("pong")
+            elif message["kind"] == "drop":
                 place = self._places.pop(message["id"], None)
                 if place is not None:
                     place.answer.ended = "dropped"
