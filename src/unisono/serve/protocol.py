@@ -5,6 +5,7 @@ import re
 import secrets
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -160,7 +161,16 @@ class ChatRequest(_Request):
         tools = [tool.model_dump() for tool in self.tools or ()] if self.may_call else None
         messages = [message.model_dump(exclude_none=True) for message in self.messages]
         limit = self.max_completion_tokens or self.max_tokens
-        return [self.sampling() | {"messages": messages, "tools": tools, "max_tokens": limit, "place": 0}]
+        marks = list(CALL_MARKS) if self.may_call else []
+        asked = {"messages": messages, "tools": tools, "max_tokens": limit, "place": 0, "marks": marks}
+        return [self.sampling() | asked]
+
+    def reader(self) -> "ToolCallReader | None":
+        """For the answer; None if it cannot call tools."""
+        if not self.may_call:
+            return None
+        names = {tool.function.name for tool in self.tools or ()}
+        return ToolCallReader(names, most=1 if self.parallel_tool_calls is False else None)
 
 
 class CompletionRequest(_Request):
@@ -277,25 +287,29 @@ class Objects:
         frame = {"id": f"{prefix}-{self.id}", "object": kind, "created": self.created, "model": self.model}
         return frame | {"choices": choices}
 
-    def whole(self, texts: list[str], ended: list[str], usage: Usage, *, may_call: bool) -> dict[str, Any]:
+    def whole(
+        self, texts: list[str], ended: list[str], usage: Usage, *, reader: "ToolCallReader | None"
+    ) -> dict[str, Any]:
         """The answer in one object.
 
         Args:
             texts: of each prompt's answer.
             ended: stop or length, for each.
             usage: of all.
-            may_call: whether a text can be a call of tools.
+            reader: of the only text, if it can call tools.
         """
         choices = []
         for index, (text, why) in enumerate(zip(texts, ended, strict=True)):
             if not self.is_chat:
                 choices.append(_choice(index, why) | {"text": text})
                 continue
-            content, calls = find_tool_calls(text) if may_call else (text, [])
-            message: dict[str, Any] = {"role": "assistant", "content": content}
+            found = [text] if reader is None else [*reader.push(text), *reader.close()]
+            calls = [part for part in found if not isinstance(part, str)]
+            content = "".join(part for part in found if isinstance(part, str))
+            message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else "")}
             if calls:
                 message["tool_calls"] = calls
-            choices.append(_choice(index, "tool_calls" if calls else why) | {"message": message})
+            choices.append(_choice(index, self.ended(why, reader)) | {"message": message})
         kind = "chat.completion" if self.is_chat else "text_completion"
         return self._frame(kind, choices) | {"usage": usage.to_json()}
 
@@ -307,10 +321,15 @@ class Objects:
         """A chunk with text."""
         return self._chunk(index, None, {"content": text})
 
-    def calls(self, index: int, calls: list[dict[str, Any]]) -> dict[str, Any]:
-        """The chunk with all calls of tools."""
-        numbered = [{"index": number, **call} for number, call in enumerate(calls)]
-        return self._chunk(index, None, {"tool_calls": numbered})
+    def call(self, index: int, number: int, call: "Call") -> list[dict[str, Any]]:
+        """The chunks with a call of a tool, the number'th of the answer: its name, then its arguments."""
+        named = call | {"index": number, "function": call["function"] | {"arguments": ""}}
+        rest = {"index": number, "function": {"arguments": call["function"]["arguments"]}}
+        return [self._chunk(index, None, {"tool_calls": [part]}) for part in (named, rest)]
+
+    def ended(self, why: str, reader: "ToolCallReader | None") -> str:
+        """The reason for the end of an answer, for the client: stop, length or tool_calls."""
+        return "tool_calls" if why == "stop" and reader is not None and reader.calls else why
 
     def last(self, index: int, ended: str) -> dict[str, Any]:
         """The chunk that ends an answer: stop, length or tool_calls."""
@@ -335,54 +354,231 @@ def _choice(index: int, ended: str | None) -> dict[str, Any]:
 
 # ---- tool calls
 
-_TAGGED = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|$)", re.DOTALL)
-_ACTION = re.compile(r"Action:\s*([^\n]+)\nAction Input:\s*(.*?)(?=\nAction:|$)", re.DOTALL)
+CALL_MARKS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|python_tag|>")
+"""What models write around calls. Some tokenizers have them as special tokens, which texts usually lack."""
+_STARTS = re.compile(r"<tool_call>|\[TOOL_CALLS\]|<\|python_tag\|>|(?:^|(?<=\n))Action:")
+_MARKS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "\nAction:")
+_END = "</tool_call>"
+_BARE = re.compile(r"[\[{]")
+_KEYS = ("name", "arguments", "parameters", "type", "function", "id")
+_FIRST_KEY = re.compile(r'\[?\s*\{\s*"([^"]*)"')
+_NOT_AN_OBJECT = re.compile(r'\[\s*[^\s{]|\[?\s*\{\s*[^\s"]')
+_ACTION = re.compile(r"Action:[ \t]*([^\n]{1,200})\n+Action Input:\s*")
+_NAMED = re.compile(r"\s*([\w.-]{1,200})\s*(?:\[CALL_ID\]\s*(\w{1,64})\s*)?(?:\[ARGS\])?\s*(?=\{)")
+_NEXT = re.compile(r"\s*;\s*(?=\{)")
+_JSON = json.JSONDecoder()
+Call = dict[str, Any]
 
 
-def find_tool_calls(text: str) -> tuple[str | None, list[dict[str, Any]]]:
-    """The text of an answer without its calls, and the calls; (text, []) if it has none.
+class ToolCallReader:
+    """Separates an answer, as it comes, into texts and calls of tools. Pure.
 
-    Calls are read in the forms that chat templates teach: JSON in <tool_call>, lines with Action and Action Input, and an answer that is
-    nothing but JSON with a name and arguments (or parameters).
+    It reads the forms that chat templates teach: JSON in <tool_call> (Qwen, Hermes), an answer that begins with JSON, or <|python_tag|> and JSON
+    (Llama 3), [TOOL_CALLS] with a list, or with a name and [ARGS] (Mistral), and lines with Action and Action Input (ReAct). A call is given once
+    its JSON is complete; what only looks like a call is text.
     """
-    tagged = [_call(match[1]) for match in _TAGGED.finditer(text)]
-    if tagged and all(tagged):
-        return _TAGGED.sub("", text).strip() or None, [call for call in tagged if call]
-    actions = [
-        _written(match[1].strip(), _parsed(match[2].strip()) or match[2].strip())
-        for match in _ACTION.finditer(text)
-    ]
-    if actions:
-        return _ACTION.sub("", text).strip() or None, actions
-    value = _parsed(text.strip())
-    found = [_call_of(item) for item in (value if isinstance(value, list) else [value])]
-    if found and all(found):
-        return None, [call for call in found if call]
-    return text, []
+
+    def __init__(self, names: Collection[str], *, most: int | None = None) -> None:
+        """A reader of one answer.
+
+        Args:
+            names: of the tools; JSON without a mark is a call only with one of them.
+            most: calls that are given; None: all.
+        """
+        self._names = names
+        self._most = most
+        self._held = ""
+        self._space = ""  # that is text only if more text follows
+        self._has_text = False
+        self._is_after_call = False
+        self.calls = 0
+
+    def push(self, text: str) -> list["str | Call"]:
+        """The texts and calls that are certain with this piece of the answer."""
+        self._held += text
+        return self._read(is_over=False)
+
+    def close(self) -> list["str | Call"]:
+        """The rest, after the last piece."""
+        found = self._read(is_over=True)
+        if self._space and not self.calls:
+            found.append(self._space)
+        return found
+
+    def _read(self, *, is_over: bool) -> list["str | Call"]:
+        found: list[str | Call] = []
+        while self._held:
+            if self._is_after_call and not is_over and self._held.strip() in ("", ";"):
+                break
+            start = self._start()
+            if start is None:
+                self._say(found, len(self._held) - (0 if is_over else self._beginning_of_a_mark()))
+                break
+            self._say(found, start)
+            length, calls = self._calls_at_beginning(is_over=is_over)
+            if length == 0 and not is_over:
+                break  # it is not complete
+            if calls:
+                self._give(found, calls, length)
+            else:
+                self._say(found, length or len(self._held))
+        return found
+
+    def _start(self) -> int | None:
+        """Where a call may begin in what is held."""
+        if self._is_after_call and _NEXT.match(self._held):
+            return 0
+        if not self._has_text and not self.calls:
+            spaces = len(self._held) - len(self._held.lstrip())
+            if _BARE.match(self._held, spaces):
+                return spaces
+        match = _STARTS.search(self._held)
+        return match.start() if match else None
+
+    def _beginning_of_a_mark(self) -> int:
+        """The length of the end of what is held that may become a mark."""
+        is_first = not self._has_text and "Action:".startswith(self._held)
+        return len(self._held) if is_first else max(_overlap(self._held, mark) for mark in _MARKS)
+
+    def _say(self, found: list["str | Call"], count: int) -> None:
+        """Gives so many characters as text, without spaces around calls."""
+        text, self._held = self._space + self._held[:count], self._held[count:]
+        if self._is_after_call:
+            text = text.lstrip()
+        kept = text.rstrip()
+        self._space = text[len(kept) :]
+        if kept:
+            found.append("\n" + kept if self._is_after_call and self._has_text else kept)
+            self._has_text, self._is_after_call = True, False
+
+    def _give(self, found: list["str | Call"], calls: list[Call], length: int) -> None:
+        self._held, self._space, self._is_after_call = self._held[length:], "", True
+        for call in calls:
+            if self._most is None or self.calls < self._most:
+                found.append(call)
+                self.calls += 1
+
+    def _calls_at_beginning(self, *, is_over: bool) -> tuple[int, list[Call]]:
+        """The length of what begins with a mark or JSON, and its calls, none if it is text; 0: it is not complete."""
+        held = self._held
+        if held.startswith("<tool_call>"):
+            return _tagged(held, is_over=is_over)
+        if held.startswith("[TOOL_CALLS]"):
+            return _listed(held)
+        if held.startswith("Action:"):
+            return _action(held)
+        mark = len("<|python_tag|>") if held.startswith("<|python_tag|>") else 0
+        following = _NEXT.match(held) if self._is_after_call else None
+        if not mark and following is None:
+            if "[TOOL_CALLS]".startswith(held):
+                return 0, []
+            if _is_foreign(held):
+                return 1, []
+        value, end = _json_at(held, following.end() if following else mark)
+        calls = _calls_of(value, needs_arguments=True)
+        if not mark and any(call["function"]["name"] not in self._names for call in calls):
+            return end, []
+        return end, calls
 
 
-def _parsed(text: str) -> Any:
+def _is_foreign(text: str) -> bool:
+    """Whether JSON that has begun cannot be a call."""
+    key = _FIRST_KEY.match(text)
+    return key[1] not in _KEYS if key else bool(_NOT_AN_OBJECT.match(text))
+
+
+def _tagged(text: str, *, is_over: bool) -> tuple[int, list[Call]]:
+    value, end = _json_at(text, len("<tool_call>"))
+    rest = text[end:].lstrip()
+    if end and rest.startswith(_END):
+        return len(text) - len(rest) + len(_END), _calls_of(value)
+    if end and _END.startswith(rest):
+        return (len(text), _calls_of(value)) if is_over else (0, [])
+    close = text.find(_END)
+    is_in_text = not is_over and _is_cut(text[len("<tool_call>") :])
+    return (0, []) if close < 0 or is_in_text else (close + len(_END), [])
+
+
+def _listed(text: str) -> tuple[int, list[Call]]:
+    start = len("[TOOL_CALLS]")
+    match = _NAMED.match(text, start)
+    if match is None:
+        value, end = _json_at(text, start)
+        return end, _calls_of(value)
+    value, end = _json_at(text, match.end())
+    return end, _calls_of({"name": match[1], "arguments": value, "id": match[2]}) if end else []
+
+
+def _action(text: str) -> tuple[int, list[Call]]:
+    match = _ACTION.match(text)
+    if match is None:
+        second = text.partition("\n")[2].lstrip("\n")
+        is_complete = second and not _begins_alike(second, "Action Input:")
+        return (len("Action:") if is_complete else 0), []
+    value, end = _json_at(text, match.end())
+    if not end:
+        is_text = match.end() < len(text) and text[match.end()] != "{"
+        return (match.end() if is_text else 0), []
+    return end, _calls_of({"name": match[1].strip(), "arguments": value})
+
+
+def _begins_alike(text: str, other: str) -> bool:
+    return text.startswith(other) or other.startswith(text)
+
+
+def _is_cut(text: str) -> bool:
+    """Whether JSON may continue: it is valid up to its end."""
+    text = text.strip()
     try:
-        return json.loads(text)
+        _JSON.raw_decode(text)
+    except json.JSONDecodeError as error:
+        return error.pos >= len(text) or error.msg.startswith("Unterminated string")
+    except RecursionError:
+        return False
+    return False
+
+
+def _json_at(text: str, start: int) -> tuple[Any, int]:
+    """The JSON object or list at a place, and its end; (None, 0) if there is none, or it is not complete."""
+    start += len(text[start:]) - len(text[start:].lstrip())
+    if not _BARE.match(text, start):
+        return None, 0
+    try:
+        return _JSON.raw_decode(text, start)
     except (ValueError, RecursionError):
+        return None, 0
+
+
+def _calls_of(value: Any, *, needs_arguments: bool = False) -> list[Call]:
+    """The calls of a JSON object or list; none if one of them is not a call."""
+    values = value if isinstance(value, list) else [value]
+    calls = [_call_of(one, needs_arguments=needs_arguments) for one in values]
+    return [call for call in calls if call is not None] if all(calls) else []
+
+
+def _call_of(value: Any, *, needs_arguments: bool) -> Call | None:
+    if not isinstance(value, dict):
         return None
-
-
-def _call(text: str) -> dict[str, Any] | None:
-    return _call_of(_parsed(text))
-
-
-def _call_of(value: Any) -> dict[str, Any] | None:
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+    function = value["function"] if isinstance(value.get("function"), dict) else value
+    name = function.get("name")
+    arguments = function.get("arguments", function.get("parameters"))
+    if arguments is None and not needs_arguments:
+        arguments = {}
+    if isinstance(arguments, str):
+        arguments, _ = _json_at(arguments, 0)
+    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         return None
-    arguments = value.get("arguments", value.get("parameters"))
-    return _written(value["name"], arguments) if isinstance(arguments, dict | str) else None
-
-
-def _written(name: str, arguments: Any) -> dict[str, Any]:
-    written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    given = value.get("id")
     return {
-        "id": f"call_{secrets.token_hex(12)}",
+        # Templates of Mistral take no other ids back than nine letters and digits.
+        "id": given
+        if isinstance(given, str) and re.fullmatch(r"\w{1,64}", given)
+        else secrets.token_hex(5)[:9],
         "type": "function",
-        "function": {"name": name, "arguments": written},
+        "function": {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)},
     }
+
+
+def _overlap(text: str, mark: str) -> int:
+    """The length of the longest end of `text` that begins `mark`."""
+    return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)

@@ -31,8 +31,8 @@ from unisono.serve.protocol import (
     ChatRequest,
     CompletionRequest,
     Objects,
+    ToolCallReader,
     Usage,
-    find_tool_calls,
     read_request,
     unknown_model,
 )
@@ -193,7 +193,7 @@ class Api:
         answer = _Answer(
             asks,
             Objects(self._name, is_chat=kind is ChatRequest),
-            may_call=kind is ChatRequest and wanted.may_call,
+            reader=wanted.reader() if kind is ChatRequest else None,
             shows_usage=bool(wanted.stream_options and wanted.stream_options.include_usage),
         )
         try:
@@ -229,7 +229,7 @@ class _Answer:
 
     asks: list[Ask]
     objects: Objects
-    may_call: bool
+    reader: ToolCallReader | None
     shows_usage: bool
     usage: Usage = field(default_factory=Usage)
 
@@ -254,7 +254,7 @@ class _Answer:
                     self.usage.answer += message["tokens"]
                     ended.append(message["ended"])
             texts.append(text)
-        return self.objects.whole(texts, ended, self.usage, may_call=self.may_call)
+        return self.objects.whole(texts, ended, self.usage, reader=self.reader)
 
     async def events(self) -> AsyncIterator[str]:
         """The answer as server-sent events; an error ends them."""
@@ -269,26 +269,32 @@ class _Answer:
             yield _event(self.objects.usage(self.usage))
         yield "data: [DONE]\n\n"
 
-    _held: dict[int, str] = field(default_factory=dict)
+    _begun: set[int] = field(default_factory=set)
 
     def _chunks(self, index: int, message: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        if index not in self._held:
-            self._held[index] = ""
+        if index not in self._begun:
+            self._begun.add(index)
             if self.objects.is_chat:
                 yield self.objects.first(index)
-        if message["kind"] == "piece":
-            if self.may_call:
-                self._held[index] += message["text"]  # only its end shows whether it is a call
-            else:
-                yield self.objects.piece(index, message["text"])
+        is_last = message["kind"] == "answered"
+        yield from self._parts(index, message.get("text", ""), is_last=is_last)
+        if is_last:
+            self.usage.answer += message["tokens"]
+            yield self.objects.last(index, self.objects.ended(message["ended"], self.reader))
+
+    def _parts(self, index: int, text: str, *, is_last: bool) -> Iterator[dict[str, Any]]:
+        """The chunks of a piece of the answer."""
+        if self.reader is None:
+            if text:
+                yield self.objects.piece(index, text)
             return
-        self.usage.answer += message["tokens"]
-        text, calls = find_tool_calls(self._held[index]) if self.may_call else (None, [])
-        if text:
-            yield self.objects.piece(index, text)
-        if calls:
-            yield self.objects.calls(index, calls)
-        yield self.objects.last(index, "tool_calls" if calls else message["ended"])
+        number = self.reader.calls
+        for part in (*self.reader.push(text), *(self.reader.close() if is_last else ())):
+            if isinstance(part, str):
+                yield self.objects.piece(index, part)
+            else:
+                yield from self.objects.call(index, number, part)
+                number += 1
 
 
 async def _merged(asks: Sequence[Ask]) -> AsyncIterator[tuple[int, dict[str, Any]]]:

@@ -296,9 +296,20 @@ class StopStrings:
 class TextStream:
     """The text of an answer in pieces, complete characters only. All pieces together are the text up to its first stop string."""
 
-    def __init__(self, tokenizer: Any, stops: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Any, stops: Sequence[str] = (), *, marks: Sequence[str] = ()) -> None:
+        """The stream of one answer.
+
+        Args:
+            tokenizer: of transformers.
+            stops: texts that end it.
+            marks: special tokens that are part of the text.
+        """
         self._tokenizer = tokenizer
         self._stops = stops
+        added = tokenizer.added_tokens_decoder.items() if marks else ()
+        special = {i: str(token) for i, token in added if token.special}
+        self._hidden = {i for i, text in special.items() if text not in marks}
+        self._shows_marks = len(self._hidden) < len(special)
         self._ids: list[int] = []
         self._settled = 0  # tokens whose text has been given
         self._start = 0  # tokens before this one no longer change the text of others
@@ -308,8 +319,8 @@ class TextStream:
     def push(self, token: int) -> str:
         """The text that a new token completes."""
         self._ids.append(token)
-        known = decode(self._tokenizer, self._ids[self._start : self._settled])
-        text = decode(self._tokenizer, self._ids[self._start :])
+        known = self._decode(self._ids[self._start : self._settled])
+        text = self._decode(self._ids[self._start :])
         if text.endswith(_BROKEN) or len(text) <= len(known):
             return ""  # the character is incomplete
         self._start, self._settled = self._settled, len(self._ids)
@@ -317,10 +328,19 @@ class TextStream:
 
     def close(self) -> str:
         """The text that was held back, after the last token."""
-        known = decode(self._tokenizer, self._ids[self._start : self._settled])
-        rest = self._out(decode(self._tokenizer, self._ids[self._start :])[len(known) :])
+        known = self._decode(self._ids[self._start : self._settled])
+        rest = self._out(self._decode(self._ids[self._start :])[len(known) :])
         held, self._held = self._held, ""
         return rest if self._ended else rest + held
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        if not self._shows_marks:
+            return decode(self._tokenizer, ids)
+        shown = [i for i in ids if i not in self._hidden]
+        text: str = self._tokenizer.decode(
+            shown, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return text
 
     def _out(self, piece: str) -> str:
         if self._ended:

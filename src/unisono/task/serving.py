@@ -36,7 +36,7 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     Request: target, step (or null), rows (answers computed together). It reads JSON lines from stdin:
 
         ask   id; messages (of a chat, with tools or null) or prompt (text or tokens); max_tokens (or null: what the context has room for),
-              the attributes of Sampling, stop (list), place
+              the attributes of Sampling, stop (list), place, marks (special tokens that are part of the answer's text)
         drop  id: nobody waits for this answer any more
         ping  answered by `pong` between two forwards: a sign of life
 
@@ -155,8 +155,9 @@ class _Desk:
         limit = min(room, ask["max_tokens"] or room)
         answer = Answer(ids, limit, Sampling.of(ask), place=ask["place"])
         tokenizer, stops = self._opened.tokenizer, ask["stop"]
+        stream = TextStream(tokenizer, stops, marks=ask.get("marks", ()))
         self._places[ask["id"]] = _Place(
-            answer, TextStream(tokenizer, stops), StopStrings(tokenizer, stops) if stops else None, limit
+            answer, stream, StopStrings(tokenizer, stops) if stops else None, limit
         )
         self._engine.add(answer)
         self._report.send("begun", id=ask["id"], prompt_tokens=len(ids))
