@@ -103,7 +103,9 @@ def measure(model: str, rounds: int, work: Path) -> dict[str, Any]:
             rate, others = timed(port, model, workers=CLIENTS)
             at_once.append(rate)
             equal = equal and texts == others
-        longest = gaps(port, model, rounds) if Path(model).exists() else None  # the built-in model reads 512 tokens
+        longest = (
+            gaps(port, model, rounds) if Path(model).exists() else None
+        )  # the built-in model reads 512 tokens
         server.terminate()
         ended = server.wait()
     return {
