@@ -71,7 +71,7 @@ ROOM_BUDGETS = {
     "guard": 4_300,
     "integrations": 3_100,
     "launch": 5_600,
-    "model": 5_950,
+    "model": 5_850,
     "objectives": 800,
     "plan": 1_800,
     "remote_checkpoint": 2_000,
@@ -80,7 +80,7 @@ ROOM_BUDGETS = {
     "serve": 1_500,
     "supervise": 4_300,
     "task": 4_550,
-    "train": 6_250,
+    "train": 6_400,
     "watch": 2_000,
     "worker": 800,
 }

@@ -18,8 +18,8 @@ from board_pictures import take_pictures
 from tests.board.boards import CHROMIUM, CHROMIUM_FLAGS, board_of
 from tests.board.made_runs import append, make_hostile, make_run, write
 from tests.needs import lacking
-from unisono.board.page import runs_file
 from unisono.board.regions import REGIONS
+from unisono.board.server import runs_file
 from unisono.rundir import RunDir
 from unisono.rundir.start_decision import set_aside
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.watch.run_views import run_view, view
 from unisono.causes import Verdict
-from unisono.launch.outcome import ending_of
+from unisono.launch.run_records import ending_of
 from unisono.plan import DeviceChoice, NodePlace, RankPlace, RunPlan
 from unisono.supervise.decision import Decider, Decision, NodeLoss, first_cause
 from unisono.supervise.local_ranks import RankEnd

@@ -8,7 +8,7 @@ import pytest
 from unisono.checkpoint.retention import DiskSpace
 from unisono.checkpoint.writer import StorageFull
 from unisono.plan import ResumePoint, RunPlan
-from unisono.remote_checkpoint.first_checkpoint import (
+from unisono.remote_checkpoint.verification import (
     FirstCheckpoint,
     SavedCheckpoint,
     estimate,

@@ -15,9 +15,9 @@ from unisono.control.file_sender import Content, Offer, OfferRefused
 from unisono.errors import UsageError
 from unisono.events import Message
 from unisono.launch import run_claim as claiming
-from unisono.remote_checkpoint.first_checkpoint import FirstCheckpoint
 from unisono.remote_checkpoint.storage import Uploads
 from unisono.remote_checkpoint.transfers import ShardArrivals
+from unisono.remote_checkpoint.verification import FirstCheckpoint
 from unisono.rundir import RunDir
 from unisono.rundir.lock import RunLock
 from unisono.supervise.child_process import Programs

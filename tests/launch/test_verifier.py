@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.checkpoint.store import CheckpointStore
-from unisono.remote_checkpoint.verifier import Pace, ReadingRate, Verifier, next_due
+from unisono.remote_checkpoint.verification import Pace, ReadingRate, Verifier, next_due
 
 KEY = b"k" * 32
 READY = {"kind": "ready"}

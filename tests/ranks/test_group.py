@@ -14,10 +14,9 @@ from tests.ranks.conftest import Workshop
 from unisono.errors import Disagreed
 from unisono.model.forward import Rows, choose_forward
 from unisono.model.load import LoadedModel
-from unisono.model.sharding import full_tensor, shard_model
 from unisono.train.join import check_world, checksum
 from unisono.train.optim import ReplicaSync
-from unisono.train.process_group import Listener, Ranks, close_group, world_mesh
+from unisono.train.process_group import Listener, Ranks, close_group, full_tensor, shard_model, world_mesh
 
 _CUDA = pytest.param(
     "cuda",

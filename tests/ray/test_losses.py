@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.launch.test_culprits import plan
 from unisono.causes import Verdict
-from unisono.cluster.ray.node_fronts import (
+from unisono.cluster.ray_node_fronts import (
     JobNode,
     RayHead,
     RayLossFiles,
@@ -17,7 +17,7 @@ from unisono.cluster.ray.node_fronts import (
     ray_head_lost,
 )
 from unisono.launch.attempt_end import with_launcher_cause
-from unisono.launch.outcome import Ending, ending_of
+from unisono.launch.run_records import Ending, ending_of
 from unisono.supervise.decision import Decision, NodeLoss
 from unisono.supervise.rank_supervisor import Attempt
 

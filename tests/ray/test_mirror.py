@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from unisono.cluster.ray.mirror import Mirror, MirrorThread
-from unisono.cluster.ray.node_actor import NodeActor
-from unisono.cluster.ray.node_fronts import ActorLost
+from unisono.cluster.ray_mirror import Mirror, MirrorThread
+from unisono.cluster.ray_node_actor import NodeActor
+from unisono.cluster.ray_node_fronts import ActorLost
 from unisono.rundir import RunDir
 
 

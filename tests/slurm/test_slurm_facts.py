@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from unisono.cluster.slurm.job_request import JobRequest, batch_script, job_request
+from unisono.cluster.slurm_job_request import JobRequest, batch_script, job_request
 from unisono.config import RunConfig
 from unisono.errors import UsageError
 from unisono.facts import Environment

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from unisono.cluster.slurm.batch_job import result_of_job
-from unisono.cluster.slurm.controller import JobState
-from unisono.cluster.slurm.job_follower import JobEnd, JobOutput
+from unisono.cluster.slurm_batch_job import result_of_job
+from unisono.cluster.slurm_controller import JobState
+from unisono.cluster.slurm_job_follower import JobEnd, JobOutput
 from unisono.facts.slurm import (
     NodeState,
     SlurmAnswer,

@@ -384,7 +384,7 @@ def _emit_refusal(body: dict[str, Any], *, command: str) -> None:
     if command not in ("train", "run"):
         output().emit({"kind": "refused", "schema": 1, **body})
         return
-    from unisono.launch.outcome import refused_result
+    from unisono.launch.run_records import refused_result
 
     if body["verdict"]:
         output().emit({"kind": "verdict", **body["verdict"]})

@@ -171,11 +171,11 @@ def _show_plan(request: "TrainRequest") -> None:
     from unisono.cli.screen import Screen
     from unisono.cli.terminal import first_screen
     from unisono.cluster.launchers import plan_only
-    from unisono.launch.outcome import dry_result
+    from unisono.launch.run_records import dry_result
 
     printer = output()
     if request.launcher == "slurm":
-        from unisono.cluster.slurm.batch_job import script_for
+        from unisono.cluster.slurm_batch_job import script_for
 
         script = script_for(request)
         printer.emit({"kind": "script", "text": script}) if printer.json else printer.verbatim(script)

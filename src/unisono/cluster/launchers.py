@@ -26,11 +26,11 @@ def run_launcher(request: TrainRequest, show: Show) -> dict[str, Any]:
     refuse_contradictions(request)
     request = with_overwriting(request)
     if request.launcher == "ray":
-        from unisono.cluster.ray.ray_job import train as train_on_ray
+        from unisono.cluster.ray_job import train as train_on_ray
 
         return train_on_ray(request, show)
     if request.launcher == "slurm":
-        from unisono.cluster.slurm.batch_job import train_on_slurm
+        from unisono.cluster.slurm_batch_job import train_on_slurm
 
         return train_on_slurm(request, show)
     from unisono.launch.session import train

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import IO, Any, Self
 
 from unisono.cluster.launchers import refuse_contradictions
-from unisono.cluster.ray.ray_job import DRIVER, cluster_address, ray_topology
-from unisono.cluster.slurm.controller import has_gpus, partitions, refuse_impossible
-from unisono.cluster.slurm.job_request import checked_partitions, gpus_of, nodes_of
+from unisono.cluster.ray_job import DRIVER, cluster_address, ray_topology
+from unisono.cluster.slurm_controller import has_gpus, partitions, refuse_impossible
+from unisono.cluster.slurm_job_request import checked_partitions, gpus_of, nodes_of
 from unisono.config import LoadedConfig
 from unisono.control.protocol import new_token
 from unisono.doctor.check import DoctorRequest, findings_of, read_config

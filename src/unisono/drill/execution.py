@@ -32,7 +32,7 @@ from unisono.drill.sandbox import Sandbox
 from unisono.errors import UnisonoError
 from unisono.events import Message
 from unisono.facts import Probes, read_environment
-from unisono.launch.outcome import refused_result
+from unisono.launch.run_records import refused_result
 from unisono.launch.session import train
 from unisono.launch.train_request import TrainRequest
 from unisono.supervise.child_process import child_environment

@@ -18,9 +18,8 @@ from unisono.launch.planning import LocalNode
 from unisono.launch.run_records import Recorder, Table, write_agreement
 from unisono.launch.train_request import TrainRequest
 from unisono.plan import RankPlace, RunPlan
-from unisono.remote_checkpoint.first_checkpoint import FirstCheckpoint
 from unisono.remote_checkpoint.storage import Uploads, storage_observers
-from unisono.remote_checkpoint.verifier import Verifier
+from unisono.remote_checkpoint.verification import FirstCheckpoint, Verifier
 from unisono.rundir import RunDir
 from unisono.supervise.child_process import interface_name, rank_environments
 from unisono.supervise.interrupts import Interrupts

@@ -15,9 +15,9 @@ from unisono.launch.run_records import Table
 from unisono.launch.train_request import TrainRequest
 from unisono.plan import RunPlan
 from unisono.plan.placement import Layout, lay_out
-from unisono.remote_checkpoint.first_checkpoint import with_rehearsal
 from unisono.remote_checkpoint.storage import storage_tried
 from unisono.remote_checkpoint.transfers import download_newest
+from unisono.remote_checkpoint.verification import with_rehearsal
 from unisono.rundir import RunDir
 from unisono.rundir.start_decision import StartDecision, refuse_if_shrunk
 from unisono.text import Duration

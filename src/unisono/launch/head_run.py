@@ -16,12 +16,19 @@ from unisono.launch.head_attempt import HeadAttempts
 from unisono.launch.head_nodes import HeadNodes, together
 from unisono.launch.head_preparation import plan_start, prepare_all, restore_from_storage
 from unisono.launch.meeting_entry import is_about_nodes
-from unisono.launch.outcome import NOTHING_DONE, Ending, result_of
 from unisono.launch.output_watch import OutputWatch
 from unisono.launch.planning import LocalNode
 from unisono.launch.restarts import Restarts
 from unisono.launch.run_claim import Claim, claim
-from unisono.launch.run_records import Recorder, Table, keep_refusal, write_plan
+from unisono.launch.run_records import (
+    NOTHING_DONE,
+    Ending,
+    Recorder,
+    Table,
+    keep_refusal,
+    result_of,
+    write_plan,
+)
 from unisono.launch.train_request import TrainRequest
 from unisono.plan import RunPlan
 from unisono.remote_checkpoint.storage import Uploads

@@ -20,9 +20,8 @@ from unisono.events import Message, Show
 from unisono.facts.path_probes import PathMonitor, PathState, identity_of
 from unisono.facts.storage import RunsDisk
 from unisono.files import make_private_dir, read_object
-from unisono.launch.outcome import NOTHING_DONE, Ending, result_of
 from unisono.launch.output_watch import CAUSE, HeldFiles, device_of, growing, warning_of
-from unisono.launch.run_records import read_progress, writing_for_head
+from unisono.launch.run_records import NOTHING_DONE, Ending, read_progress, result_of, writing_for_head
 from unisono.plan import RankPlace, RunPlan
 from unisono.remote_checkpoint.rescue import MemorySender
 from unisono.remote_checkpoint.transfers import ShardSender

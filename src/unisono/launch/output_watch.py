@@ -18,7 +18,7 @@ from unisono.events import Message, Show
 from unisono.facts.path_probes import Identity, PathMonitor, PathState, identity_of
 from unisono.facts.storage import RunsDisk
 from unisono.files import make_private_dir, whole_file
-from unisono.launch.outcome import Ending
+from unisono.launch.run_records import Ending
 from unisono.plan import RankPlace, RunPlan
 from unisono.rundir import RunDir
 from unisono.rundir.lock import LockTaken, RunLock

@@ -22,8 +22,7 @@ from unisono.events import Message
 from unisono.facts import Probes, read_environment, read_machine
 from unisono.facts.environment import decisive_versions
 from unisono.files import read_json, read_object
-from unisono.launch.outcome import ending_of
-from unisono.launch.run_records import write_decision
+from unisono.launch.run_records import ending_of, write_decision
 from unisono.plan import ResumePoint, RunPlan
 from unisono.plan.placement import NodeOffer, choose_devices, lay_out
 from unisono.rundir import RunDir

@@ -26,7 +26,7 @@ from unisono.launch.run_records import Table
 from unisono.launch.train_request import TrainRequest
 from unisono.plan import ResumePoint, RunPlan
 from unisono.plan.placement import lay_out
-from unisono.remote_checkpoint.first_checkpoint import still_due
+from unisono.remote_checkpoint.verification import still_due
 from unisono.rendezvous.party import ChannelFacts
 from unisono.rundir import RunDir
 from unisono.rundir.records import set_verdict

@@ -15,8 +15,8 @@ from unisono.facts import Environment, read_environment, read_machine, take_toke
 from unisono.launch.head_preparation import plan_start
 from unisono.launch.head_run import HeadRun
 from unisono.launch.meeting_entry import is_about_nodes, party_of, report_early_refusal
-from unisono.launch.outcome import NOTHING_DONE, Ending, result_of
 from unisono.launch.planning import LocalNode, look_around, prepare
+from unisono.launch.run_records import NOTHING_DONE, Ending, result_of
 from unisono.launch.train_request import TrainRequest, load_requested, refuse_live_launcher, show_notes
 from unisono.plan import RunPlan
 from unisono.plan.placement import lay_out

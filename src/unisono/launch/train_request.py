@@ -22,7 +22,7 @@ from unisono.facts.environment import all_variables
 from unisono.facts.slurm import SlurmStep
 from unisono.plan.placement import device_words
 from unisono.plan.topology import TopologyRequest, parse_hosts
-from unisono.remote_checkpoint.verifier import ReadingRate
+from unisono.remote_checkpoint.verification import ReadingRate
 from unisono.rundir import RunDir
 from unisono.rundir.config_changes import read_allowed
 from unisono.rundir.start_decision import decide_start

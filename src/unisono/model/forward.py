@@ -84,7 +84,7 @@ class Forward:
     merges: bool = False
     """Whether the common beginnings of rows are computed once."""
     root: torch.nn.Module | None = None
-    """Set if weights are sharded over ranks: every use of them goes through it (`model.sharding`)."""
+    """Set if weights are sharded over ranks: every use of them goes through it (`train.process_group`)."""
     quick: bool = False
     """Whether each adapted layer computes the products of its weight and its adapter in one function."""
     fast_layers: int = 0

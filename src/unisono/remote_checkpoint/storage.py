@@ -16,7 +16,7 @@ from unisono.config import RunConfig
 from unisono.errors import IntegrityError, Problem, RankDied, UnfitError, UnisonoError
 from unisono.events import Message, Show, notify
 from unisono.plan import RunPlan
-from unisono.remote_checkpoint.first_checkpoint import at_most, how_many_more, slow_after, steps_due
+from unisono.remote_checkpoint.verification import at_most, how_many_more, slow_after, steps_due
 from unisono.rundir import RunDir
 from unisono.supervise.child_process import Programs, child_environment
 from unisono.supervise.interrupts import Interrupts

@@ -9,8 +9,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from unisono.config.schema import OptimSection
-from unisono.model.sharding import ShardedRoot
-from unisono.train.process_group import Group
+from unisono.train.process_group import Group, ShardedRoot
 
 
 @dataclass

@@ -29,12 +29,11 @@ from unisono.model.directory import locate_model
 from unisono.model.forward import Forward, choose_forward
 from unisono.model.load import DTYPES, LoadedModel, load_base
 from unisono.model.quantization import count_parameters, quantized_load, scales_of
-from unisono.model.sharding import ShardedRoot, shard_model
 from unisono.text import one_line
 from unisono.train import faults
 from unisono.train.evaluation import evaluating
 from unisono.train.join import digest_of, values_by_name
-from unisono.train.process_group import world_mesh
+from unisono.train.process_group import ShardedRoot, shard_model, world_mesh
 from unisono.train.rank0_work import on_rank0
 from unisono.train.run import Run, load_units
 

@@ -17,7 +17,6 @@ from unisono.data.token_table import Batch, Split, TokenTable, collate_units
 from unisono.events import Reporter
 from unisono.model.forward import Forward, Rows
 from unisono.model.kernels import has_kernels
-from unisono.model.sharding import ShardedRoot
 from unisono.objectives.objective import Counts, Micro, Objective
 from unisono.plan import RankPlace, RunPlan, Stream, deal
 from unisono.rundir import RunDir
@@ -25,7 +24,7 @@ from unisono.rundir.records import MetricsWriter
 from unisono.track import Trackers
 from unisono.train.front_io import FrontMessages, Outcome, StopRequest, StorageWatch
 from unisono.train.optim import GradientSync, Optimizers
-from unisono.train.process_group import Group
+from unisono.train.process_group import Group, ShardedRoot
 from unisono.train.saver import Part, Saver
 from unisono.watch import Beats
 

@@ -32,11 +32,11 @@ from unisono.events import Reporter
 from unisono.facts import read_environment
 from unisono.files import read_object
 from unisono.model.kernels import has_kernels
-from unisono.model.sharding import sharded_like
 from unisono.rundir import RunDir
 from unisono.rundir.records import MetricsWriter, best_evaluated, truncate_after
 from unisono.text import parse_seconds
 from unisono.train import faults
+from unisono.train.process_group import sharded_like
 from unisono.train.rank0_work import (
     TURN_S,
     CheckpointBroadcast,

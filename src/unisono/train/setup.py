@@ -14,7 +14,6 @@ from unisono.model.forward import Forward, choose_forward
 from unisono.model.kernels import has_kernels
 from unisono.model.load import SCORE, LoadedModel, load_for_training
 from unisono.model.quantization import quantized_layers, scales_of
-from unisono.model.sharding import ShardedRoot, shard_model
 from unisono.objectives import objective_of
 from unisono.plan import RankPlace, RunPlan, Stream
 from unisono.rundir import RunDir
@@ -31,7 +30,7 @@ from unisono.train.optim import (
     scalars_of_a_step,
 )
 from unisono.train.pictures import choose_pictures_forward, load_pictures_model, open_pictures
-from unisono.train.process_group import Alone, Group, world_mesh
+from unisono.train.process_group import Alone, Group, ShardedRoot, shard_model, world_mesh
 from unisono.train.reference import set_reference
 from unisono.train.run import GeneratorWatch, Run, TrainingData, TrainState, seed_torch
 from unisono.train.saver import Saver, Staging

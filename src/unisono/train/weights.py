@@ -24,9 +24,9 @@ from unisono.model.adapter import BaseChanges, stored_settings, with_change
 from unisono.model.file_settings import ADAPTER_FILE
 from unisono.model.files import read_contents, read_safetensors_header, weight_files
 from unisono.model.load import DTYPES, LoadedModel
-from unisono.model.sharding import full_on_one_rank
 from unisono.plan import RunPlan
 from unisono.text import parse_bytes
+from unisono.train.process_group import full_on_one_rank
 
 Tensors = dict[str, torch.Tensor]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import unisono.launch.train_request
 from unisono.cli.app import main
-from unisono.remote_checkpoint.verifier import ReadingRate
+from unisono.remote_checkpoint.verification import ReadingRate
 from unisono.supervise.child_process import Programs
 
 HERE = Path(__file__).parent

@@ -1,4 +1,4 @@
-"""The Ray driver of a job, or of `unisono doctor` on its nodes: `python -m unisono.cluster.ray.driver driver|look REQUEST.json`, a child of the user's command."""
+"""The Ray driver of a job, or of `unisono doctor` on its nodes: `python -m unisono.cluster.ray_driver driver|look REQUEST.json`, a child of the user's command."""
 
 import contextlib
 import json
@@ -12,16 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from unisono.checkpoint.manifest import user_key
 from unisono.child import parse_child_arguments, run_child
-from unisono.cluster.ray.job_attempt import AttemptEnd, JobAttempt, RayJobRequest
-from unisono.cluster.ray.node_fronts import (
-    ActorLost,
-    JobNode,
-    NodeFronts,
-    RayHead,
-    lost_node_verdict,
-    refuse_different_install,
-)
-from unisono.cluster.ray.ray_cluster import (
+from unisono.cluster.ray_cluster import (
     connected,
     find_ray_head,
     head_endpoint,
@@ -29,6 +20,15 @@ from unisono.cluster.ray.ray_cluster import (
     living_nodes,
     reserved,
     resources_for,
+)
+from unisono.cluster.ray_job_attempt import AttemptEnd, JobAttempt, RayJobRequest
+from unisono.cluster.ray_node_fronts import (
+    ActorLost,
+    JobNode,
+    NodeFronts,
+    RayHead,
+    lost_node_verdict,
+    refuse_different_install,
 )
 from unisono.control.protocol import new_token
 from unisono.errors import UnfitError, UsageError

@@ -98,7 +98,7 @@ class NodeActor:
 
         Args:
             config: the text of its config.
-            request: for `unisono.cluster.ray.node_main`.
+            request: for `unisono.cluster.ray_node_main`.
             token: the job's secret; passed through a pipe.
             key: the user's key, which signs checkpoints.
             variables: of the environment, equal on all nodes.
@@ -113,7 +113,7 @@ class NodeActor:
         environment = {name: value for name, value in os.environ.items() if not _is_of_ray(name)}
         environment |= {**variables, "XDG_CONFIG_HOME": str(settings)}
         process = subprocess.Popen(
-            [sys.executable, "-m", "unisono.cluster.ray.process_guard", str(self._place)],
+            [sys.executable, "-m", "unisono.cluster.ray_process_guard", str(self._place)],
             cwd=self._place,
             env=environment,
             stdin=subprocess.PIPE,

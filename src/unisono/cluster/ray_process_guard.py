@@ -1,4 +1,4 @@
-"""`python -m unisono.cluster.ray.process_guard FOLDER`: runs a node's front, and removes everything it leaves.
+"""`python -m unisono.cluster.ray_process_guard FOLDER`: runs a node's front, and removes everything it leaves.
 
 Ray kills an actor at once, together with its child processes. So this process detaches from the actor, and runs as long as the
 actor holds the other end of its stdin, whose lines are: the job's token; then `signal NAME`, or `end`. When stdin closes, the job
@@ -27,7 +27,7 @@ def main(folder: Path) -> int:
         [
             sys.executable,
             "-m",
-            "unisono.cluster.ray.node_main",
+            "unisono.cluster.ray_node_main",
             str(folder / "request.json"),
             str(os.getpid()),
         ],

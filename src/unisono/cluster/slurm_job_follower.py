@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from unisono.cluster.slurm.controller import JobState, queue_position, read_job
+from unisono.cluster.slurm_controller import JobState, queue_position, read_job
 from unisono.events import Message, Show, notify
 from unisono.facts.slurm import hosts_of, node_states, run_slurm
 from unisono.files import parse_json

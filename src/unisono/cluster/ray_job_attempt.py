@@ -11,8 +11,9 @@ from typing import Any, Protocol
 
 from unisono.causes import Verdict
 from unisono.checkpoint.manifest import user_key
-from unisono.cluster.ray.mirror import Mirror, MirrorThread
-from unisono.cluster.ray.node_fronts import (
+from unisono.cluster.ray_cluster import head_endpoint
+from unisono.cluster.ray_mirror import Mirror, MirrorThread
+from unisono.cluster.ray_node_fronts import (
     ActorLost,
     JobNode,
     NodeFronts,
@@ -22,7 +23,6 @@ from unisono.cluster.ray.node_fronts import (
     ray_head_lost,
     ray_label,
 )
-from unisono.cluster.ray.ray_cluster import head_endpoint
 from unisono.config import RunConfig
 from unisono.control.protocol import new_token
 from unisono.errors import UnfitError

@@ -1,4 +1,4 @@
-"""`python -m unisono.cluster.ray.node_main REQUEST.json PID`: a node's front under Ray. It writes its messages to stdout, one on each line."""
+"""`python -m unisono.cluster.ray_node_main REQUEST.json PID`: a node's front under Ray. It writes its messages to stdout, one on each line."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.child import end_with_front
-from unisono.cluster.ray.node_fronts import RayLossFiles
+from unisono.cluster.ray_node_fronts import RayLossFiles
 from unisono.errors import UnisonoError
 from unisono.events import Message, Reporter
 from unisono.launch.session import train

@@ -18,7 +18,7 @@ from typing import Protocol
 
 import yaml
 
-from unisono.cluster.ray.node_fronts import ActorLost
+from unisono.cluster.ray_node_fronts import ActorLost
 from unisono.config import RunConfig
 from unisono.files import fsync_dir, make_private_dir, whole_file, write_text
 from unisono.launch.train_request import config_yaml

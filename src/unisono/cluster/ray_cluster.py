@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from unisono.cluster.ray import node_actor
-from unisono.cluster.ray.node_fronts import ActorLost, JobNode, RayHead
+from unisono.cluster import ray_node_actor
+from unisono.cluster.ray_node_fronts import ActorLost, JobNode, RayHead
 from unisono.errors import UnfitError, UsageError
 from unisono.text import one_line, show_bytes
 
@@ -200,7 +200,7 @@ def reserved(
     from ray.util.placement_group import remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    ray.cloudpickle.register_pickle_by_value(node_actor)
+    ray.cloudpickle.register_pickle_by_value(ray_node_actor)
     began = time.monotonic()
     patience = _Waiting(began, began + timeout_s, note, stopped)
     group, count = _reserve(wanted, nodes=nodes, least=least, patience=patience)
@@ -217,7 +217,7 @@ def reserved(
                 "max_concurrency": 8,
             }
             actors.append(
-                ray.remote(node_actor.NodeActor).options(scheduling_strategy=strategy, **options).remote()
+                ray.remote(ray_node_actor.NodeActor).options(scheduling_strategy=strategy, **options).remote()
             )
         yield actors
     finally:

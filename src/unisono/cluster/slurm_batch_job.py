@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.causes import Evidence, Verdict, find_cause
-from unisono.cluster.slurm.controller import (
+from unisono.cluster.slurm_controller import (
     JobState,
     Partition,
     has_gpus,
@@ -22,8 +22,8 @@ from unisono.cluster.slurm.controller import (
     refuse_unusable_nodes,
     slurm_error,
 )
-from unisono.cluster.slurm.job_follower import JobEnd, JobFollower, JobOutput
-from unisono.cluster.slurm.job_request import (
+from unisono.cluster.slurm_job_follower import JobEnd, JobFollower, JobOutput
+from unisono.cluster.slurm_job_request import (
     JobRequest,
     batch_script,
     checked_partitions,
@@ -36,8 +36,7 @@ from unisono.events import Show, notify
 from unisono.facts import read_environment, read_machine, take_token
 from unisono.facts.slurm import NodeState, node_states, run_slurm, submitting_environment
 from unisono.files import make_private_dir, read_object, write_json, write_text
-from unisono.launch.outcome import NOTHING_DONE, Ending, result_of
-from unisono.launch.run_records import read_progress
+from unisono.launch.run_records import NOTHING_DONE, Ending, read_progress, result_of
 from unisono.launch.train_request import TrainRequest, load_requested
 from unisono.rundir import RunDir
 from unisono.rundir.lock import RunLock

@@ -9,15 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from unisono.causes import Verdict, find_cause
-from unisono.cluster.ray.node_fronts import RayHead, ray_head_lost
+from unisono.cluster.ray_node_fronts import RayHead, ray_head_lost
 from unisono.config import LoadedConfig
 from unisono.errors import Disagreed, RankDied, UsageError
 from unisono.events import Message, Show, notify
 from unisono.facts import Environment, read_environment, read_machine
 from unisono.facts.machine import Gpu
-from unisono.launch.outcome import NOTHING_DONE, Ending, result_of
 from unisono.launch.run_claim import Claim, claim
-from unisono.launch.run_records import read_progress
+from unisono.launch.run_records import NOTHING_DONE, Ending, read_progress, result_of
 from unisono.launch.train_request import TrainRequest, load_requested, show_notes
 from unisono.plan.topology import Accelerators, Topology, TopologyRequest, read_topology
 from unisono.rendezvous.meeting_rules import show_verdicts
@@ -28,7 +27,7 @@ from unisono.supervise.child_process import Programs
 from unisono.supervise.interrupts import Interrupts, Stopped, exit_code_of
 from unisono.supervise.task_process import TaskProcess, refusal
 
-DRIVER = Programs(task=(sys.executable, "-m", "unisono.cluster.ray.driver"))
+DRIVER = Programs(task=(sys.executable, "-m", "unisono.cluster.ray_driver"))
 _POLL_S = 0.1
 _HEAD_EXIT_S = 3.0
 """The cluster's head may end slightly later than the processes connected to it."""
