@@ -14,7 +14,7 @@ from unisono.checkpoint import verify
 from unisono.checkpoint.store import CheckpointStore
 from unisono.checkpoint.writer import StorageFailed, StorageFull
 from unisono.errors import IntegrityError
-from unisono.launch.run_claim import require_intact, resume_point
+from unisono.launch.preparation import require_intact, resume_point
 from unisono.rundir.start_decision import StartDecision
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ import importlib, json, pkgutil, sys
 import unisono, unisono.cli.app
 rooms = ["cli", "doctor", "drill", "serve", "launch", "plan", "config", "facts", "rundir", "causes"]
 names = ["unisono." + name for name in ("errors", "events", "child", "files", "text")]
-names += ["unisono.checkpoint.manifest", "unisono.checkpoint.store", "unisono.launch.run_claim", "unisono.launch.curve_drawing"]
+names += ["unisono.checkpoint.manifest", "unisono.checkpoint.store", "unisono.launch.preparation", "unisono.launch.curve_drawing"]
 for room in rooms:
     package = importlib.import_module("unisono." + room)
     names += [m.name for m in pkgutil.walk_packages(package.__path__, package.__name__ + ".")]

@@ -14,7 +14,7 @@ import pytest
 from unisono.control.file_sender import Content, Offer, OfferRefused
 from unisono.errors import UsageError
 from unisono.events import Message
-from unisono.launch import run_claim as claiming
+from unisono.launch import preparation as claiming
 from unisono.remote_checkpoint.storage import Uploads
 from unisono.remote_checkpoint.transfers import ShardArrivals
 from unisono.remote_checkpoint.verification import FirstCheckpoint

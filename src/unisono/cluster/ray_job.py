@@ -15,7 +15,7 @@ from unisono.errors import Disagreed, RankDied, UsageError
 from unisono.events import Message, Show, notify
 from unisono.facts import Environment, read_environment, read_machine
 from unisono.facts.machine import Gpu
-from unisono.launch.run_claim import Claim, claim
+from unisono.launch.preparation import Claim, claim
 from unisono.launch.run_records import NOTHING_DONE, Ending, read_progress, result_of
 from unisono.launch.train_request import TrainRequest, load_requested, show_notes
 from unisono.plan.topology import Accelerators, Topology, TopologyRequest, read_topology

@@ -15,8 +15,7 @@ from typing import Any
 from unisono.config.problems import find_secrets
 from unisono.config.yaml_file import KeyPath, KeyPlaces
 from unisono.errors import ConfigError, Problem
-from unisono.files import parse_json, read_bytes
-from unisono.inputs import decode_text, fault_of
+from unisono.files import decode_text, fault_of, parse_json, read_bytes
 from unisono.text import nearest, one_line
 
 _FILE = "dataset_info.json"

@@ -15,8 +15,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from unisono.errors import ConfigError, Problem
-from unisono.files import open_given
-from unisono.inputs import decode_text, fault_of
+from unisono.files import decode_text, fault_of, open_given
 
 KeyPath = tuple[str | int, ...]
 _LIMIT_BYTES = 256_000  # pure-Python YAML parses about 50 kB per second; a config has a few kB

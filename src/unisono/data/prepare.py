@@ -36,8 +36,7 @@ from unisono.data.sources import Source, find_sources
 from unisono.data.token_table import TokenTable
 from unisono.errors import DataError, ModelError, UnfitError, storage_reason, storage_remedy, storage_words
 from unisono.events import Reporter
-from unisono.files import fsync_dir, read_json, whole_file, write_json
-from unisono.inputs import expand, fault_of
+from unisono.files import expand, fault_of, fsync_dir, read_json, whole_file, write_json
 from unisono.plan.run_plan import DataSummary, SplitSummary, steps_for_tokens
 from unisono.text import Duration, library_words
 

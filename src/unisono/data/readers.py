@@ -17,7 +17,7 @@ from typing import Any
 from unisono.data.rows import BadRow, Place, RawRow, Row, RowFile
 from unisono.errors import DataError
 from unisono.facts.limits import available_memory
-from unisono.inputs import HEAD_BYTES, SAMPLE_BYTES, decode_text, foreign_contents, guess_encoding, not_utf8
+from unisono.files import HEAD_BYTES, SAMPLE_BYTES, decode_text, foreign_contents, guess_encoding, not_utf8
 from unisono.text import one_line, show_bytes
 
 _FIELD_LIMIT = 1 << 30  # characters of one csv field; the csv module's own limit is less than a long answer

@@ -13,8 +13,7 @@ from unisono.data.rows import RowFile
 from unisono.errors import DataError, Problem
 from unisono.facts import read_environment
 from unisono.facts.environment import hub_silence, read_hub
-from unisono.files import read_json, whole_file, write_json
-from unisono.inputs import expand, fault_of
+from unisono.files import expand, fault_of, read_json, whole_file, write_json
 from unisono.text import nearest, one_line, redact
 
 _URL = re.compile(r"^([a-z][a-z0-9+.-]*)://", re.IGNORECASE)

@@ -21,8 +21,7 @@ from typing import Any
 from unisono.data.formats import all_text, holds_surrogate
 from unisono.data.rows import Conversation, Message, RowError
 from unisono.errors import DataError
-from unisono.files import read_json
-from unisono.inputs import decode_text, expand, fault_of
+from unisono.files import decode_text, expand, fault_of, read_json
 from unisono.text import one_line
 
 # For tokenizers without a template. END is the end-of-turn token, or else the end-of-sequence token.

@@ -9,9 +9,9 @@ from unisono.config.schema import sources_of
 from unisono.doctor.check import Check, CheckFunction, Finding, Surroundings, found
 from unisono.errors import Problem, UnisonoError
 from unisono.facts.environment import Hub, is_cached, probe_url, read_hub
-from unisono.launch.head_preparation import plan_start
 from unisono.launch.node_report import checkpoints_bytes
 from unisono.launch.planning import prepare
+from unisono.launch.preparation import plan_start
 from unisono.launch.train_request import with_overwriting
 from unisono.plan import RunPlan
 from unisono.plan.placement import lay_out

@@ -12,9 +12,9 @@ from unisono.checkpoint.manifest import user_key
 from unisono.events import Message, Show
 from unisono.facts.storage import RunsDisk
 from unisono.launch.head_nodes import HeadNodes
-from unisono.launch.head_preparation import as_warning
 from unisono.launch.output_watch import OutputWatch
 from unisono.launch.planning import LocalNode
+from unisono.launch.preparation import as_warning
 from unisono.launch.run_records import Recorder, Table, write_agreement
 from unisono.launch.train_request import TrainRequest
 from unisono.plan import RankPlace, RunPlan

@@ -30,7 +30,7 @@ from unisono.rendezvous.head_address import is_this_machine
 from unisono.rendezvous.remote_fronts import find_head, placed_by_slurm
 from unisono.supervise.child_process import misleading_variables
 from unisono.supervise.task_process import run_task
-from unisono.text import validation_words
+from unisono.text import Duration, validation_words
 
 _BY_HAND = re.compile(r"^(NCCL|GLOO|TP|TORCH|PYTORCH|CUDA|CUBLAS|CUDNN)_")
 
@@ -321,3 +321,14 @@ def _mismatch(where: str, host: str, what: str, why: str) -> Disagreed:
         fix=known.remedy if known else (),
     )
     return Disagreed.of(verdict.summary, where=where, why=why, fix="; ".join(verdict.fix), verdict=verdict)
+
+
+def with_step_difference(plan: RunPlan, loaded: LoadedConfig) -> RunPlan:
+    """The plan with a warning if LLaMA-Factory makes another number of steps from the same file; its packed sequences are others."""
+    duration = Duration.parse(plan.config.duration)
+    if loaded.translation is None or duration.unit != "epochs" or plan.config.data.packing:
+        return plan
+    note = loaded.translation.fewer_steps(
+        duration.amount, sequences=plan.data.train.sequences, global_batch=plan.global_batch
+    )
+    return plan.model_copy(update={"warnings": [*plan.warnings, note]}) if note else plan

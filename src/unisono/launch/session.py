@@ -12,10 +12,10 @@ from unisono.config import LoadedConfig, RunConfig
 from unisono.errors import ConfigError, Disagreed, UnisonoError, UsageError, as_usage_error
 from unisono.events import Message, Show, notify
 from unisono.facts import Environment, read_environment, read_machine, take_token
-from unisono.launch.head_preparation import plan_start
 from unisono.launch.head_run import HeadRun
 from unisono.launch.meeting_entry import is_about_nodes, party_of, report_early_refusal
 from unisono.launch.planning import LocalNode, look_around, prepare
+from unisono.launch.preparation import plan_start
 from unisono.launch.run_records import NOTHING_DONE, Ending, result_of
 from unisono.launch.train_request import TrainRequest, load_requested, refuse_live_launcher, show_notes
 from unisono.plan import RunPlan

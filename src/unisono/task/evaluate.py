@@ -18,8 +18,7 @@ from unisono.config.sections import PAIRS, PREFERENCE, Objective, PreferenceSect
 from unisono.data.token_table import TokenTable
 from unisono.errors import DataError
 from unisono.events import Reporter
-from unisono.files import write_json, write_text
-from unisono.inputs import expand, fault_of
+from unisono.files import expand, fault_of, write_json, write_text
 from unisono.model.directory import locate_model, locate_tokenizer
 from unisono.model.forward import Forward, choose_forward
 from unisono.model.generate import Sampling, generate

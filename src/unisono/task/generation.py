@@ -13,7 +13,7 @@ from unisono.data.rows import BadRow, RawRow, RowError, RowFile
 from unisono.data.template import ChatTemplate
 from unisono.errors import DataError, Problem, UsageError
 from unisono.events import Reporter
-from unisono.inputs import expand, fault_of
+from unisono.files import expand, fault_of
 from unisono.model.generate import Sampling, generate
 from unisono.task.inference import (
     InferenceModel,

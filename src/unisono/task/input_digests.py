@@ -19,8 +19,7 @@ from unisono.data.sources import find_local
 from unisono.errors import UnisonoError
 from unisono.events import Reporter
 from unisono.facts import read_environment
-from unisono.files import open_plain, read_object, write_json
-from unisono.inputs import expand, fault_of
+from unisono.files import expand, fault_of, open_plain, read_object, write_json
 from unisono.model.directory import is_embedding, is_hub_id, locate_model
 from unisono.model.file_settings import ADAPTER_FILE, adapter_directory
 from unisono.model.files import read_safetensors_header, weight_files
