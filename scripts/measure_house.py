@@ -64,7 +64,7 @@ ROOM_BUDGETS = {
     "control": 3_500,
     "data": 6_200,
     "diagnose": 8_400,
-    "diffusion": 2_900,
+    "diffusion": 3_050,
     "doctor": 5_400,
     "drill": 1_600,
     "facts": 3_650,

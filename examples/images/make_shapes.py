@@ -31,27 +31,51 @@ def draw_shape(name: str, dice: random.Random) -> Image.Image:
     picture = Image.new("RGB", (side, side), (250, 250, 250))
     size = dice.uniform(0.55, 0.75) * side
     left, top = (dice.uniform(0.05, 0.2) * side for _ in range(2))
-    box, color, draw = (left, top, left + size, top + size), CLASSES[name], ImageDraw.Draw(picture)
-    if name.endswith("square"):
-        draw.rectangle(box, fill=color)
-    elif name.endswith("disc"):
-        draw.ellipse(box, fill=color)
-    else:
-        third = size / 3
-        draw.rectangle((left + third, top, left + 2 * third, top + size), fill=color)
-        draw.rectangle((left, top + third, left + size, top + 2 * third), fill=color)
+    fill_shape(picture, name.split()[1], (left, top, left + size, top + size), CLASSES[name])
     return picture.resize((SIDE, SIDE), Image.Resampling.LANCZOS)
 
 
-def color_of(picture: Image.Image) -> str:
-    """The class whose color a picture shows: that of its pixels that are not white; `none` if there are few of them."""
-    pixels = np.asarray(picture.convert("RGB"), dtype=np.float32).reshape(-1, 3)
-    colored = pixels[pixels.max(1) - pixels.min(1) > 60]
-    if len(colored) < len(pixels) // 12:
+def fill_shape(picture: Image.Image, shape: str, box: tuple[float, float, float, float], fill: Any) -> None:
+    """Fills a square, disc or cross in a box (left, top, right, bottom)."""
+    draw, (left, top, right, bottom) = ImageDraw.Draw(picture), box
+    if shape == "square":
+        draw.rectangle(box, fill=fill)
+    elif shape == "disc":
+        draw.ellipse(box, fill=fill)
+    else:
+        third = (right - left) / 3
+        draw.rectangle((left + third, top, left + 2 * third, bottom), fill=fill)
+        draw.rectangle((left, top + third, right, top + 2 * third), fill=fill)
+
+
+def class_of(picture: Image.Image) -> str:
+    """The color and the shape that a picture shows, e.g. `green cross`, or `green disc`, which is no class; `none` if it is nearly white.
+
+    The color is the class's that is nearest to the mean of the pixels that are not white. The shape is the one that differs least from these
+    pixels when both fill the same box.
+    """
+    pixels = np.asarray(picture.convert("RGB"), dtype=np.float32)
+    strength = pixels.max(2) - pixels.min(2)
+    if np.count_nonzero(strength > 60) < strength.size // 12:
         return "none"
-    mean = colored.mean(0)
-    distances = {name: float(np.abs(mean - color).sum()) for name, color in CLASSES.items()}
-    return min(distances, key=lambda name: distances[name])
+    mean = pixels[strength > 60].mean(0)
+    color = min(CLASSES, key=lambda name: float(np.abs(mean - CLASSES[name]).sum())).split()[0]
+    mask = np.clip(strength / np.percentile(strength, 97), 0, 1)
+    rows, columns = np.nonzero(mask > 0.5)
+    box = (columns.min(), rows.min(), columns.max() + 1, rows.max() + 1)
+    seen = (
+        Image.fromarray((mask * 255).astype(np.uint8))
+        .crop(box)
+        .resize((SIDE, SIDE), Image.Resampling.BILINEAR)
+    )
+
+    def difference(shape: str) -> float:
+        wanted, side = Image.new("L", (SIDE * _LARGE,) * 2), SIDE * _LARGE - 1
+        fill_shape(wanted, shape, (0, 0, side, side), 255)
+        small = wanted.resize((SIDE, SIDE), Image.Resampling.BOX)
+        return float(np.abs(np.asarray(seen, dtype=np.float32) - np.asarray(small, dtype=np.float32)).mean())
+
+    return f"{color} {min((name.split()[1] for name in CLASSES), key=difference)}"
 
 
 def write_pictures(folder: Path, name: str, *, count: int, seed: int) -> None:
@@ -120,7 +144,7 @@ def train_vae(vae: Any, dice: random.Random, *, steps: int) -> None:
     with torch.no_grad():
         pixels, _names = batch_of(128, dice, classes=list(CLASSES))
         vae.register_to_config(scaling_factor=1 / float(vae.encode(pixels).latent_dist.mean.std()))
-    print(f"autoencoder: {steps} steps, loss {float(loss):.4f}")
+    print(f"autoencoder: {steps} steps, loss {float(loss.detach()):.4f}")
 
 
 def train_unet(parts: dict[str, Any], dice: random.Random, *, steps: int) -> None:
@@ -144,7 +168,7 @@ def train_unet(parts: dict[str, Any], dice: random.Random, *, steps: int) -> Non
         loss.backward()
         optimizer.step()
         schedule.step()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     print(f"UNet and text encoder: {steps} steps, loss {sum(losses[-50:]) / 50:.4f}")
 
 
@@ -166,16 +190,16 @@ def make(folder: Path, *, vae_steps: int = 300, unet_steps: int = 900) -> None:
     print(f"{folder}: model and pictures in {time.monotonic() - began:.0f} s")
 
 
-def count_colors(folder: Path) -> str:
-    """Of how many pictures in a folder each class has the color."""
+def count_classes(folder: Path) -> str:
+    """How many pictures in a folder show which color and shape."""
     files = sorted(folder.glob("*.png"))
-    counts = Counter(color_of(Image.open(file)) for file in files)
+    counts = Counter(class_of(Image.open(file)) for file in files)
     return ", ".join(f"{name}: {count} of {len(files)}" for name, count in counts.most_common())
 
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     if sys.argv[1] == "classify":
-        print(f"{sys.argv[2]}: {count_colors(Path(sys.argv[2]))}")
+        print(f"{sys.argv[2]}: {count_classes(Path(sys.argv[2]))}")
     else:
         make(Path(sys.argv[1]))

@@ -31,7 +31,7 @@ class Studio(Workshop):
             "objective": "diffusion", "model": {"path": str(self.model_dir), "dtype": "float32"},
             "adapter": {"rank": 4, "alpha": 2, "targets": "unet"},
             "data": {"train": str(self._files["sft"]), "resolution": 32},
-            "diffusion": {"bucket_step": 8, "min_side": 16, "max_side": 64},
+            "diffusion": {"bucket_step": 8, "min_side": 16, "max_side": 64, "caption_dropout": 0.3, "noise_offset": 0.1},
             "optim": {"lr": 1e-2}, "device": "cpu", "output_dir": str(out), "parallel": {"strategy": strategy},
             "duration": "6 steps", "batch": {"global": 6, "micro": 2}, "checkpoint": {"every": "3 steps", "keep": 9},
         }  # fmt: skip

@@ -15,12 +15,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 from PIL import Image
 
 from tests.diffusion.conftest import Studio
+from tests.diffusion.making import write_pictures
 from unisono.config.sections import DiffusionSection
 from unisono.diffusion.picture_folders import bucket_sizes, probe, read_folder, read_pixels, with_bucket
-from unisono.errors import DataError
+from unisono.errors import DataError, IntegrityError
 
 SECTION = DiffusionSection()
 
@@ -198,6 +200,12 @@ def test_pictures_of_all_modes_become_upright_rgb(tmp_path: Path) -> None:
     assert pixels[16, 16, 0] > 200
     assert pixels[16, 16, 1] < 60
 
+    stream = io.BytesIO()
+    clear.save(stream, format="WEBP", lossless=True)
+    _, pixels = _pixels(tmp_path / "clear.webp", stream.getvalue(), (32, 32))
+    assert pixels[5, 30].tolist() == [255, 255, 255]
+    assert pixels[5, 5].tolist() == [0, 255, 0]
+
     deep = Image.fromarray(np.full((32, 32), 128 * 257, dtype=np.uint16))
     _, pixels = _pixels(tmp_path / "deep.png", _png(deep), (32, 32))
     assert pixels[3, 3].tolist() == [128, 128, 128]
@@ -249,3 +257,16 @@ def test_a_damaged_entry_of_the_cache_is_computed_again(studio: Studio) -> None:
     again = studio.plan("diffusion")
     assert (first.data.digest, again.data.cache_hit) == (again.data.digest, False)
     assert "1 latents" in again.data.cache_reason
+
+
+def test_an_entry_that_is_damaged_after_the_start_ends_the_run(studio: Studio, tmp_path: Path) -> None:
+    folder = write_pictures(tmp_path / "pictures" / "1_own", ["grey"], ((56, 24),)).parent
+    plan = studio.plan("diffusion", data={"train": str(folder)}, duration="2 steps", batch={"global": 1, "micro": 1})  # fmt: skip
+    (digest,) = [xxhash.xxh3_128(file.read_bytes()).hexdigest() for file in folder.rglob("*.png")]
+    (entry,) = (studio.folder / "cache" / "pictures" / "latents").rglob(f"{digest}*.safetensors")
+    data = bytearray(entry.read_bytes())
+    data[-3] ^= 1
+    entry.write_bytes(data)
+    with pytest.raises(IntegrityError, match="cache of pictures is damaged"):
+        studio.alone(plan)
+    assert studio.plan("diffusion", data={"train": str(folder)}).data.cache_hit is False

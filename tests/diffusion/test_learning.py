@@ -30,8 +30,8 @@ def _unisono(*words: str, cwd: Path) -> None:
 
 
 def _share(model: str, *, cwd: Path, out: str) -> float:
-    """The share of 32 pictures of the third class's caption that have its color."""
-    from examples.images.make_shapes import color_of
+    """The share of 32 pictures of the third class's caption that show it."""
+    from examples.images.make_shapes import class_of
 
     _unisono(
         "generate",
@@ -47,7 +47,7 @@ def _share(model: str, *, cwd: Path, out: str) -> float:
         "1",
         cwd=cwd,
     )
-    counts = Counter(color_of(Image.open(file)) for file in (cwd / out).glob("*.png"))
+    counts = Counter(class_of(Image.open(file)) for file in (cwd / out).glob("*.png"))
     assert counts.total() == 32
     return counts["green cross"] / 32
 

@@ -24,7 +24,7 @@ from unisono.diffusion.pipeline_files import (
 )
 from unisono.errors import ModelError, UnfitError
 from unisono.files import read_object, write_json
-from unisono.model.directory import locate_tokenizer_files
+from unisono.model.directory import from_hub, is_hub_id
 from unisono.model.files import read_contents, read_safetensors_header
 from unisono.plan.run_plan import ModelFacts
 from unisono.text import library_words
@@ -32,6 +32,13 @@ from unisono.text import library_words
 TOKENIZER = "openai/clip-vit-large-patch14"
 """The hub id whose vocabulary all Stable Diffusion models use, as sd-scripts does; a single file has no tokenizer."""
 
+_TOKENIZER_FILES = (
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+)
 _UNET, _VAE = "model.diffusion_model.", "first_stage_model."
 _CLIP = {
     False: "cond_stage_model.transformer.text_model.",
@@ -59,8 +66,13 @@ def tokenizer_of_file(config: RunConfig) -> Path:
     Raises:
         ModelError: if there is none.
     """
+    named = config.model.tokenizer or TOKENIZER
     try:
-        return locate_tokenizer_files(config.model.tokenizer or TOKENIZER)
+        if is_hub_id(named):
+            return from_hub(named, None, key="model.tokenizer", patterns=_TOKENIZER_FILES)
+        if Path(named).expanduser().is_dir():
+            return Path(named).expanduser().resolve()
+        raise ModelError.of(f"there is no directory {named}", why="the path does not exist")
     except ModelError as error:
         raise ModelError.of(
             "the tokenizer of the model is missing",

@@ -71,7 +71,7 @@ def locate_model(path: str, revision: str | None = None, *, key: str = "model.pa
             where=key,
             fix="check the path; relative paths start at the working directory",
         )
-    return _from_hub(path, revision, key=key)
+    return from_hub(path, revision, key=key)
 
 
 def locate_tokenizer(config: RunConfig) -> Path:
@@ -106,29 +106,6 @@ def _tokenizer_directory(named: str) -> Path:
     return directory.resolve() if directory.is_dir() else locate_model(named)
 
 
-def locate_tokenizer_files(named: str) -> Path:
-    """The directory of a tokenizer that belongs to no language model; of a hub id only the tokenizer's files are downloaded.
-
-    Raises:
-        ModelError: if there is no such directory, or the hub does not provide it.
-    """
-    if is_hub_id(named):
-        files = [
-            "vocab.json",
-            "merges.txt",
-            "tokenizer.json",
-            "tokenizer_config.json",
-            "special_tokens_map.json",
-        ]
-        return _from_hub(named, None, key="model.tokenizer", patterns=files)
-    directory = Path(named).expanduser()
-    if not directory.is_dir():
-        raise ModelError.of(
-            f"there is no directory {named}", where="model.tokenizer", why="the path does not exist"
-        )
-    return directory.resolve()
-
-
 def _builtin(path: str) -> Path:
     name = path.removeprefix(_BUILTIN)
     root = resources.files("unisono") / "builtin"
@@ -161,7 +138,8 @@ def _is_path(path: str) -> bool:
     return len(parts) > 2 or path.startswith((".", "/", "~")) or not all(parts)
 
 
-def _from_hub(path: str, revision: str | None, *, key: str, patterns: Sequence[str] = _DOWNLOADED) -> Path:
+def from_hub(path: str, revision: str | None, *, key: str, patterns: Sequence[str] = _DOWNLOADED) -> Path:
+    """The directory of a hub id in the hub's cache, with the files of these patterns, downloaded if they are not there."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
