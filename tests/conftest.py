@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from xdist.remote import Producer
 
+from tests import needs
 from tests.needs import pytest_addoption, pytest_sessionfinish
 from tests.nodes.network_namespaces import Ground, Loopback, Namespaces, why_no_namespaces
 from tests.processes import mark, pytest_runtest_protocol, refuse_processes
@@ -191,6 +192,24 @@ def rated_files(pair_files: tuple[Path, Path], tmp_path_factory: pytest.TempPath
         ]
         (folder / file.name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder / "train.jsonl", folder / "unseen.jsonl"
+
+
+@pytest.fixture(scope="session")
+def image_sections(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The sections of a config for six steps on twelve pictures, with a tiny Stable Diffusion pipeline."""
+    needs.package("diffusers")
+    needs.package("PIL")
+    from tests.diffusion.making import write_pictures, write_pipeline
+
+    root = tmp_path_factory.mktemp("images")
+    sizes = ((32, 32), (48, 24), (24, 48), (40, 32))
+    write_pictures(root / "pictures" / "1_tile", ["red", "blue", "green"], sizes)
+    return {
+        "objective": "diffusion", "model": {"path": str(write_pipeline(root)), "dtype": "float32"},
+        "adapter": {"rank": 4, "alpha": 2, "targets": "unet"}, "data": {"train": str(root / "pictures"), "resolution": 32},
+        "diffusion": {"bucket_step": 8, "min_side": 16, "max_side": 64, "caption_dropout": 0.3}, "batch": {"global": 6},
+        "duration": "6 steps", "device": "cpu",
+    }  # fmt: skip
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests import needs
 from tests.diffusion.making import write_pictures, write_pipeline
 from tests.ranks.conftest import Done, Workshop
 from unisono.config import RunConfig
@@ -44,12 +45,14 @@ class Studio(Workshop):
 @pytest.fixture(scope="session")
 def pipeline_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Stable Diffusion pipeline with random weights."""
+    needs.package("diffusers")
     return write_pipeline(tmp_path_factory.mktemp("pipeline"))
 
 
 @pytest.fixture(scope="session")
 def pictures_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Twelve pictures of four sizes: those of one folder are used twice, those of the other once."""
+    needs.package("PIL")
     root = tmp_path_factory.mktemp("pictures")
     write_pictures(root / "2_tile", ["red", "blue"], SIZES)
     write_pictures(root / "1_other", ["green"], SIZES)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from PIL import Image
 
 Color = tuple[int, int, int]
 COLORS: dict[str, Color] = {
@@ -93,6 +92,8 @@ def write_pictures(
     folder: Path, colors: Sequence[str], sizes: Sequence[tuple[int, int]] = ((32, 32),)
 ) -> Path:
     """Writes a picture of each color and size with its caption; gives the folder."""
+    from PIL import Image
+
     folder.mkdir(parents=True, exist_ok=True)
     for color in colors:
         for width, height in sizes:

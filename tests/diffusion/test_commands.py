@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from tests import front_server
+from tests import front_server, needs
 from tests.diffusion.conftest import SIZES
 from tests.diffusion.making import write_pictures
+
+needs.package("diffusers")
 
 CONFIG = """
 model_train_type = "sd-lora"

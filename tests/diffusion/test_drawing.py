@@ -8,12 +8,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
 
+from tests import needs
 from tests.diffusion.conftest import Studio
 from tests.ranks.conftest import Done
 from unisono.events import Reporter
 from unisono.task.picture_tasks import run_generate
+
+needs.package("diffusers")
+Image = needs.package("PIL.Image")
 
 
 def test_a_picture_equals_that_of_plain_diffusers(done: Done, pipeline_dir: Path, tmp_path: Path) -> None:

@@ -16,24 +16,27 @@ from typing import Any
 import numpy as np
 import pytest
 import xxhash
-from PIL import Image
 
+from tests import needs
 from tests.diffusion.conftest import Studio
 from tests.diffusion.making import write_pictures
 from unisono.config.sections import DiffusionSection
 from unisono.diffusion.picture_folders import bucket_sizes, probe, read_folder, read_pixels, with_bucket
 from unisono.errors import DataError, IntegrityError
 
+needs.package("diffusers")
+Image = needs.package("PIL.Image")
+
 SECTION = DiffusionSection()
 
 
-def _png(picture: Image.Image, **options: Any) -> bytes:
+def _png(picture: Any, **options: Any) -> bytes:
     stream = io.BytesIO()
     picture.save(stream, format="PNG", **options)
     return stream.getvalue()
 
 
-def _jpeg(picture: Image.Image, **options: Any) -> bytes:
+def _jpeg(picture: Any, **options: Any) -> bytes:
     stream = io.BytesIO()
     picture.save(stream, format="JPEG", **options)
     return stream.getvalue()

@@ -11,9 +11,11 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from PIL import Image
 
-from tests import front_server
+from tests import front_server, needs
+
+needs.package("diffusers")
+Image = needs.package("PIL.Image")
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "images"

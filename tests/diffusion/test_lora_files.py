@@ -14,6 +14,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from tests import needs
 from tests.diffusion.conftest import Studio
 from tests.diffusion.making import write_pipeline
 from tests.ranks.conftest import Done
@@ -21,6 +22,8 @@ from unisono.diffusion.lora_file import dotted, from_sgm, read_lora, to_sgm, wri
 from unisono.errors import ModelError
 from unisono.events import Reporter
 from unisono.task import export
+
+needs.package("diffusers")
 
 
 def _export(target: Path, out: Path, format_: str) -> Path:

@@ -13,13 +13,16 @@ from typing import Any
 
 import pytest
 import torch
-from PIL import Image
 
+from tests import needs
 from tests.diffusion.conftest import Studio
 from unisono.data.token_table import TokenTable
 from unisono.diffusion.batches import PictureLoader, PictureUse
 from unisono.plan import RunPlan, Stream
 from unisono.train.run import stream_seed
+
+needs.package("diffusers")
+Image = needs.package("PIL.Image")
 
 Encode = Callable[[Any, Sequence[str]], torch.Tensor]
 _COMMON: dict[str, Any] = {

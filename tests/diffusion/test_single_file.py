@@ -12,12 +12,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests import needs
 from tests.diffusion.conftest import Studio
 from tests.diffusion.making import write_usual_pipeline
 from unisono.config import RunConfig
 from unisono.diffusion.pipeline_files import read_pipeline
 from unisono.diffusion.single_file import open_files
 from unisono.errors import ModelError
+
+needs.package("diffusers")
 
 Tensors = dict[str, torch.Tensor]
 _RESNET = {"norm1": "in_layers.0", "conv1": "in_layers.2", "time_emb_proj": "emb_layers.1", "norm2": "out_layers.0", "conv2": "out_layers.3", "conv_shortcut": "skip_connection"}  # fmt: skip

@@ -12,8 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests import needs
 from tests.diffusion.conftest import Studio
 from tests.ranks.conftest import Done
+
+needs.package("diffusers")
 
 
 def test_a_run_trains_and_leaves_the_file_of_diffusers(done: Done) -> None:
