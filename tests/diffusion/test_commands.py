@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests import front_server, needs
@@ -110,3 +111,46 @@ def test_a_killed_run_resumes_with_the_same_losses(
         for place in (tmp_path / "straight", tmp_path / "killed")
     ]
     assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+@pytest.mark.long
+@pytest.mark.ranks
+def test_a_killed_rank_of_two_is_named_and_no_step_is_lost(
+    pipeline_dir: Path, tmp_path: Path, env: dict[str, str]
+) -> None:
+    """The run continues by itself from the steps that its front keeps in memory, with the losses of a run that was not killed."""
+    for name in ("straight", "killed"):
+        _prepare(tmp_path / name, pipeline_dir, steps=40)
+    words = ["train", "20261124-100000.toml", "--nproc", "2", "checkpoint.every=20 steps"]
+    _unisono(*words, cwd=tmp_path / "straight", env=env)
+    run = tmp_path / "killed" / "runs" / "aki"
+    front = front_server.start([sys.executable, "-m", "unisono", *words], cwd=tmp_path / "killed", env=env)
+    limit = time.monotonic() + 300
+    while len(_losses(run)) < 7:
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+    (victim,) = [
+        process
+        for process in psutil.process_iter()
+        if str(run / "plan.json") in " ".join(_words_of(process)) and _rank_of(process) == "1"
+    ]
+    victim.kill()
+    assert front.wait(timeout=300) == 0
+    (restart,) = json.loads((run / "result.json").read_text())["restarts"]
+    assert (restart["verdict"]["cause"], restart["verdict"]["ranks"]) == ("rank_killed", [1])
+    assert restart["from_step"] >= 6
+    assert _losses(run) == _losses(tmp_path / "straight" / "runs" / "aki")
+
+
+def _words_of(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+def _rank_of(process: psutil.Process) -> str:
+    try:
+        return process.environ().get("RANK", "")
+    except psutil.Error:
+        return ""

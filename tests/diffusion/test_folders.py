@@ -6,6 +6,7 @@ Run: pytest tests/diffusion/test_folders.py
 import io
 import json
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -260,6 +261,7 @@ def test_a_damaged_entry_of_the_cache_is_computed_again(studio: Studio) -> None:
     again = studio.plan("diffusion")
     assert (first.data.digest, again.data.cache_hit) == (again.data.digest, False)
     assert "1 latents" in again.data.cache_reason
+    assert re.search(r", \d[\d.]* [kM]?B on disk$", again.data.cache_reason)
 
 
 def test_an_entry_that_is_damaged_after_the_start_ends_the_run(studio: Studio, tmp_path: Path) -> None:

@@ -1,7 +1,10 @@
 """Several nodes that agree, and train. Run: pytest tests/nodes/test_training.py"""
 
 import json
+import shutil
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,6 +47,22 @@ def test_two_nodes_with_two_and_one_ranks_train_one_model(networks: Namespaces, 
     assert not (disk / "verdict.json").exists()
     assert fronts[0].result["step"] == 4
     assert "completed" in fronts[1].text()
+    pair.wait_gone()
+
+
+def test_two_nodes_train_an_image_model(pair: Job, image_sections: dict[str, Any]) -> None:
+    """A caption that differs is found before anything starts; then pictures, buckets and latents agree, and the first checkpoint is read back."""
+    pair.config(**image_sections)
+    pictures = Path(image_sections["data"]["train"])
+    other = shutil.copytree(pictures, pair.folder / "other")
+    (other / "1_tile" / "red-32x32.txt").write_text("a different caption")
+    pair.config(1, data={"train": str(other)})
+    refused(pair.start_all(), "data_mismatch")
+    pair.config(1, data={"train": str(pictures)})
+    fronts = pair.start_all(rehearse=True)
+    assert together(fronts) == [0, 0], pair.transcript()
+    assert [line["step"] for line in pair.metrics()] == [1, 2, 3, 4, 5, 6]
+    assert (pair.out / "adapter" / "pytorch_lora_weights.safetensors").is_file()
     pair.wait_gone()
 
 

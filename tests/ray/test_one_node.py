@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,6 +37,19 @@ def test_two_ranks_train_on_ray_and_their_run_is_whole_where_the_command_was_typ
         "step-00000004",
     ]
     assert (out / "adapter/adapter_model.safetensors").exists()
+    cluster.nothing_left()
+
+
+@pytest.mark.slow
+def test_two_ranks_train_an_image_model_on_ray(
+    cluster: RayCluster, config: Config, image_sections: dict[str, Any]
+) -> None:
+    path = config(cluster, **image_sections)
+    front = cluster.type("train", path, "--launcher", "ray", "--nproc", "2", speaks_json=False)
+    assert front.wait(limit_s=600) == 0, front.text()
+    out = cluster.out_of(path)
+    assert len((out / "metrics.jsonl").read_text().splitlines()) == 6
+    assert (out / "adapter/pytorch_lora_weights.safetensors").exists()
     cluster.nothing_left()
 
 

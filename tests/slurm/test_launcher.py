@@ -5,6 +5,7 @@ A real Slurm on network namespaces; skipped with the reason where there is none.
 
 import json
 import stat
+from typing import Any
 
 import pytest
 
@@ -36,6 +37,16 @@ def test_a_job_of_two_nodes_is_written_submitted_followed_and_ends_with_its_code
     whole = "".join(path.read_text() for path in folder.iterdir())
     assert "UNISONO_TOKEN=" in whole
     assert "token_urlsafe(32))')" in script.read_text()  # what makes one, and none itself
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_an_image_model_is_trained_by_a_job(job: SlurmJob, image_sections: dict[str, Any]) -> None:
+    job.config(**image_sections)
+    front = job.type(*TWO, "--nproc", "1", json=False)
+    assert front.wait(limit_s=1000) == 0, front.text()
+    assert [line["step"] for line in job.metrics()] == [1, 2, 3, 4, 5, 6]
+    assert (job.out / "adapter/pytorch_lora_weights.safetensors").exists()
 
 
 @pytest.mark.slow

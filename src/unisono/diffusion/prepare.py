@@ -43,7 +43,7 @@ from unisono.errors import ConfigError, DataError, Problem
 from unisono.events import Reporter
 from unisono.files import read_object, whole_file, write_json
 from unisono.plan.run_plan import DataSummary, SplitSummary, permutation, steps_for_tokens
-from unisono.text import Duration
+from unisono.text import Duration, show_bytes
 
 PICTURES = "pictures.json"
 _EVAL = -1  # the epoch whose permutation selects the pictures that are split off
@@ -193,11 +193,11 @@ def text_digest(config: RunConfig, digests: PipelineDigests) -> str:
 
 def fill_caches(
     config: RunConfig, rows: Rows, pipeline: Pipeline, places: Places, report: Reporter, device: torch.device
-) -> tuple[list[int], int]:
-    """Computes the latents and embeddings that are missing; gives the digest of each picture's latents, and how many were computed."""
+) -> tuple[list[int], int, int]:
+    """Computes the latents and embeddings that are missing; gives the digest of each picture's latents, how many were computed, and bytes on disk."""
     pictures = rows.train + rows.eval
     if not config.diffusion.cache:
-        return [0] * len(pictures), 0
+        return [0] * len(pictures), 0, 0
     vae: list[Any] = []
 
     def latents(number: int) -> dict[str, torch.Tensor]:
@@ -227,10 +227,10 @@ def fill_caches(
                 encoding.append(text_encoding(config, pipeline, encoders))
             return encode_caption(encoding[0], captions[number])
 
-        computed += fill(
-            [places.caption(c) for c in captions], states, _progress(report, "embeddings of the captions")
-        )[1]
-    return digests, computed
+        texts = [places.caption(caption) for caption in captions]
+        computed += fill(texts, states, _progress(report, "embeddings of the captions"))[1]
+        paths += texts
+    return digests, computed, sum(path.stat().st_size for path in set(paths))
 
 
 def _progress(report: Reporter, text: str) -> Callable[[int, int], None]:
@@ -267,7 +267,7 @@ def prepare_pictures(
     """
     rows = gather(config, pipeline, cache_dir, report)
     places = Places(cache_dir / "pictures", digests.encoder, text_digest(config, digests))
-    latents, computed = fill_caches(config, rows, pipeline, places, report, cache_device(config))
+    latents, computed, size = fill_caches(config, rows, pipeline, places, report, cache_device(config))
     entries = [
         _entry(picture, latent) for picture, latent in zip(rows.train + rows.eval, latents, strict=True)
     ]
@@ -288,9 +288,9 @@ def prepare_pictures(
     reason = (
         "nothing is cached: latents and embeddings are computed in each step"
         if not config.diffusion.cache
-        else f"{computed} latents and embeddings were computed"
+        else f"{computed} latents and embeddings were computed, {show_bytes(size)} on disk"
         if computed
-        else "the same pictures, captions and encoders as before"
+        else f"the same pictures, captions and encoders as before, {show_bytes(size)} on disk"
     )
     return DataSummary(
         cache_dir=str(directory),
