@@ -19,8 +19,18 @@ from tests import needs
 from tests.control.test_security import dial, greeted, hello, rest
 from unisono.control.channel_ends import HeadServer
 from unisono.control.connection import FileReceived, Left, NodeMessage
-from unisono.control.file_receiver import AT_ONCE, MAX_OPEN, PER_NODE, WINDOW, FileReceiver
-from unisono.control.file_sender import Content, FileSender, Offer, OfferRefused, TransferOutcome
+from unisono.control.file_transfer import (
+    AT_ONCE,
+    MAX_OPEN,
+    PER_NODE,
+    WINDOW,
+    Content,
+    FileReceiver,
+    FileSender,
+    Offer,
+    OfferRefused,
+    TransferOutcome,
+)
 from unisono.control.protocol import (
     PIECE_BYTES,
     PROVEN_BYTES,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.doctor.doctor_process import doctor
-from unisono.doctor.system_checks import judge_clock, judge_core_dumps
+from unisono.doctor.machine_checks import judge_clock, judge_core_dumps
 from unisono.facts import is_synchronised
 from unisono.facts.limits import CoreDumps, read_core_dumps
 

@@ -5,11 +5,13 @@ from dataclasses import replace
 import pytest
 
 from unisono.causes import find_cause
-from unisono.drill.drills import DRILLS, Drill, choose
-from unisono.drill.results import (
+from unisono.drill.drills import (
+    DRILLS,
+    Drill,
     FrontExit,
     History,
     NamedCause,
+    choose,
     drills_table,
     judge,
     named_cause_in,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from unisono.control.file_sender import Content, Offer, OfferRefused
+from unisono.control.file_transfer import Content, Offer, OfferRefused
 from unisono.errors import UsageError
 from unisono.events import Message
 from unisono.launch import preparation as claiming

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from unisono.control.file_sender import Content, Offer, OfferRefused
+from unisono.control.file_transfer import Content, Offer, OfferRefused
 from unisono.remote_checkpoint.transfers import ShardArrivals
 
 LIMIT_S = 30.0

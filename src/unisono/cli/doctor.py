@@ -31,8 +31,7 @@ from unisono.cli.output import output, terminal_width
 
 if TYPE_CHECKING:
     from unisono.doctor.examination import Examination
-    from unisono.drill.drills import Drill
-    from unisono.drill.results import DrillResult
+    from unisono.drill.drills import Drill, DrillResult
 
 
 def doctor(
@@ -149,8 +148,7 @@ def drill(
     list_: Annotated[bool, typer.Option("--list", help="List the faults; start nothing.")] = False,
 ) -> None:
     """Inject each fault into a tiny run on this machine, and show the detected cause, the time, and what is left behind. The exit code is 6 if a result is wrong."""
-    from unisono.drill.drills import choose
-    from unisono.drill.results import drills_table, results_table
+    from unisono.drill.drills import choose, drills_table, results_table
 
     printer = output()
     chosen = choose(tuple(faults or ()))
@@ -172,8 +170,8 @@ def drill(
 
 def _carry_out(chosen: "tuple[Drill, ...]") -> "list[DrillResult]":
     from unisono.cli.terminal import Progress
+    from unisono.drill.drills import result_line
     from unisono.drill.execution import run_drills
-    from unisono.drill.results import result_line
 
     rows: list[DrillResult] = []
     with Progress(output()) as progress:

@@ -17,9 +17,8 @@ from unisono.diagnose.rules_death import (
     find_ray_deaths,
     find_silence,
 )
-from unisono.diagnose.rules_finished import find_finished, find_nan
 from unisono.diagnose.rules_hang import find_hang, find_mismatches, find_uneven
-from unisono.diagnose.rules_named import find_named, find_user_errors
+from unisono.diagnose.rules_named import find_finished, find_named, find_nan, find_user_errors
 from unisono.diagnose.rules_setup import (
     find_interfaces,
     find_ray_resources,

@@ -27,13 +27,12 @@ from unisono.doctor.device_checks import CATALOGUE as DEVICES
 from unisono.doctor.device_checks import CHECKS as DEVICES_CHECKS
 from unisono.doctor.ladder_attempts import CATALOGUE as LADDER
 from unisono.doctor.ladder_attempts import CHECKS as LADDER_CHECKS
-from unisono.doctor.network_checks import CHECKS as NETWORK_CHECKS
-from unisono.doctor.network_checks import SETTINGS, SETTINGS_CHECKS
+from unisono.doctor.machine_checks import CATALOGUE as SYSTEM
+from unisono.doctor.machine_checks import CHECKS as SYSTEM_CHECKS
+from unisono.doctor.machine_checks import NETWORK_CHECKS, SETTINGS, SETTINGS_CHECKS
 from unisono.doctor.network_rules import CATALOGUE as NETWORK
 from unisono.doctor.node_trials import CATALOGUE as PEERS
 from unisono.doctor.node_trials import compare_nodes, disagreement_findings
-from unisono.doctor.system_checks import CATALOGUE as SYSTEM
-from unisono.doctor.system_checks import CHECKS as SYSTEM_CHECKS
 from unisono.errors import Disagreed, UnisonoError
 from unisono.facts import read_environment, take_token
 from unisono.launch.meeting_entry import party_of, report_early_refusal

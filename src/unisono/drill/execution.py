@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from unisono.child import end_with_front
-from unisono.drill.drills import Drill
-from unisono.drill.results import (
+from unisono.drill.drills import (
+    Drill,
     DrillResult,
     FrontExit,
     History,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from unisono.causes import Evidence, Verdict, find_cause
 from unisono.control.connection import Left
-from unisono.control.file_sender import FileSender, TransferOutcome
+from unisono.control.file_transfer import FileSender, TransferOutcome
 from unisono.errors import Disagreed
 from unisono.events import Message, Show
 from unisono.facts.path_probes import PathMonitor, PathState, identity_of

@@ -15,8 +15,7 @@ from unisono.checkpoint.store import CheckpointStore, temporary_name
 from unisono.checkpoint.writer import STATE, StorageFailed, TensorFile, group_file, state_text, write_files
 from unisono.control.channel_ends import HeadServer
 from unisono.control.connection import FileReceived, Left, NodeMessage
-from unisono.control.file_receiver import FileReceiver
-from unisono.control.file_sender import FileSender, Offer, OfferRefused, TransferOutcome
+from unisono.control.file_transfer import FileReceiver, FileSender, Offer, OfferRefused, TransferOutcome
 from unisono.errors import storage_reason, storage_words
 from unisono.events import Message, Show
 from unisono.plan import RunPlan

@@ -18,8 +18,14 @@ from unisono.checkpoint.store import CheckpointStore, temporary_name
 from unisono.config import RunConfig
 from unisono.control.channel_ends import HeadServer
 from unisono.control.connection import FileReceived
-from unisono.control.file_receiver import FileReceiver
-from unisono.control.file_sender import Content, FileSender, Offer, OfferRefused, TransferOutcome
+from unisono.control.file_transfer import (
+    Content,
+    FileReceiver,
+    FileSender,
+    Offer,
+    OfferRefused,
+    TransferOutcome,
+)
 from unisono.errors import IntegrityError, UnfitError
 from unisono.events import Message, Show
 from unisono.facts import Environment

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from unisono.control.channel_ends import HeadServer, NodeLink
 from unisono.control.connection import Left
-from unisono.control.file_sender import Content, FileSender
+from unisono.control.file_transfer import Content, FileSender
 
 TOKEN = b"the secret of this job, 32 bytes"
 
