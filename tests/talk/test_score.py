@@ -1,13 +1,15 @@
 """Scores of texts keep the properties their names promise. Run: pytest tests/talk/test_score.py"""
 
 import string
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unisono.task.evaluate import llamafactory_rouge
-from unisono.train.evaluation import bleu, exact_match, rouge_l, similarity
+from unisono.train.evaluation import bleu, differs, exact_match, rouge_l, similarity, text_of
 
 TEXTS = st.text(max_size=40)
 PAIRS = st.lists(st.tuples(TEXTS, TEXTS), min_size=1, max_size=6)
@@ -113,3 +115,18 @@ def test_rouge_of_a_prediction_counts_words_and_their_order() -> None:
     assert found["rouge-1"] == pytest.approx(100.0)
     assert found["rouge-2"] == pytest.approx(60.0)  # the cat, on the, the mat: 3 of 5
     assert found["rouge-l"] == pytest.approx(50.0)
+
+
+@pytest.mark.parametrize("reference", ['{"day": "tue"}', "  naïve – 今日は\x1b[1m fox\x1b[0m, five ok  "])
+def test_an_answer_ends_early_only_if_it_cannot_match(
+    make_tokenizer: Callable[[], Any], reference: str
+) -> None:
+    tokenizer = make_tokenizer()
+    wanted = tokenizer.encode(reference)
+    pieces = tokenizer.convert_ids_to_tokens(wanted)
+    byte_by_byte = tokenizer.convert_tokens_to_ids([letter for piece in pieces for letter in piece])
+    assert text_of(tokenizer, byte_by_byte) == text_of(tokenizer, wanted)
+    for tokens in (wanted, byte_by_byte):
+        assert not any(differs(tokenizer, tokens[:end], wanted) for end in range(len(tokens) + 1))
+    other = tokenizer.encode("dog " + reference)
+    assert next(end for end in range(len(other)) if differs(tokenizer, other[:end], wanted)) <= 12

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,7 @@ from unisono.train.run import EvaluationBatches, Run, counts_of, load_micro
 
 _AGREE_EVERY_TOKENS = 8
 _REPORT_EVERY_S = 2.0  # a short evaluation reports its result only
+_UNSETTLED = 8  # last characters of an unfinished answer: parts of a character or of a control sequence, which further tokens may change
 
 
 def evaluate_rows(run: Run) -> dict[str, float] | None:
@@ -187,7 +189,7 @@ def exact_match_share(run: Run) -> float | None:
     if not questions:
         return None
     own = questions if run.sharded else questions[run.group.rank :: run.group.world_size]
-    answers = _answers(run, own, among=questions, limit=None)
+    answers = _answers(run, own, among=questions, limit=None, only_matches=True)
     pairs = [(answer, _text(run, question.answer)) for question, answer in answers]
     matches = round(exact_match(pairs) * len(pairs)) if pairs else 0
     counts = [matches, len(pairs), *flags_of(run.stop.outcome)]
@@ -209,11 +211,17 @@ def _questions(run: Run, rows: range, *, limit: int | None = None) -> list[Quest
 
 
 def _answers(
-    run: Run, questions: list[Question], *, among: list[Question], limit: int | None
+    run: Run,
+    questions: list[Question],
+    *,
+    among: list[Question],
+    limit: int | None,
+    only_matches: bool = False,
 ) -> list[tuple[Question, str]]:
     """Greedy answers to some of the questions of all ranks; none after a stop request.
 
-    Without a limit an answer may be as long as the longest reference of all, plus a few tokens.
+    Without a limit an answer may be as long as the longest reference of all, plus a few tokens. With `only_matches` an answer ends where it
+    differs from its reference: before training that is after a few tokens.
     """
     if not questions:
         return []
@@ -231,11 +239,21 @@ def _answers(
                 stop_ids=_stop_ids(run, among),
                 pad_id=pad or 0,
                 is_over=stop,
+                is_done=(lambda i, answer: differs(run.tokenizer, answer, questions[i].answer))
+                if only_matches
+                else None,
             )
         )
     if stop.is_requested:
         return []
     return [(question, _text(run, answer)) for question, answer in zip(questions, answers, strict=True)]
+
+
+def differs(tokenizer: Any, answer: Sequence[int], reference: Sequence[int]) -> bool:
+    """Whether the beginning of an answer rules out that its text will be that of the reference, which may have other tokens."""
+    if list(answer) == list(reference[: len(answer)]):
+        return False
+    return not text_of(tokenizer, reference).startswith(text_of(tokenizer, answer)[:-_UNSETTLED])
 
 
 class _StopCheck:
@@ -271,9 +289,12 @@ def _stop_ids(run: Run, questions: list[Question]) -> set[int]:
 
 
 def _text(run: Run, ids: list[int]) -> str:
-    return plain(
-        run.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    ).strip()
+    return text_of(run.tokenizer, ids)
+
+
+def text_of(tokenizer: Any, ids: Sequence[int]) -> str:
+    """The text of tokens as it is shown and compared: without special tokens, control characters and blanks at its ends."""
+    return plain(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)).strip()
 
 
 __all__ = ["Pair", "bleu", "exact_match", "rouge_l"]
