@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests import front_server
 from tests.needs import program
 
 CHROMIUM_FLAGS = (
@@ -71,14 +72,14 @@ class RunningBoard:
         """Ends it as Ctrl-C does, if it still runs; the exit code."""
         if self.process.poll() is None:
             self.process.terminate()
-        return self.process.wait(20)
+        return self.process.wait(120)
 
 
 @contextlib.contextmanager
 def board_of(*runs: Path, options: tuple[str, ...] = ()) -> Iterator[RunningBoard]:
     """A server for some runs, ended afterwards."""
     words = [sys.executable, "-m", "unisono", "board", "--json", *options, *map(str, runs)]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    process = front_server.start(words, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     with process.stdout:
         try:
@@ -86,4 +87,4 @@ def board_of(*runs: Path, options: tuple[str, ...] = ()) -> Iterator[RunningBoar
         finally:
             if process.poll() is None:
                 process.terminate()
-            process.wait(20)
+            process.wait(120)

@@ -15,6 +15,7 @@ import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from board_pictures import take_pictures
+from tests import front_server
 from tests.board.boards import CHROMIUM, CHROMIUM_FLAGS, board_of
 from tests.board.made_runs import append, make_hostile, make_run, write
 from tests.needs import lacking
@@ -275,7 +276,7 @@ def test_a_stopped_rank_is_named_on_the_page_in_the_words_of_the_terminal(
     write(tmp_path / "train.yaml", None, text=config)
     words = [sys.executable, "-m", "unisono", "train", str(tmp_path / "train.yaml"), "--nproc", "2"]
     said = (tmp_path / "said.txt").open("w+")
-    with said, subprocess.Popen(words, stdout=said, stderr=subprocess.STDOUT) as training:
+    with said, front_server.start(words, stdout=said, stderr=subprocess.STDOUT) as training:
         try:
             until(
                 lambda: (root / "metrics.jsonl").exists() and (root / "metrics.jsonl").stat().st_size > 2_000,

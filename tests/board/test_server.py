@@ -170,8 +170,8 @@ def test_a_signal_ends_it_at_once_with_exit_0(tmp_path: Path, number: signal.Sig
             until(stream, b"event: hello")
             began = time.monotonic()
             board.process.send_signal(number)
-            assert board.process.wait(20) == 0
-            assert time.monotonic() - began < 5, "five times the bound, on a busy machine"
+            assert board.process.wait(120) == 0
+            assert time.monotonic() - began < 10, "1.8 s were seen on a busy machine"
 
 
 def test_what_cannot_be_shown_ends_with_exit_2_and_nothing_is_written(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests import front_server
 from unisono.data import template
 from unisono.data.encode import Encoder
 from unisono.data.prepare import load_tokenizer
@@ -179,10 +179,12 @@ def test_what_cannot_be_interrupted_ends_the_process_and_is_refused_in_the_same_
     config.write_text(
         f"model: builtin:tiny\ndata: {{train: {rows}, template: {file}}}\noutput_dir: {tmp_path / 'out'}\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "unisono", "data", "preview", str(config)], capture_output=True, text=True, timeout=300,
-        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}, check=False, cwd=tmp_path,
-    )  # fmt: skip
+    done = front_server.run(
+        [sys.executable, "-m", "unisono", "data", "preview", str(config)],
+        timeout=300,
+        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")},
+        cwd=tmp_path,
+    )
     assert done.returncode == 2, done.stderr
     assert "the chat template does not terminate" in done.stderr
     assert "Traceback" not in done.stderr

@@ -6,7 +6,6 @@ Run: pytest tests/docs
 import inspect
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 import yaml
 
 from page_checks import unknown_commands, unknown_keys
+from tests import front_server
 from unisono.causes.verdict import EXIT_CODES
 from unisono.cli.terminal import first_screen
 from unisono.config import load_config
@@ -170,9 +170,7 @@ def test_the_first_config_trains_and_its_result_answers(tmp_path: Path) -> None:
 
 def notify(*words: str) -> str:
     """What a command of the documentation writes to stdout; it must end with 0."""
-    done = subprocess.run(
-        [sys.executable, "-m", "unisono", *words], capture_output=True, text=True, check=False, cwd=ROOT
-    )
+    done = front_server.run([sys.executable, "-m", "unisono", *words], cwd=ROOT)
     assert done.returncode == 0, f"unisono {' '.join(words)}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 

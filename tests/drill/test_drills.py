@@ -126,9 +126,7 @@ def test_no_process_outlives_a_drill_that_is_killed(drill_of: Callable[..., Comm
 
 
 def command_line(*words: str) -> tuple[int, str, str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "unisono", "drill", *words], capture_output=True, text=True, check=False, timeout=60
-    )  # fmt: skip
+    done = front_server.run([sys.executable, "-m", "unisono", "drill", *words], timeout=60)
     return done.returncode, done.stdout, done.stderr
 
 

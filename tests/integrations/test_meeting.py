@@ -42,12 +42,15 @@ def _rank(
     except Disagreed as error:
         words, cause = str(error), error.verdict.cause if error.verdict else ""
     answers.put((rank, words, cause, time.monotonic() - began))
+    if words == "agreed":
+        signal.pause()  # as in training: the first rank, which holds the store, stays until all have agreed
 
 
 def _together(
     rows: list[int], *, patience_s: float = 120.0, absent: int | None = None
 ) -> dict[int, tuple[str, str, float]]:
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")  # it imports torch once for all ranks
+    context.set_forkserver_preload(["torch.distributed", __name__])
     answers: Any = context.Queue()
     port = free_port()
     started = [

@@ -1,11 +1,12 @@
 """A checkpoint that somebody else has signed: refused, unless it is trusted. Run: pytest tests/launch/test_trust.py"""
 
 import shutil
-import subprocess
 import sys
 from typing import Any
 
 import pytest
+
+from tests import front_server
 
 LONGER = ("--resume", "duration=5 steps")
 
@@ -76,10 +77,12 @@ def test_a_trusted_run_continues_as_its_owners_would_with_its_optimizer_and_its_
 ) -> None:
     finished.environment["XDG_CONFIG_HOME"] = str(finished.folder / "settings of somebody else")
     out = finished.folder / "exported"
-    exported = subprocess.run(
-        [sys.executable, "-m", "unisono", "export", str(finished.out), str(out), "--step", "3"], cwd=finished.folder,
-        env=finished.environment, capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
+    exported = front_server.run(
+        [sys.executable, "-m", "unisono", "export", str(finished.out), str(out), "--step", "3"],
+        cwd=finished.folder,
+        env=finished.environment,
+        timeout=240,
+    )
     assert exported.returncode == 0, exported.stderr
     assert (out / "adapter_model.safetensors").exists()
     assert "signed by a different key" in exported.stderr + exported.stdout

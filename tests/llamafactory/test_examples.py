@@ -15,6 +15,7 @@ import torch
 import transformers
 import yaml
 
+from tests import front_server
 from tests.llamafactory.conftest import QWEN3, Workspace
 
 Trained = Callable[[str], Workspace]
@@ -190,7 +191,7 @@ def test_two_ranks_that_are_killed_resume_bit_equal(workspace: Workspace, tmp_pa
     command = ["train", workspace.example(LORA), "--nproc", "2", "max_steps=14", "save_steps=3"]
     workspace.must(*command, f"output_dir={tmp_path / 'undisturbed'}")
     killed = tmp_path / "killed"
-    front = subprocess.Popen(
+    front = front_server.start(
         [sys.executable, "-m", "unisono", "--json", *command, f"output_dir={killed}"],
         cwd=workspace.root,
         env=os.environ | {"XDG_CACHE_HOME": str(workspace.root / ".cache")},
