@@ -19,8 +19,8 @@ from tests import front_server
 from tests.board.boards import CHROMIUM, CHROMIUM_FLAGS, board_of
 from tests.board.made_runs import append, make_hostile, make_run, write
 from tests.needs import lacking
+from unisono.board.page import runs_file
 from unisono.board.regions import REGIONS
-from unisono.board.server import runs_file
 from unisono.rundir import RunDir
 from unisono.rundir.start_decision import set_aside
 

@@ -24,8 +24,8 @@ from tests.board.made_runs import (
 )
 from unisono.board.curves import Curves, thin
 from unisono.board.follow import FollowedRun, find_runs
+from unisono.board.page import STATIC, runs_file, words
 from unisono.board.regions import REGIONS, show_region
-from unisono.board.server import STATIC, runs_file, words
 from unisono.rundir import RunDir
 from unisono.rundir.lock import RunLock
 from unisono.rundir.start_decision import set_aside

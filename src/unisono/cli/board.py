@@ -78,7 +78,7 @@ def _refuse_other_paths(runs: list[Path]) -> None:
 
 
 def _write_file(runs: list[Path], out: Path) -> None:
-    from unisono.board.server import runs_file
+    from unisono.board.page import runs_file
     from unisono.errors import UsageError
     from unisono.files import write_text
     from unisono.text import show_bytes
