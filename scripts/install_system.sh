@@ -10,6 +10,7 @@ packages=(
   slurmctld slurmd slurm-client munge      # --launcher slurm
   tmux                                     # terminals
   nodejs                                   # the search of the documentation site
+  zsh fish                                 # completion with the Tab key
   chromium fonts-noto-cjk                  # the pages of `unisono board`, in both languages
 )
 services=(ssh sshd munge slurmctld slurmd)

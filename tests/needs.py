@@ -19,7 +19,7 @@ PROGRAMS = {
     "ip": "iproute2", "tc": "iproute2", "iptables": "iptables", "unshare": "util-linux", "nsenter": "util-linux", "mount": "mount",
     "fsfreeze": "util-linux", "mkfs.ext4": "e2fsprogs", "kill": "procps", "ssh": "openssh-client", "ssh-keygen": "openssh-client",
     "sshd": "openssh-server", "slurmctld": "slurmctld", "slurmd": "slurmd", "sbatch": "slurm-client", "munged": "munge", "tmux": "tmux", "node": "nodejs",
-    "chromium": "chromium",
+    "chromium": "chromium", "zsh": "zsh", "fish": "fish", "setsid": "util-linux",
 }  # fmt: skip
 """A program, and the package of Debian that has it."""
 _SYSTEM_FOLDERS = "/usr/sbin:/sbin:/usr/local/sbin"  # not on the path of a user who is not root

@@ -122,6 +122,12 @@ SLIPS = [
     ("train x.yaml --join-timeout q", "--join-timeout q is not valid", "a number, at least 1"),
     ("train x.yaml --devices", "--devices", "`unisono train --help`"),
     ("explain a b", "(b)", "`unisono explain --help`"),
+    (
+        "train x.yaml --rdzv_backend c10d",
+        "--rdzv-backend is not an option",
+        "torchrun that unisono does not need: omit it",
+    ),
+    ("train x.yaml --max_restarts 3", "--max-restarts is not an option", "--restarts N"),
 ]
 
 
@@ -148,7 +154,7 @@ def test_what_the_parser_refuses_is_json_on_request(
         main(["--json", *line.split()])
     assert ended.value.code == 2
     refused = json.loads(capsys.readouterr().out)
-    assert refused["kind"] == ("result" if line.startswith("train") else "refused")
+    assert refused["kind"] == ("result" if line.startswith(("train", "run")) else "refused")
     (problem,) = refused["problems"]
     assert what in problem["what"]
     assert fix in problem["fix"]
@@ -184,3 +190,21 @@ def test_the_former_name_of_an_option_works_with_a_warning(
             main(["train", str(tmp_path / "no.yaml"), "--dry-run", option])
     assert [request.rehearse for request in requests] == [False, False]
     assert capsys.readouterr().err.count("--no-rehearse is now --no-first-checkpoint") == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ("train x.yaml --nnodes 1:4", "--nnodes 1:4 is elastic"),
+        ("train x.yaml --nproc_per_node=2 --nproc 3", "--nproc 3 and --nproc-per-node 2 contradict"),
+        ("run --nnodes 2 --nodes 3 -- python x.py", "--nodes 3 and --nnodes 2 contradict"),
+        ("doctor --nnodes 2 --nodes 3", "--nodes 3 and --nnodes 2 contradict"),
+    ],
+)
+def test_options_of_torchrun_that_cannot_be_followed_are_exit_2(
+    line: str, what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(line.split())
+    assert ended.value.code == 2
+    assert what in capsys.readouterr().err

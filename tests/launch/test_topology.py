@@ -16,9 +16,11 @@ from unisono.plan.topology import (
     Accelerators,
     Topology,
     TopologyRequest,
+    TorchrunOptions,
     checked_host,
     parse_head,
     read_topology,
+    with_torchrun_options,
 )
 
 
@@ -257,3 +259,56 @@ def test_an_empty_place_in_a_list_is_refused() -> None:
     with pytest.raises(UsageError):
         device_words("0,,1")
     assert device_words(None) == ()
+
+
+TORCHRUN: list[tuple[dict[str, Any], dict[str, Any], dict[str, str], tuple[int | None, str | None, str | None]]] = [
+    ({}, {"nnodes": "2", "master_addr": "a", "master_port": 29500}, {}, (None, "2", "a:29500")),
+    ({}, {"nnodes": "2:2", "rdzv_endpoint": "a:5", "nproc_per_node": "8"}, {}, (8, "2", "a:5")),
+    ({}, {"nnodes": "2", "rdzv_endpoint": "[fe80::1]:5"}, {}, (None, "2", "[fe80::1]:5")),
+    ({"nodes": "2", "head": "a:7"}, {"nnodes": "2", "master_addr": "a"}, {}, (None, "2", "a:7")),
+    ({"nproc": 4}, {"nproc_per_node": "4"}, {"NPROC_PER_NODE": "4"}, (4, None, None)),
+    ({}, {"nproc_per_node": "gpu"}, {"NPROC_PER_NODE": "auto"}, (None, None, None)),
+    ({}, {"master_addr": "b"}, {"NNODES": "2", "MASTER_PORT": "6"}, (None, None, "b:6")),
+    ({"hosts": ("a", "b")}, {"master_port": 6}, {"MASTER_ADDR": "a"}, (None, None, "a:6")),
+    ({}, {"master_addr": "localhost", "master_port": 6, "nproc_per_node": "2"}, {}, (2, None, None)),
+    ({}, {"nnodes": "1", "rdzv_endpoint": "localhost:0"}, {}, (None, "1", None)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("own", "given", "variables", "want"), TORCHRUN)
+def test_torchruns_options_have_the_meaning_of_ours(
+    own: dict[str, Any], given: dict[str, Any], variables: dict[str, str], want: tuple[Any, ...]
+) -> None:
+    found, notes = with_torchrun_options(TopologyRequest(**own), TorchrunOptions(**given), variables)
+    assert (found.nproc, found.nodes, found.head) == want
+    assert found.hosts == own.get("hosts", ())
+    changed = want != (own.get("nproc"), own.get("nodes"), own.get("head"))
+    assert any("are read as" in note for note in notes) == changed
+
+
+@pytest.mark.parametrize(
+    ("own", "given", "variables", "names"),
+    [
+        ({"nodes": "3"}, {"nnodes": "2"}, {}, ("--nodes 3", "--nnodes 2")),
+        ({"nodes": "1:2"}, {"nnodes": "2"}, {}, ("--nodes 1:2", "--nnodes 2")),
+        ({}, {"nnodes": "2"}, {"NNODES": "4"}, ("--nnodes 2", "NNODES 4")),
+        ({"nproc": 2}, {"nproc_per_node": "gpu"}, {}, ("--nproc 2", "--nproc-per-node gpu")),
+        ({}, {"nproc_per_node": "2"}, {"NPROC_PER_NODE": "8"}, ("--nproc-per-node 2", "NPROC_PER_NODE 8")),
+        ({"nodes": "2", "head": "a"}, {"master_addr": "b"}, {}, ("--head a", "--master-addr b")),
+        ({"nodes": "2", "head": "a:1"}, {"rdzv_endpoint": "a:2"}, {}, ("--head 1", "--rdzv-endpoint 2")),
+        ({"nodes": "2"}, {"master_addr": "a", "master_port": 5}, {"MASTER_PORT": "6"}, ("--master-port 5", "MASTER_PORT 6")),
+        ({}, {"nnodes": "1:4"}, {}, ("--nnodes 1:4", "elastic")),
+        ({}, {"nnodes": "many"}, {}, ("--nnodes", "many")),
+        ({}, {"nproc_per_node": "cpu"}, {}, ("--nproc-per-node cpu", "device")),
+        ({}, {"nproc_per_node": "1025"}, {}, ("--nproc-per-node 1025", "1024")),
+        ({"nodes": "2"}, {"rdzv_endpoint": "-x:1"}, {}, ("--rdzv-endpoint", "host name")),
+    ],
+)  # fmt: skip
+def test_torchruns_options_that_contradict_are_refused_by_name(
+    own: dict[str, Any], given: dict[str, Any], variables: dict[str, str], names: tuple[str, str]
+) -> None:
+    with pytest.raises(UsageError) as refused:
+        with_torchrun_options(TopologyRequest(**own), TorchrunOptions(**given), variables)
+    text = "\n".join(refused.value.lines())
+    assert refused.value.exit_code == 2
+    assert all(name in text for name in names), text

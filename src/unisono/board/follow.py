@@ -49,13 +49,17 @@ def inside(root: Path, path: Path) -> Path:
 class Tail:
     """The new lines of a file since the last look.
 
+    Args:
+        last_bytes: the first look starts so far before the end; 0: at the beginning.
+
     Attributes:
         starts: how often the file was begun again: cut, replaced or rewritten.
     """
 
-    def __init__(self, path: Path, root: Path) -> None:
+    def __init__(self, path: Path, root: Path, last_bytes: int = 0) -> None:
         self.path = path
         self.starts = 0
+        self._last_bytes = last_bytes
         self._root = root
         self._place = 0
         self._inode: tuple[int, int] | None = None
@@ -81,6 +85,10 @@ class Tail:
             if (seen.st_dev, seen.st_ino) != self._inode or not self._has_grown(file.fileno(), seen.st_size):
                 self._begin_again((seen.st_dev, seen.st_ino))
             file.seek(self._place)
+            if self._last_bytes and seen.st_size - self._place > self._last_bytes:
+                file.seek(-self._last_bytes, os.SEEK_END)
+                file.readline()  # of a line that began earlier
+                self._place = file.tell()
             is_overlong = False
             while line := file.readline(MOST_LINE_BYTES):
                 if not line.endswith(b"\n"):
@@ -122,6 +130,9 @@ class RankTimes:
 class FollowedRun:
     """A run that is looked at again and again.
 
+    Args:
+        metrics_bytes: of a long metrics.jsonl, only so much of its end is read; 0: all.
+
     Attributes:
         name: as in addresses; unique among the runs of a board.
         moved_to: the present name of the directory that was here before, after `--fresh`.
@@ -129,9 +140,10 @@ class FollowedRun:
         problems: why files cannot be read, by region.
     """
 
-    def __init__(self, name: str, root: Path) -> None:
+    def __init__(self, name: str, root: Path, metrics_bytes: int = 0) -> None:
         self.name = name
         self.root = root
+        self._metrics_bytes = metrics_bytes
         self.moved_to = ""
         self.versions: dict[str, int] = defaultdict(int)
         self.problems: dict[str, str] = {}
@@ -148,7 +160,7 @@ class FollowedRun:
         self.log: deque[LogLine] = deque(maxlen=_MOST_LOG_LINES)
         self.log_skipped: list[str] = []
         self.is_log_whole = True
-        self._metrics = Tail(self._metrics_path(), self.root)
+        self._metrics = Tail(self._metrics_path(), self.root, self._metrics_bytes)
         self._events: dict[Path, Tail] = {}
         self._timelines: dict[Path, Tail] = {}
         self._log_sources: LogSources | None = None
@@ -207,7 +219,7 @@ class FollowedRun:
         if not path.exists() and (state := trainer_state_of(self.root)) is not None:
             return self._look_at_trainer_state(state)
         if path != self._metrics.path:
-            self._metrics = Tail(path, self.root)
+            self._metrics = Tail(path, self.root, self._metrics_bytes)
             self.curves.clear()
         starts, lines = self._metrics.starts, self.curves.lines
         new = self._metrics.more()
@@ -418,15 +430,19 @@ def is_run(path: Path) -> bool:
     return any(file.is_file() for file in own) or trainer_state_of(path) is not None
 
 
+def _shows_a_run(path: Path) -> bool:
+    """Whether a directory holds a run, or might: one that cannot be searched is shown with the reason."""
+    try:
+        return path.is_dir() and is_run(path)
+    except OSError:
+        return True
+
+
 def find_runs(paths: list[Path]) -> list[tuple[str, Path]]:
     """The runs at some paths, with unique names; a directory of runs stands for those in it."""
     roots: list[Path] = []
     for path in paths:
-        inner = (
-            sorted(item for item in path.iterdir() if item.is_dir() and is_run(item))
-            if not is_run(path)
-            else []
-        )
+        inner = sorted(item for item in path.iterdir() if _shows_a_run(item)) if not is_run(path) else []
         roots += inner or [path]
     roots = list(dict.fromkeys(roots))
     named: list[tuple[str, Path]] = []

@@ -471,6 +471,46 @@ _SHOW: dict[str, Callable[[FollowedRun, _Reader, Query, bytes], Region]] = {
 }
 
 
+_ROW_KEYS = ("state", "step", "total_steps", "loss", "eval_loss", "exit_code")
+_METRICS_BYTES = 64 << 10
+
+
+def summarize_run(name: str, root: Path, *, now: float) -> Region:
+    """A run in one row, from the regions `status` and `verdict` and the end of its metrics.
+
+    Args:
+        now: seconds since 1970; `age_s` is the time since the run last wrote a plan, metrics or a result.
+    """
+    row: Region = {"name": name, "path": str(root), **dict.fromkeys((*_ROW_KEYS, "age_s", "verdict"))}
+    try:
+        run = FollowedRun(name, root, _METRICS_BYTES)
+        run.look(at_ranks=False)
+        status, verdict = show_region(run, "status", {}), show_region(run, "verdict", {})
+        written = [time_of(path) for path in (run.run.metrics, run.run.result, run.run.plan, root)]
+    except OSError as error:
+        return harmless({**row, "state": "unreadable", "problems": [_why(error)]})
+    problems = [*status["problems"], *verdict["problems"]]
+    problems += [f"curves: {run.problems['curves']}"] if "curves" in run.problems else []
+    row |= {key: status.get(key) for key in _ROW_KEYS} | {"problems": list(dict.fromkeys(problems))}
+    if row["state"] in ("dead", "unstarted", "unknown") and any(
+        text.startswith(("plan.json", "result.json", "curves")) for text in problems
+    ):
+        row["state"] = "unreadable"
+    row["age_s"] = max(0.0, now - (max(written[:-1]) or written[-1]))
+    newest = verdict.get("verdict") or next(iter(verdict.get("earlier") or []), None)
+    if newest is not None:
+        row["verdict"] = {"cause": newest.get("cause"), "summary": newest.get("summary"), "of_last_start": bool(verdict.get("verdict"))}  # fmt: skip
+    return row
+
+
+def time_of(path: Path) -> float:
+    """When a file was last written, in seconds since 1970; 0 without one."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
 def list_runs(runs: Iterable[FollowedRun]) -> Region:
     """What `/api/runs` gives."""
     return harmless(

@@ -96,6 +96,12 @@ _COMMANDS: dict[str, tuple[str, str, str, str]] = {
         "Show runs in a browser, live or as one file.",
         "unisono board runs/demo",
     ),
+    "runs": (
+        "board",
+        "list_",
+        "List runs: state, step, loss, age and newest verdict.",
+        "unisono runs",
+    ),
     "drill": (
         "doctor",
         "drill",
@@ -114,6 +120,12 @@ _COMMANDS: dict[str, tuple[str, str, str, str]] = {
         "Describe a cause of failure or an environment variable.",
         "unisono explain nan_loss",
     ),
+    "completion": (
+        "completion",
+        "completion",
+        "Print the script that completes words with the Tab key.",
+        "unisono completion bash",
+    ),
 }
 
 
@@ -124,6 +136,10 @@ class _WithGlobalFlags:
         super().format_options(ctx, formatter)  # type: ignore[misc]
         with formatter.section("Options of every command"):
             formatter.write_dl(list(GLOBAL_FLAGS.items()))
+
+
+_AS_TORCHRUN = {"token_normalize_func": lambda option: option.replace("_", "-")}
+"""`--nproc_per_node` is `--nproc-per-node`, as torchrun has it; here for all options."""
 
 
 class _Command(_WithGlobalFlags, TyperCommand):
@@ -156,7 +172,9 @@ def build_app() -> typer.Typer:
             for inner in command.registered_commands:
                 inner.cls = _Command
         else:
-            app.command(name, cls=_Command, short_help=short_help, epilog=epilog)(command)
+            app.command(
+                name, cls=_Command, short_help=short_help, epilog=epilog, context_settings=_AS_TORCHRUN
+            )(command)
     app.callback()(_nothing_of_its_own)
     return app
 
@@ -301,6 +319,12 @@ def _in_our_words(error: Any, words: list[str]) -> Exception:
     return UsageError(Problem(**problem | {"where": f"command line: {problem['where']}"}))
 
 
+_TORCHRUN_ALONE = dict.fromkeys(
+    ("--rdzv-backend", "--rdzv-id", "--rdzv-conf", "--standalone", "--local-addr", "--monitor-interval", "--start-method", "--role"),
+    "omit it",
+) | {"--max-restarts": "--restarts N, or `restarts` in the config", "--log-dir": "each rank's output is in logs/ of the run"}  # fmt: skip
+
+
 def _unknown_option(error: Any, path: str) -> dict[str, str]:
     from unisono.text import nearest
 
@@ -309,6 +333,8 @@ def _unknown_option(error: Any, path: str) -> dict[str, str]:
     near = nearest(option, [*known, *GLOBAL_FLAGS])
     fix = f"did you mean {near}? " if near else ""
     fix += f"`{path} --help` lists the options"
+    if option in _TORCHRUN_ALONE:
+        fix = f"it is an option of torchrun that unisono does not need: {_TORCHRUN_ALONE[option]}"
     if "." in option:
         fix = f"a config key has no dashes: {option.lstrip('-')}=VALUE"
     return {
@@ -415,6 +441,39 @@ NodesOrLeast = Annotated[
         show_default=False,
     ),
 ]
+Nnodes = Annotated[
+    str | None,
+    typer.Option("--nnodes", metavar="N", help="torchrun's name of --nodes N.", show_default=False),
+]
+NprocPerNode = Annotated[
+    str | None,
+    typer.Option(
+        "--nproc-per-node", metavar="N|auto|gpu", help="torchrun's name of --nproc.", show_default=False
+    ),
+]
+MasterAddr = Annotated[
+    str | None,
+    typer.Option(
+        "--master-addr", metavar="HOST", help="torchrun's name of the host in --head.", show_default=False
+    ),
+]
+MasterPort = Annotated[
+    int | None,
+    typer.Option(
+        "--master-port",
+        min=1,
+        max=65_535,
+        metavar="PORT",
+        help="torchrun's name of the port in --head.",
+        show_default=False,
+    ),
+]
+RdzvEndpoint = Annotated[
+    str | None,
+    typer.Option(
+        "--rdzv-endpoint", metavar="HOST[:PORT]", help="torchrun's name of --head.", show_default=False
+    ),
+]
 NodeRank = Annotated[
     int | None, typer.Option(min=0, metavar="R", help="Number of this node, from 0.", show_default=False)
 ]
@@ -449,6 +508,29 @@ TimeLimit = Annotated[
     str | None,
     typer.Option("--time", metavar="T", help="Time limit of a Slurm job, e.g. 8:00:00.", show_default=False),
 ]
+
+
+def read_torchrun(
+    nproc: int | None, nodes: str | None, head: str | None, hosts: str | None, *given: Any
+) -> tuple[int | None, str | None, str | None]:
+    """`--nproc`, `--nodes` and `--head`, also from torchrun's options.
+
+    Args:
+        given: torchrun's, in the order of `TorchrunOptions`.
+
+    Raises:
+        UsageError: if they contradict each other, or the environment.
+    """
+    if all(value is None for value in given):
+        return nproc, nodes, head
+    from unisono.facts import read_environment
+    from unisono.plan.topology import TopologyRequest, TorchrunOptions, parse_hosts, with_torchrun_options
+
+    own = TopologyRequest(nproc=nproc, nodes=nodes, head=head, hosts=parse_hosts(hosts))
+    found, notes = with_torchrun_options(own, TorchrunOptions(*given), read_environment().leftovers)
+    for note in notes:
+        output().notify(note)
+    return found.nproc, found.nodes, found.head
 
 
 def refuse_unwritable(path: Path, option: str, *, replaces: bool = False) -> None:

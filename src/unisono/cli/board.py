@@ -1,11 +1,13 @@
-"""The command `unisono board`: runs in a browser, live or as one file."""
+"""The commands `unisono board`: runs in a browser, live or as one file; and `unisono runs`: a list of them."""
 
+import sys
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from unisono.cli.output import output
+from unisono.cli.output import output, terminal_width
 
 if TYPE_CHECKING:
     from unisono.board.server import Board
@@ -48,21 +50,91 @@ def board(
     is_opened: Annotated[bool, typer.Option("--open/--no-open", help="Open a browser.")] = True,
 ) -> None:
     """Show runs in a browser while they are active or afterwards: status, verdict, curves, ranks, data, checkpoints, samples, config and log."""
-    _refuse_other_paths(runs)
+    _refuse_other_paths(runs, "unisono board runs/demo")
     if out is not None:
         _write_file(runs, out)
         return
     _serve(runs, port, host, is_opened=is_opened)
 
 
-def _refuse_other_paths(runs: list[Path]) -> None:
+def list_(
+    folders: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="[DIR]...", help="Directories with runs in them; default: runs.", show_default=False
+        ),
+    ] = None,
+) -> None:
+    """List the runs in a directory, the last written first: state, step, loss, age and the newest verdict."""
+    from unisono.board.follow import find_runs
+    from unisono.board.regions import summarize_run
+
+    paths = folders or [Path("runs")]
+    _refuse_other_paths(paths, "unisono runs DIR")
+    now = time.time()
+    rows = [summarize_run(name, root, now=now) for name, root in find_runs(paths)]
+    rows.sort(key=lambda row: (row["age_s"] is None, row["age_s"]))
+    printer = output()
+    if printer.json:
+        printer.emit({"schema": 1, "runs": rows})
+        return
+    for line in _table(rows, terminal_width(sys.stdout)):
+        printer.verbatim(line)
+
+
+def _table(rows: list[dict[str, Any]], width: int) -> list[str]:
+    """The rows under a line of titles; on a terminal of `width` columns the last column is cut."""
+    from unisono.text import columns, one_line, shortened
+
+    cells = [("RUN", "STATE", "STEP", "LOSS", "AGE", "VERDICT")]
+    for row in rows:
+        total = "" if row["total_steps"] is None else f"/{row['total_steps']}"
+        cells.append(
+            (
+                one_line(row["name"], limit=60),
+                row["state"] or "?",
+                "?" if row["step"] is None else f"{row['step']}{total}",
+                "" if row["loss"] is None else f"{row['loss']:.4f}",
+                "?" if row["age_s"] is None else _age(row["age_s"]),
+                _verdict_or_problem(row),
+            )
+        )
+    widths = [max(columns(line[place]) for line in cells) for place in range(5)]
+    lines = [
+        "  ".join(
+            [
+                *(text + " " * (most - columns(text)) for text, most in zip(line, widths, strict=False)),
+                line[5],
+            ]
+        ).rstrip()
+        for line in cells
+    ]
+    return [shortened(line, width) for line in lines] if width else lines
+
+
+def _age(seconds: float) -> str:
+    from unisono.text import show_seconds
+
+    return f"{seconds / 86_400:.0f} days" if seconds >= 2 * 86_400 else show_seconds(round(seconds))
+
+
+def _verdict_or_problem(row: dict[str, Any]) -> str:
+    verdict = row["verdict"]
+    texts = [f"cannot be read: {problem}" for problem in row["problems"][:1]]
+    if verdict is not None:
+        earlier = "" if verdict["of_last_start"] else "earlier: "
+        texts.insert(0, f"{earlier}{verdict['cause']}: {verdict['summary']}")
+    return "; ".join(texts)
+
+
+def _refuse_other_paths(runs: list[Path], example: str) -> None:
     from unisono.board.follow import find_runs, is_run
     from unisono.errors import Problem, UsageError
 
     problems = []
     for path in runs:
         why = "it does not exist" if not path.exists() else "it is a file" if not path.is_dir() else ""
-        if not why and not is_run(path) and not any(is_run(root) for _, root in find_runs([path])):
+        if not why and not is_run(path) and [root for _, root in find_runs([path])] == [path]:
             why = "there is no run in it: no plan.json, metrics.jsonl or result.json"
         if why:
             problems.append(
@@ -70,7 +142,7 @@ def _refuse_other_paths(runs: list[Path]) -> None:
                     f"{path} is not a run",
                     "command line",
                     why,
-                    "name the output_dir of a run, as in `unisono board runs/demo`",
+                    f"name the output_dir of a run, or a directory with runs, as in `{example}`",
                 )
             )
     if problems:

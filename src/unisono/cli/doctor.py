@@ -17,14 +17,20 @@ from unisono.cli.app import (
     Hosts,
     JoinTimeout,
     Launcher,
+    MasterAddr,
+    MasterPort,
+    Nnodes,
     NodeRank,
     NodesOrLeast,
     Nproc,
+    NprocPerNode,
     Overrides,
     Partition,
     RayAddress,
+    RdzvEndpoint,
     TimeLimit,
     TokenFile,
+    read_torchrun,
     refuse_unwritable,
 )
 from unisono.cli.output import output, terminal_width
@@ -45,6 +51,11 @@ def doctor(
     node_rank: NodeRank = None,
     head: Head = None,
     hosts: Hosts = None,
+    nnodes: Nnodes = None,
+    nproc_per_node: NprocPerNode = None,
+    master_addr: MasterAddr = None,
+    master_port: MasterPort = None,
+    rdzv_endpoint: RdzvEndpoint = None,
     token_file: TokenFile = None,
     join_timeout: JoinTimeout = 300.0,
     launcher: Launcher = None,
@@ -80,6 +91,9 @@ def doctor(
         refuse_unwritable(report, f"--report {report}", replaces=True)
     printer = output()
     screen = Screen(printer)
+    nproc, nodes, head = read_torchrun(
+        nproc, nodes, head, hosts, nnodes, nproc_per_node, master_addr, master_port, rdzv_endpoint
+    )
     request = DoctorRequest(
         config,
         tuple(overrides or ()),

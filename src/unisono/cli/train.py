@@ -13,14 +13,20 @@ from unisono.cli.app import (
     Hosts,
     JoinTimeout,
     Launcher,
+    MasterAddr,
+    MasterPort,
+    Nnodes,
     NodeRank,
     NodesOrLeast,
     Nproc,
+    NprocPerNode,
     Overrides,
     Partition,
     RayAddress,
+    RdzvEndpoint,
     TimeLimit,
     TokenFile,
+    read_torchrun,
 )
 from unisono.cli.output import output, until_unread
 
@@ -61,6 +67,11 @@ def train(
     node_rank: NodeRank = None,
     head: Head = None,
     hosts: Hosts = None,
+    nnodes: Nnodes = None,
+    nproc_per_node: NprocPerNode = None,
+    master_addr: MasterAddr = None,
+    master_port: MasterPort = None,
+    rdzv_endpoint: RdzvEndpoint = None,
     token_file: TokenFile = None,
     join_timeout: JoinTimeout = 300.0,
     launcher: Launcher = None,
@@ -101,6 +112,9 @@ def train(
     """Fine-tune a model on one device, on several (--nproc), or on several nodes (--nodes, --hosts)."""
     from unisono.launch.train_request import TrainRequest
 
+    nproc, nodes, head = read_torchrun(
+        nproc, nodes, head, hosts, nnodes, nproc_per_node, master_addr, master_port, rdzv_endpoint
+    )
     request = TrainRequest(
         config,
         (*(overrides or ()), *map(_as_override, reason or ())),
@@ -239,6 +253,11 @@ def run(
     node_rank: NodeRank = None,
     head: Head = None,
     hosts: Hosts = None,
+    nnodes: Nnodes = None,
+    nproc_per_node: NprocPerNode = None,
+    master_addr: MasterAddr = None,
+    master_port: MasterPort = None,
+    rdzv_endpoint: RdzvEndpoint = None,
     token_file: TokenFile = None,
     join_timeout: JoinTimeout = 300.0,
     launcher: Annotated[
@@ -274,6 +293,9 @@ def run(
     from unisono.guard.program_request import RunRequest
 
     printer = output()
+    nproc, nodes, head = read_torchrun(
+        nproc, nodes, head, hosts, nnodes, nproc_per_node, master_addr, master_port, rdzv_endpoint
+    )
     request = RunRequest(
         tuple(command),
         nproc=nproc,

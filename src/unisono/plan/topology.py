@@ -2,7 +2,8 @@
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 from unisono.errors import UsageError
 from unisono.text import one_line
@@ -18,12 +19,18 @@ def parse_head(text: str, source: str) -> tuple[str, int]:
     Raises:
         UsageError: if it is none of these.
     """
+    host, number = _split_head(text, source)
+    return host, number or DEFAULT_PORT
+
+
+def _split_head(text: str, source: str) -> tuple[str, int | None]:
+    """As `parse_head`; the port is None where none is given."""
     bracketed = re.fullmatch(r"\[([0-9A-Fa-f:.]+)\](?::(\d+))?", text)
     if bracketed:
-        return bracketed[1], port(bracketed[2], source) if bracketed[2] else DEFAULT_PORT
+        return bracketed[1], port(bracketed[2], source) if bracketed[2] else None
     host, colon, number = text.rpartition(":")
     if not colon or ":" in host:  # no port, or an IPv6 address without brackets
-        return checked_host(text, source), DEFAULT_PORT
+        return checked_host(text, source), None
     return checked_host(host, source), port(number, source)
 
 
@@ -128,6 +135,134 @@ class TopologyRequest:
     devices: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()
     command: str = "unisono train CONFIG"
+
+
+@dataclass(frozen=True)
+class TorchrunOptions:
+    """Options of torchrun with the meaning of ours, as they were typed; None: absent.
+
+    Attributes:
+        nproc_per_node: a number, or `auto` or `gpu`: one rank per device, as without it.
+        rdzv_endpoint: HOST or HOST:PORT.
+    """
+
+    nnodes: str | None = None
+    nproc_per_node: str | None = None
+    master_addr: str | None = None
+    master_port: int | None = None
+    rdzv_endpoint: str | None = None
+
+
+Source = tuple[str, str | None]
+"""An option or variable, and what it says; None: nothing."""
+
+
+def with_torchrun_options(
+    own: TopologyRequest, given: TorchrunOptions, variables: Mapping[str, str]
+) -> tuple[TopologyRequest, tuple[str, ...]]:
+    """The request with torchrun's options under our names, and lines to show.
+
+    Args:
+        variables: of a distributed job, as for `read_topology`.
+
+    Raises:
+        UsageError: if two of options and variables contradict each other, or torchrun's asks for what unisono does not do.
+    """
+    _refuse_other_meaning(given)
+    nodes, nproc, head, notes = own.nodes, own.nproc, own.head, []
+    if given.nnodes is not None:
+        low, _, high = given.nnodes.partition(":")
+        nnodes = str(positive(high or low, "--nnodes"))
+        nodes = _agreed(("--nodes", own.nodes), ("--nnodes", nnodes), ("NNODES", variables.get("NNODES")))
+    if given.nproc_per_node is not None:
+        declared = variables.get("NPROC_PER_NODE", "")
+        agreed = _agreed(
+            ("--nproc", None if own.nproc is None else str(own.nproc)),
+            ("--nproc-per-node", given.nproc_per_node),
+            ("NPROC_PER_NODE", None if declared.lower() in ("", *_AUTOMATIC) else declared),
+        )
+        nproc = None if agreed in _AUTOMATIC else _ranks_of_a_node(agreed)
+    address = {"--master-addr": given.master_addr, "--master-port": given.master_port, "--rdzv-endpoint": given.rdzv_endpoint}  # fmt: skip
+    typed = [f"{name} {value}" for name, value in address.items() if value is not None]
+    if typed and not (own.hosts or (nodes or variables.get("NNODES", "1")) != "1"):
+        notes.append(f"{' '.join(typed)}: not used, since the ranks of one node need no address")
+    elif typed:
+        head = _head_of_torchrun(own, given, variables)
+    found = replace(own, nodes=nodes, nproc=nproc, head=head)
+    words = {"--nproc": (own.nproc, nproc), "--nodes": (own.nodes, nodes), "--head": (own.head, head)}
+    read = [f"{name} {new}" for name, (old, new) in words.items() if new != old]
+    if read:
+        notes.append(f"torchrun's options are read as {' '.join(read)}")
+    return found, tuple(notes)
+
+
+def _ranks_of_a_node(text: str) -> int:
+    number = positive(text, "--nproc-per-node")
+    if number > 1024:
+        raise UsageError.of(
+            f"--nproc-per-node {number} is more than 1024",
+            where="command line",
+            fix="set it to a whole number from 1 to 1024",
+        )
+    return number
+
+
+def _refuse_other_meaning(given: TorchrunOptions) -> None:
+    """Refuses nodes that come and go, and kinds of ranks that are set in the config."""
+    low, colon, high = (given.nnodes or "").partition(":")
+    if colon and low != high:
+        raise UsageError.of(
+            f"--nnodes {given.nnodes} is elastic: the number of nodes could change at any time",
+            where="command line",
+            why="unisono compares all nodes before a run starts, and must know how many they are",
+            fix=f"--nnodes {high}; with `train`, --nodes {given.nnodes} starts with what is there in time, and restarts without lost nodes",
+        )
+    if given.nproc_per_node in ("cpu", "xpu"):
+        raise UsageError.of(
+            f"--nproc-per-node {given.nproc_per_node} does not give a count of ranks",
+            where="command line",
+            why="unisono takes a number, or auto or gpu: one rank per device",
+            fix="--nproc-per-node N; device=cpu trains on the CPU",
+        )
+
+
+def _head_of_torchrun(
+    own: TopologyRequest, given: TorchrunOptions, variables: Mapping[str, str]
+) -> str | None:
+    """HOST:PORT of `--head`, `--rdzv-endpoint`, `--master-addr`, `--master-port` and their variables; None without a host."""
+    ends = {"--head": own.head, "--rdzv-endpoint": given.rdzv_endpoint}
+    pairs = {name: _split_head(text, name) for name, text in ends.items() if text is not None}
+    hosts: list[Source] = [(name, host) for name, (host, _) in pairs.items()]
+    ports: list[Source] = [(name, str(number)) for name, (_, number) in pairs.items() if number is not None]
+    if given.master_addr is not None:
+        hosts.append(("--master-addr", checked_host(given.master_addr.strip("[]"), "--master-addr")))
+    if given.master_port is not None:
+        ports.append(("--master-port", str(given.master_port)))
+    host = _agreed(*hosts, ("MASTER_ADDR", variables.get("MASTER_ADDR") or None))
+    number = _agreed(*ports, ("MASTER_PORT", variables.get("MASTER_PORT") or None)) or str(DEFAULT_PORT)
+    if not host:
+        return None
+    return f"[{host}]:{number}" if ":" in host else f"{host}:{number}"
+
+
+def _agreed(*sources: Source) -> str:
+    """The value that all sources have; empty if none has one.
+
+    Raises:
+        UsageError: if two differ.
+    """
+    said = [(name, text) for name, text in sources if text is not None]
+    for (name, text), (other, different) in pairwise(said):
+        if text != different:
+            raise UsageError.of(
+                f"{name} {text} and {other} {different} contradict each other",
+                where="command line"
+                if other.startswith("-")
+                else f"environment: {other}={one_line(different, limit=80)}",
+                why="both set the same value of the job",
+                fix=f"pass one of them, or the same value in both{'' if other.startswith('-') else f'; or unset {other}'}",
+            )
+    return said[0][1] if said else ""
 
 
 @dataclass(frozen=True)
