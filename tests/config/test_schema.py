@@ -4,6 +4,7 @@ Run: pytest tests/config
 """
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -65,6 +66,27 @@ def test_the_short_form_of_a_model_is_the_long_one() -> None:
 def test_configs_are_frozen() -> None:
     with pytest.raises(ValueError, match="frozen"):
         make().seed = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"parallel": {"strategy": "fsdp"}}, "parallel.strategy: image models are not sharded; set it to auto"),
+        ({"adapter": None}, "adapter.kind"), ({"adapter": {"kind": "dora"}}, "adapter.kind"), ({"adapter": {"init": "pissa"}}, "adapter: init"),
+        ({"adapter": {"from": "a"}}, "adapter.from"), ({"model": {"path": "m", "quantize": "nf4"}}, "model.quantize"),
+        ({"eval": {"exact_match": True}, "data": {"train": "d", "eval": 0.1}}, "eval.exact_match"), ({"optim": {"label_smoothing": 0.1}}, "optim: label_smoothing"),
+        ({"data": {"train": [{"path": "d", "format": "alpaca"}]}}, "data.train"), ({"diffusion": {"text_lr": 1e-4}}, "diffusion.text_lr"),
+        ({"objective": "sft", "data": {"train": "d", "resolution": 512}}, "data.resolution"),
+        ({"objective": "sft", "adapter": {"targets": "unet"}}, "adapter.targets"), ({"objective": "sft", "diffusion": {"cache": False}}, "diffusion.cache"),
+    ],
+)  # fmt: skip
+def test_keys_of_text_are_refused_for_pictures_and_the_other_way_round(
+    change: dict[str, Any], key: str
+) -> None:
+    usual = {"objective": "diffusion", "adapter": {"targets": "unet"}}
+    make(**usual)
+    with pytest.raises(ValueError, match=re.escape(key)):
+        make(**(usual | change))
 
 
 def test_every_key_reports_in_words_what_it_takes() -> None:
