@@ -5,15 +5,17 @@
 - shares: of LoRA and full fine-tuning in bfloat16, the part of a step in matrix products, in the other operations of torch, in functions of
   kernels.c with what calls them, by torch's profiler.
 - bound: tokens per CPU second if a step consisted of its matrix products alone, each as fast as in this step.
-- ratio: tokens per CPU second of LoRA with the fast layers (model.decoder), divided by that without them.
+- fast_layers: tokens per CPU second with the fast layers (model.decoder) and without them, and the ratio.
+- peak: the highest memory of the process so far, MiB; full fine-tuning comes last.
 
-Results go to bench/results/step.json.
+Results go to bench/results/step-t1.json, or --out.
 """
 
 import argparse
 import json
 import os
 import random
+import resource
 import statistics
 import tempfile
 import time
@@ -30,7 +32,8 @@ from unisono.model.load import load_for_training
 from unisono.train.optim import build_optimizers
 
 _PRODUCTS = {"aten::mm", "aten::bmm", "aten::addmm", "aten::addmm_", "aten::addbmm", "aten::baddbmm"}
-_OURS = {"SelfAttention", "SelfAttentionBackward", "GatedMlp", "GatedMlpBackward", "Norm", "NormBackward"}
+_FUNCTIONS = ("SelfAttention", "GatedMlp", "Norm", "TrainedNorm", "Product", "ChunkedCrossEntropy")
+_OURS = {name + end for name in _FUNCTIONS for end in ("", "Backward")}
 _ROWS_OF_A_STEP = {"m15": 8, "m135": 4}
 
 
@@ -138,6 +141,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--work", type=Path, help="a folder with the workload; else a new one")
+    parser.add_argument("--out", type=Path, help="of the results")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     results = {}
@@ -157,7 +161,7 @@ def main() -> None:
     )
     machine = {"cpu": cpu, "cores": os.cpu_count(), "load": os.getloadavg()[0], "threads": args.threads}
     command = f"python bench/step.py --models {args.models} --threads {args.threads} --steps {args.steps}"
-    target = Path(__file__).parent / "results" / f"step-t{args.threads}.json"
+    target = args.out or Path(__file__).parent / "results" / f"step-t{args.threads}.json"
     document = {"schema": 1, "command": command, "machine": machine, "models": results}
     target.write_text(json.dumps(document, indent=1) + "\n")
 
@@ -169,10 +173,12 @@ def of_model(directory: Path, texts: list[dict[str, str]], *, batch: int, steps:
         trainer = Trainer(directory, lora=way == "lora")
         rows = [trainer.encoded(text) for text in texts[: (steps + 2) * batch]]
         batches = [rows[first : first + batch] for first in range(0, len(rows), batch)]
-        if way == "lora":
-            found["fast_layers"] = in_turn(trainer, batches)
-        measured, parts = speed(trainer, batches), shares(trainer, batches)
-        found[way] = {"tokens_per_cpu_s": measured, "shares": parts, "bound": measured / parts["products"]}
+        layers = in_turn(trainer, batches)
+        measured, peak = speed(trainer, batches), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+        parts = shares(trainer, batches)
+        found[way] = {
+            "fast_layers": layers, "tokens_per_cpu_s": measured, "shares": parts, "bound": measured / parts["products"], "peak": peak,
+        }  # fmt: skip
     return found
 
 

@@ -71,7 +71,7 @@ ROOM_BUDGETS = {
     "guard": 4_300,
     "integrations": 3_050,
     "launch": 5_600,
-    "model": 5_850,
+    "model": 6_050,
     "objectives": 800,
     "plan": 1_900,
     "remote_checkpoint": 1_950,

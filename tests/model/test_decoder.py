@@ -60,6 +60,19 @@ def _model(config: Any, *, dtype: torch.dtype) -> Any:
     return model
 
 
+def _full_model(config: Any) -> Any:
+    """A model whose float32 weights are all trained, but those of its last MLP."""
+    register()
+    torch.manual_seed(0)
+    model: Any = transformers.AutoModelForCausalLM.from_config(config)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.normal_(parameter, mean=1, std=0.1)
+        parameter.requires_grad_("layers.1.mlp" not in name)
+    model.set_attn_implementation(FLAT_ATTENTION)
+    return model
+
+
 def _inputs(vocabulary: int = 97) -> dict[str, Any]:
     ids = torch.randint(0, vocabulary, (sum(_LENGTHS),), generator=torch.Generator().manual_seed(1))
     positions = torch.cat([torch.arange(n) for n in _LENGTHS])
@@ -91,6 +104,62 @@ def test_outputs_and_gradients_are_as_near_to_float32_as_those_of_torch(kind: st
     assert mine.keys() == exact.keys()
     for name, wanted in exact.items():
         assert _error(mine[name], wanted) < 1.3 * _error(theirs[name], wanted) + 0.002, name
+
+
+_CHANGED_OF_FULL = {
+    "llama": 24,  # 5 norms, 2 MLPs, 2 attentions, 15 products
+    "mistral with a window of 100": 24,
+    "qwen2, whose products have a bias": 16,
+    "qwen3, whose queries and keys have norms": 26,
+}
+
+
+@pytest.mark.parametrize("kind", _MODELS)
+def test_in_full_fine_tuning_they_are_as_near_to_float32_as_those_of_autocast(kind: str) -> None:
+    config, _ = _MODELS[kind]
+    exact = _outcome(_full_model(config))
+    slow, fast = (_full_model(config) for _ in range(2))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.no_grad():
+            fast(**_inputs())  # attentions note their settings
+        assert len(speed_up_layers(fast)) == _CHANGED_OF_FULL[kind]
+        theirs, mine = _outcome(slow), _outcome(fast)
+    assert mine.keys() == exact.keys()
+    assert all(found.dtype == torch.float32 for found in mine.values())
+    for name, wanted in exact.items():
+        assert _error(mine[name], wanted) < 1.2 * _error(theirs[name], wanted) + 0.002, name
+    # Without autocast they compute in float32, as those of torch do.
+    assert torch.equal(fast(**_inputs()).logits, slow(**_inputs()).logits)
+
+
+def test_gradients_of_full_fine_tuning_do_not_depend_on_the_number_of_threads() -> None:
+    threads = torch.get_num_threads()
+    kernels = load_kernels()
+    assert kernels is not None
+    torch.manual_seed(0)
+    x, weight, grad = torch.randn(700, 100), torch.rand(100), torch.randn(700, 100).bfloat16()
+    _, factor = kernels.wide_norm(x, weight, 1e-5)
+    found = []
+    try:
+        for n in (1, 2, 3):
+            torch.set_num_threads(n)
+            found.append(kernels.wide_norm_backward(grad, x, weight, factor))
+    finally:
+        torch.set_num_threads(threads)
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+def test_the_gradient_of_a_trained_head_is_not_rounded_over_its_chunks() -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(900, 32).bfloat16(), (torch.randn(5000, 32) * 0.5).requires_grad_()
+    labels = torch.randint(0, 5000, (900,))
+    (mine,) = torch.autograd.grad(head_loss(hidden, weight, labels, count=77, dtype=torch.bfloat16), weight)
+    logits = hidden.float() @ weight.bfloat16().float().t()
+    theirs = torch.nn.functional.cross_entropy(logits, labels, reduction="sum") / 77
+    (exact,) = torch.autograd.grad(theirs, weight)
+    assert mine.dtype == torch.float32
+    assert _error(mine, exact) < 0.006  # of the bfloat16 logits alone; rounding each sum adds to it
 
 
 def test_what_needs_the_original_layers_gets_them() -> None:

@@ -41,6 +41,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "full": {"adapter": None, "optim": {"lr": 1e-3}, "memory": {"gradient_checkpointing": True}},
     "dora": {"adapter": {"kind": "dora", "modules_to_save": ["norm"]}, "duration": "8 steps"},
     "mixed": {"model": {"dtype": "bfloat16"}},
+    "mixed_full": {"adapter": None, "model": {"dtype": "bfloat16"}, "duration": "4 steps"},
     "narrow": {"adapter": {"rank": 2}, "batch": {"global": 2, "micro": 1}, "duration": "8 steps"},
     "nan": {"duration": "6 steps"},
     "dpo": {"objective": "dpo", "data": {"packing": True, "eval": 0.2}, "duration": "8 steps"},

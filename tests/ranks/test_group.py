@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tests.ranks.conftest import Workshop
 from unisono.errors import Disagreed
 from unisono.model.forward import Rows, choose_forward
+from unisono.model.kernels import load_kernels
 from unisono.model.load import LoadedModel
 from unisono.train.join import check_world, checksum
 from unisono.train.optim import ReplicaSync
@@ -100,7 +101,7 @@ def test_a_sharded_model_moves_to_its_device_and_gives_the_same_loss_and_gradien
     root = shard_model(sharded, world_mesh(group.device, 1))
     assert {p.device.type for p in sharded.trainable.values()} == {group.device.type}
     rows = _rows(group.device)
-    losses = []
+    losses, fast = [], []
     for loaded, module in ((plain, None), (sharded, root.module)):
         forward = choose_forward(
             loaded, dtype="bfloat16", quick_adapter=False, gradient_checkpointing=False, root=module
@@ -109,6 +110,10 @@ def test_a_sharded_model_moves_to_its_device_and_gives_the_same_loss_and_gradien
         loss = forward.loss(rows, count=len(rows.labels))
         loss.backward()
         losses.append(loss.item())
+        fast.append(forward.fast_layers)
+    has_kernels = load_kernels() is not None and group.device.type == "cpu"
+    assert fast[0] == fast[1]
+    assert (fast[0] > 0) == has_kernels
     assert losses[1] == pytest.approx(losses[0], rel=5e-3)
     for name, parameter in plain.trainable.items():
         mine = sharded.trainable[name].grad

@@ -113,6 +113,19 @@ def test_packed_rows_give_the_gradient_of_the_same_rows_unpacked(train_here: Tra
         assert torch.allclose(tensor, bins.weights()[name], atol=1e-5), name
 
 
+def test_full_fine_tuning_in_bfloat16_resumes_bit_exactly(train_here: Train) -> None:
+    """Trained weights are copied to bfloat16 for each product: a copy that outlived an update would show here."""
+    sections: dict[str, Any] = {
+        "model": {"dtype": "bfloat16"}, "adapter": None, "checkpoint": {"every": "2 steps"}, "duration": "4 steps",
+    }  # fmt: skip
+    straight = train_here(**sections)
+    again = train_here(resume=(2, straight.directory / "checkpoints" / "step-00000002"), **sections)
+    assert again.losses == straight.losses[2:]
+    assert len(set(straight.losses)) == 4
+    for name, tensor in straight.weights().items():
+        assert torch.equal(tensor, again.weights()[name]), name
+
+
 def test_a_run_that_resumes_without_a_compiler_reports_it(
     train_here: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,12 +1,16 @@
-"""Attention and MLP of a decoder layer with LoRA, each as one function with few products and passes over memory, in bfloat16 on CPUs.
+"""Attention and MLP of a decoder layer, each as one function with few products and passes over memory, in bfloat16 on CPUs.
 
-Letters: T tokens, E hidden size, H query heads, K key-value heads, G = H / K, D head size, F intermediate size; W (out, in) a frozen
+For LoRA on frozen bfloat16 weights, and for full fine-tuning of float32 weights under autocast, whose roundings are kept: products in
+bfloat16, norms and what is added up over the layers in float32.
+
+Letters: T tokens, E hidden size, H query heads, K key-value heads, G = H / K, D head size, F intermediate size; W (out, in) a
 weight, A (r, in) and B (out, r) of its adapter, s the adapter's scaling.
 
 Whether a model has such layers is not looked up in a list of names: their parts are recognized by name and type, and `model.forward` keeps
 the fast layers only if the model's outputs stay the same.
 """
 
+import copy
 import types
 from collections.abc import Sequence
 from typing import Any
@@ -33,9 +37,10 @@ class Joined:
         self.sizes = [base.out_features for base in bases]
         self.ranks = [_a_of(layer).shape[0] for layer in layers]
         self.out = sum(self.sizes)
+        self.width = self.out + sum(self.ranks)
         self.scales = [layer.scaling[next(iter(layer.lora_A))] for layer in layers]
         first = bases[0].weight
-        self.weight = first.new_empty(self.out + sum(self.ranks), first.shape[1])  # (out + r, in)
+        self.weight = first.new_empty(self.width, first.shape[1])  # (out + r, in)
         self.up = first.new_zeros(self.out, sum(self.ranks))  # (out, r): each B in its rows and columns
         for base, part in zip(bases, self.weight[: self.out].split(self.sizes), strict=True):
             part.copy_(base.weight.data)
@@ -65,9 +70,9 @@ class Joined:
         d_joint[:, self.out :].copy_(d_joint[:, : self.out] @ self.up)
         return d_joint @ self.weight
 
-    def adapter_gradients(
+    def gradients(
         self, d_joint: torch.Tensor, x: torch.Tensor, low: torch.Tensor
-    ) -> list[torch.Tensor]:
+    ) -> Sequence[torch.Tensor | None]:
         """Those of all A, then of all B.
 
         Args:
@@ -98,6 +103,88 @@ def _b_of(layer: Any) -> torch.Tensor:
     return found
 
 
+class Scratch:
+    """Memory for the bfloat16 copy of one weight at a time. What it gives is valid until it is asked again."""
+
+    def __init__(self) -> None:
+        self._flat = torch.empty(0, dtype=torch.bfloat16)
+
+    def take(self, rows: int, columns: int) -> torch.Tensor:
+        """(rows, columns), with any values."""
+        if self._flat.numel() < rows * columns:
+            self._flat = torch.empty(rows * columns, dtype=torch.bfloat16)
+        return self._flat[: rows * columns].view(rows, columns)
+
+
+class Trained:
+    """Trained float32 layers with the same input: one product with bfloat16 copies of their weights.
+
+    The copies are made for each product, which takes a hundredth of its time. So they are never stale, need no memory that grows with the
+    model, and weights may be sharded.
+    """
+
+    def __init__(self, layers: list[Any], scratch: Scratch) -> None:
+        self.layers = layers
+        self.sizes = [layer.out_features for layer in layers]
+        self.out = self.width = sum(self.sizes)
+        self._scratch = scratch
+
+    def parameters(self) -> list[torch.Tensor]:
+        """The weights."""
+        return [layer.weight for layer in self.layers]
+
+    def is_usable(self) -> bool:
+        """Whether autocast would compute the products in bfloat16, too."""
+        return torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
+
+    def _weight(self) -> torch.Tensor:
+        """(out, in) bfloat16."""
+        weight = self._scratch.take(self.out, self.layers[0].in_features)
+        for part, layer in zip(weight.split(self.sizes), self.layers, strict=True):
+            part.copy_(layer.weight.detach())
+        return weight
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """x (T, in) → (T, out)."""
+        return x @ self._weight().t()
+
+    def input_gradient(self, d_joint: torch.Tensor) -> torch.Tensor:
+        """(T, in), from the gradient of the outputs (T, out)."""
+        return d_joint @ self._weight()
+
+    def gradients(
+        self, d_joint: torch.Tensor, x: torch.Tensor, low: torch.Tensor
+    ) -> Sequence[torch.Tensor | None]:
+        """Those of the weights, float32; None for one that is frozen. `low` is that of adapters, and not used."""
+        del low
+        if not any(layer.weight.requires_grad for layer in self.layers):
+            return [None] * len(self.layers)
+        parts = (d_joint.t() @ x).split(self.sizes)
+        return [
+            part.float() if layer.weight.requires_grad else None
+            for part, layer in zip(parts, self.layers, strict=True)
+        ]
+
+
+class Product(torch.autograd.Function):
+    """One trained layer."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layer: Trained, weight: torch.Tensor) -> torch.Tensor:
+        """x (T, in) → (T, out)."""
+        del weight  # for its gradient
+        ctx.save_for_backward(x)
+        ctx.layer = layer
+        return layer.product(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The gradients of x and the weight."""
+        (x,) = ctx.saved_tensors
+        d_x = ctx.layer.input_gradient(grad) if ctx.needs_input_grad[0] else None
+        return d_x, None, *ctx.layer.gradients(grad, x, grad)
+
+
 # ---- norms
 
 
@@ -123,6 +210,30 @@ class Norm(torch.autograd.Function):
         return found.view(grad.shape), None, None, None
 
 
+class TrainedNorm(torch.autograd.Function):
+    """RMSNorm of float32 values with a float32 weight."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, kernels: Kernels
+    ) -> torch.Tensor:
+        """x (…, E), weight (E,) → (…, E) bfloat16."""
+        rows = x.reshape(-1, x.shape[-1])
+        y, factor = kernels.wide_norm(rows, weight, eps)
+        ctx.save_for_backward(rows, weight, factor)
+        ctx.kernels = kernels
+        return y.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The gradients of x and the weight, float32."""
+        rows, weight, factor = ctx.saved_tensors
+        d_x, d_weight = ctx.kernels.wide_norm_backward(
+            grad.reshape(rows.shape).contiguous(), rows, weight, factor
+        )
+        return d_x.view(grad.shape), d_weight if ctx.needs_input_grad[1] else None, None, None
+
+
 # ---- MLP
 
 
@@ -131,7 +242,12 @@ class GatedMlp(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, wide: Joined, down: Joined, kernels: Kernels, *parameters: torch.Tensor
+        ctx: Any,
+        x: torch.Tensor,
+        wide: Joined | Trained,
+        down: Joined | Trained,
+        kernels: Kernels,
+        *parameters: torch.Tensor,
     ) -> torch.Tensor:
         """x (T, E) → (T, E)."""
         joint = wide.product(x)
@@ -145,19 +261,21 @@ class GatedMlp(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """The gradients of x and the adapters."""
+        """The gradients of x and of what is trained."""
         x, joint, low = ctx.saved_tensors
         wide, down, kernels = ctx.parts
         size = wide.sizes[0]
-        d_out = grad.new_empty(grad.shape[0], down.weight.shape[0])
-        d_out[:, : down.out] = grad
+        d_out = grad
+        if down.width > down.out:
+            d_out = grad.new_empty(grad.shape[0], down.width)
+            d_out[:, : down.out] = grad
         d_hidden = down.input_gradient(d_out)
         low_of_wide = joint[:, wide.out :].contiguous()
         hidden = kernels.gate_backward(d_hidden, joint[:, :size], joint[:, size : 2 * size])
         d_joint = joint  # in the memory of the outputs, which are not needed any more
         d_x = wide.input_gradient(d_joint)
-        of_wide = wide.adapter_gradients(d_joint, x, low_of_wide)
-        return d_x, None, None, None, *of_wide, *down.adapter_gradients(d_out, hidden, low)
+        of_wide = wide.gradients(d_joint, x, low_of_wide)
+        return d_x, None, None, None, *of_wide, *down.gradients(d_out, hidden, low)
 
 
 # ---- attention
@@ -172,7 +290,7 @@ class SelfAttention(torch.autograd.Function):
         x: torch.Tensor,
         rope: tuple[torch.Tensor, torch.Tensor],
         lengths: tuple[int, ...],
-        joined: Joined,
+        joined: Joined | Trained,
         heads: Heads,
         kernels: Kernels,
         *parameters: torch.Tensor,
@@ -187,19 +305,19 @@ class SelfAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """The gradients of x and the adapters."""
+        """The gradients of x and of what is trained."""
         x, low, cosine, sine, queries, keys, values, *kept = ctx.saved_tensors
         packed, joined, heads, kernels = ctx.parts
-        d_joint = x.new_empty(len(x), joined.weight.shape[0])
+        d_joint = x.new_empty(len(x), joined.width)
         grads = _heads_of(d_joint, joined, heads)
         d_out = grad.reshape(len(x), -1, heads.size)
         attend_backward(d_out, (queries, keys, values), kept, (cosine, sine), packed, heads, kernels, grads)
         d_x = joined.input_gradient(d_joint)
-        return d_x, None, None, None, None, None, *joined.adapter_gradients(d_joint, x, low)
+        return d_x, None, None, None, None, None, *joined.gradients(d_joint, x, low)
 
 
 def _heads_of(
-    joint: torch.Tensor, joined: Joined, heads: Heads
+    joint: torch.Tensor, joined: Joined | Trained, heads: Heads
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Views of a joint product: q (T, H, D), k and v (T, K, D)."""
     q, k, v = (part.unflatten(1, (-1, heads.size)) for part in joint[:, : joined.out].split(joined.sizes, 1))
@@ -212,27 +330,33 @@ def _heads_of(
 def speed_up_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Sets the fast forward on the norms, MLPs and attentions that have the expected parts; gives the changed modules.
 
-    An attention needs the settings with which it has called `flat_attention` before.
+    An attention needs the settings with which it has called `flat_attention` before. In full fine-tuning the other linear layers without
+    bias are changed, too.
     """
     kernels = load_kernels()
     if kernels is None:
         return []
+    trains_all = not any(isinstance(module, LoraLinear) for module in model.modules())
+    scratch = Scratch()
     changed = []
     for module in model.modules():
         if _is_norm(module, kernels):
             forward: Any = _norm_forward
         elif _has_parts(module, _MLP) and _is_silu(getattr(module, "act_fn", None)):
-            wide = Joined([module.gate_proj, module.up_proj])
-            module._joined = (wide, Joined([module.down_proj]))  # noqa: SLF001 - our own
+            parts = ([module.gate_proj, module.up_proj], [module.down_proj])
+            module._joined = tuple(_join(layers, scratch) for layers in parts)  # noqa: SLF001 - our own
             forward = _mlp_forward
         elif (
             _has_parts(module, _ATTENTION)
             and hasattr(module, "_flat_settings")
             and _heads(module) is not None
         ):
-            module._joined = Joined([module.q_proj, module.k_proj, module.v_proj])  # noqa: SLF001
+            module._joined = _join([module.q_proj, module.k_proj, module.v_proj], scratch)  # noqa: SLF001
             module._heads = _heads(module)  # noqa: SLF001
             forward = _attention_forward
+        elif trains_all and _is_wide(module):
+            module._joined = Trained([module], scratch)  # noqa: SLF001
+            forward = _linear_forward
         else:
             continue
         module._kernels = kernels  # noqa: SLF001
@@ -247,23 +371,45 @@ def slow_down_layers(changed: list[torch.nn.Module]) -> None:
         del module.forward
 
 
+def _join(layers: list[Any], scratch: Scratch) -> Joined | Trained:
+    return Trained(layers, scratch) if _is_wide(layers[0]) else Joined(layers)
+
+
 def _is_norm(module: Any, kernels: Kernels) -> bool:
-    """Whether it is RMSNorm with a frozen weight: it has its two parts, and gives the same values."""
+    """Whether it is RMSNorm with a frozen bfloat16 or a float32 weight: it has its two parts, and its forward gives the same values."""
     weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
     if type(eps) is not float or not isinstance(weight, torch.nn.Parameter) or list(module.children()):
         return False
-    if weight.ndim != 1 or weight.dtype != torch.bfloat16 or weight.requires_grad:
+    if weight.ndim != 1 or (weight.requires_grad and weight.dtype == torch.bfloat16):
         return False
-    x = torch.linspace(-2, 3, 2 * len(weight)).view(2, -1).to(torch.bfloat16)
-    return torch.allclose(kernels.norm(x, weight, eps)[0], module(x), rtol=0.02)
+    # Not with the module's own weight, which may be sharded.
+    tried = torch.linspace(0.5, 2, len(weight)).to(weight.dtype)
+    twin = copy.copy(module)
+    twin._parameters = {"weight": torch.nn.Parameter(tried, requires_grad=False)}  # noqa: SLF001
+    x = torch.linspace(-2, 3, 2 * len(weight)).view(2, -1).to(weight.dtype)
+    if weight.dtype == torch.bfloat16:
+        return torch.allclose(kernels.norm(x, tried, eps)[0], type(module).forward(twin, x), rtol=0.02)
+    if weight.dtype != torch.float32:
+        return False
+    return torch.allclose(
+        kernels.wide_norm(x, tried, eps)[0].float(), type(module).forward(twin, x), rtol=0.01
+    )
 
 
 def _has_parts(module: Any, names: tuple[str, ...]) -> bool:
-    """Whether its children with parameters are quick LoRA layers without bias on dense bfloat16 weights, with exactly these names."""
+    """Whether its children with parameters have exactly these names, and are quick LoRA layers on dense bfloat16 weights, or all float32."""
     children = {
         name: child for name, child in module.named_children() if next(child.parameters(), None) is not None
     }
-    return set(children) == set(names) and all(_is_dense(child) for child in children.values())
+    return set(children) == set(names) and (
+        all(_is_dense(child) for child in children.values())
+        or all(_is_wide(child) for child in children.values())
+    )
+
+
+def _is_wide(layer: Any) -> bool:
+    """Whether it is torch's linear layer without bias in float32."""
+    return type(layer) is torch.nn.Linear and layer.bias is None and layer.weight.dtype == torch.float32
 
 
 def _is_dense(layer: Any) -> bool:
@@ -281,23 +427,34 @@ def _is_silu(function: Any) -> bool:
 def _heads(module: Any) -> Heads | None:
     """The shape of an attention, if queries fall into equal groups for its key-value heads."""
     scale, window, size = module._flat_settings  # noqa: SLF001 - of model.attention
-    queries, keys, values = (
-        getattr(module, name).get_base_layer().out_features for name in ("q_proj", "k_proj", "v_proj")
-    )
+    queries, keys, values = (getattr(module, name).out_features for name in ("q_proj", "k_proj", "v_proj"))
     if keys != values or keys % size or queries % keys or size % 2:
         return None
     return Heads(keys // size, queries // keys, size, scale, window)
 
 
 def _norm_forward(module: Any, x: torch.Tensor) -> torch.Tensor:
-    if x.dtype != torch.bfloat16 or x.device.type != "cpu":
+    weight = module.weight
+    wide = x.dtype == torch.float32
+    if x.dtype != weight.dtype or x.device.type != "cpu" or (wide and not torch.is_autocast_enabled("cpu")):
         found: torch.Tensor = type(module).forward(module, x)
         return found
-    return Norm.apply(x, module.weight, module.variance_epsilon, module._kernels)  # noqa: SLF001
+    norm = TrainedNorm if wide else Norm
+    return norm.apply(x, weight, module.variance_epsilon, module._kernels)  # noqa: SLF001
+
+
+def _linear_forward(module: Any, x: torch.Tensor) -> torch.Tensor:
+    layer = module._joined  # noqa: SLF001
+    if not layer.is_usable():
+        return torch.nn.Linear.forward(module, x)
+    rows = x.reshape(-1, x.shape[-1]).to(torch.bfloat16)
+    return Product.apply(rows, layer, module.weight).view(*x.shape[:-1], layer.out)
 
 
 def _mlp_forward(module: Any, x: torch.Tensor) -> torch.Tensor:
     wide, down = module._joined  # noqa: SLF001
+    if isinstance(wide, Trained) and wide.is_usable():
+        x = x.to(torch.bfloat16)  # as autocast does
     if x.dtype != torch.bfloat16 or not (wide.is_usable() and down.is_usable()):
         found: torch.Tensor = type(module).forward(module, x)
         return found
@@ -308,20 +465,22 @@ def _mlp_forward(module: Any, x: torch.Tensor) -> torch.Tensor:
 
 def _attention_forward(module: Any, hidden_states: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
     rope, ends, joined = kwargs.get("position_embeddings"), kwargs.get("cu_seq_lens_q"), module._joined  # noqa: SLF001
+    if isinstance(joined, Trained) and joined.is_usable():
+        hidden_states = hidden_states.to(torch.bfloat16)
     if (
         hidden_states.dtype != torch.bfloat16
         or ends is None
         or rope is None
         or rope[0].shape[-1] != module._heads.size  # noqa: SLF001
-        or rope[0].dtype != torch.bfloat16
         or kwargs.get("past_key_values") is not None
         or kwargs.get("merged") is not None
         or not joined.is_usable()
     ):
         found: tuple[torch.Tensor, None] = type(module).forward(module, hidden_states, **kwargs)
         return found
-    turned = tuple(part[0].contiguous() for part in rope)
+    turned = tuple(part[0].float().contiguous() for part in rope)
     lengths = tuple(ends.diff().tolist())
     parts = (turned, lengths, joined, module._heads, module._kernels)  # noqa: SLF001
-    out = SelfAttention.apply(hidden_states[0], *parts, *joined.parameters())
+    with torch.autocast("cpu", enabled=False):
+        out = SelfAttention.apply(hidden_states[0], *parts, *joined.parameters())
     return module.o_proj(out[None]), None

@@ -260,14 +260,11 @@ def choose_forward(
             forward.within(lambda: _try_flat(forward, wanted))
         if forward.layout == "flat" and not forward.rows_apart:
             forward.within(lambda: _try_merging(forward))
-        if (
-            forward.layout == "flat"
-            and quick
-            and dtype == "bfloat16"
-            and base.device.type == "cpu"
-            and not root
-        ):
-            _try_layers(forward, wanted)
+        # The head of a reward model needs its hidden states in float32.
+        is_full = loaded.model is base and not loaded.is_reward
+        on_cpu = dtype == "bfloat16" and base.device.type == "cpu"
+        if forward.layout == "flat" and on_cpu and (is_full or (quick and not root)):
+            forward.within(lambda: _try_layers(forward, wanted))
     loaded.model.train(was_training)
     if forward.rows_apart and forward.layout == "padded":
         raise ModelError.of(
@@ -449,7 +446,9 @@ def _try_layers(forward: Forward, wanted: torch.Tensor) -> None:
     changed = speed_up_layers(forward.loaded.model)
     values = forward._hidden if forward.loaded.is_reward else forward._logits  # noqa: SLF001 - same module
     rows = _probe_rows(forward.loaded.base, first=11)
-    if _alike(values(rows).float(), wanted, forward.dtype):
+    with forward._precision():  # noqa: SLF001
+        found = values(rows).float()
+    if _alike(found, wanted, forward.dtype):
         forward.fast_layers = len(changed)
     else:
         slow_down_layers(changed)

@@ -83,6 +83,51 @@ void norm_backward(const bf16 *grad, const bf16 *x, const bf16 *weight, const fl
     }
 }
 
+/* The same for float32 values and weights, whose result is rounded once, as under autocast. */
+void wide_norm_forward(const float *x, const float *weight, float eps, int64_t rows, int64_t width, bf16 *y, float *rstd) {
+    PARALLEL(rows * width > MANY)
+    for (int64_t row = 0; row < rows; row++) {
+        const float *from = x + row * width;
+        bf16 *to = y + row * width;
+        float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+        for (int64_t i = 0; i < width; i++) sum += from[i] * from[i];
+        float factor = 1.0f / sqrtf(sum / (float)width + eps);
+        rstd[row] = factor;
+#pragma omp simd
+        for (int64_t i = 0; i < width; i++) to[i] = narrow(weight[i] * (from[i] * factor));
+    }
+}
+
+/* The gradients of x and of the weight; a column's sum runs over the rows in order, for any number of threads. */
+void wide_norm_backward(const bf16 *grad, const float *x, const float *weight, const float *rstd, int64_t rows, int64_t width, float *d_x,
+                        float *d_weight) {
+    PARALLEL(rows * width > MANY)
+    for (int64_t row = 0; row < rows; row++) {
+        const bf16 *g = grad + row * width;
+        const float *from = x + row * width;
+        float *to = d_x + row * width;
+        float factor = rstd[row], sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+        for (int64_t i = 0; i < width; i++) sum += widen(g[i]) * weight[i] * from[i];
+        float share = sum * factor * factor / (float)width;
+#pragma omp simd
+        for (int64_t i = 0; i < width; i++) to[i] = factor * (widen(g[i]) * weight[i] - from[i] * share);
+    }
+    memset(d_weight, 0, width * sizeof(float));
+    PARALLEL(rows * width > MANY)
+    for (int64_t begin = 0; begin < width; begin += 64) {
+        int64_t end = begin + 64 < width ? begin + 64 : width;
+        for (int64_t row = 0; row < rows; row++) {
+            const bf16 *g = grad + row * width;
+            const float *from = x + row * width;
+            float factor = rstd[row];
+#pragma omp simd
+            for (int64_t i = begin; i < end; i++) d_weight[i] += widen(g[i]) * (from[i] * factor);
+        }
+    }
+}
+
 /* ---- SwiGLU (arXiv:2002.05202): silu(gate) * up. Rows of gate and up are `stride` elements apart. */
 
 void gate_forward(const bf16 *gate, const bf16 *up, int64_t stride, int64_t rows, int64_t width, bf16 *out) {
@@ -119,19 +164,19 @@ void gate_backward(const bf16 *grad, const bf16 *gate, const bf16 *up, int64_t s
 /* ---- attention. Packed layout: the rows of a group have L places each, and a row is (K, L, G, D), or (K, L, D) of keys and values.
 The key-value head k of token t is at place start[t] + k * length[t]. Pads are left as they are. */
 
-static inline void rotate(const bf16 *from, const bf16 *cosine, const bf16 *sine, float scale, float sign, int64_t size, bf16 *to) {
+static inline void rotate(const bf16 *from, const float *cosine, const float *sine, float scale, float sign, int64_t size, bf16 *to) {
     int64_t half = size / 2;
 #pragma omp simd
     for (int64_t i = 0; i < half; i++) {
         float a = widen(from[i]), b = widen(from[i + half]);
-        to[i] = narrow(scale * (a * widen(cosine[i]) - sign * b * widen(sine[sign > 0 ? i : i + half])));
-        to[i + half] = narrow(scale * (b * widen(cosine[i + half]) + sign * a * widen(sine[sign > 0 ? i + half : i])));
+        to[i] = narrow(scale * (a * cosine[i] - sign * b * sine[sign > 0 ? i : i + half]));
+        to[i + half] = narrow(scale * (b * cosine[i + half] + sign * a * sine[sign > 0 ? i + half : i]));
     }
 }
 
 /* Rotates (RoPE) and scales queries, rotates keys, and packs them with the values. */
-void pack(const bf16 *q, const bf16 *k, const bf16 *v, int64_t q_stride, int64_t k_stride, int64_t v_stride, const bf16 *cosine,
-          const bf16 *sine, float scale, const int64_t *start, const int64_t *length, int64_t tokens, int64_t heads, int64_t kv,
+void pack(const bf16 *q, const bf16 *k, const bf16 *v, int64_t q_stride, int64_t k_stride, int64_t v_stride, const float *cosine,
+          const float *sine, float scale, const int64_t *start, const int64_t *length, int64_t tokens, int64_t heads, int64_t kv,
           int64_t size, bf16 *queries, bf16 *keys, bf16 *values) {
     int64_t group = heads / kv;
     PARALLEL(tokens * heads * size > MANY)
@@ -147,7 +192,7 @@ void pack(const bf16 *q, const bf16 *k, const bf16 *v, int64_t q_stride, int64_t
 }
 
 /* The gradients of q, k and v from those of what was packed. */
-void unpack(const bf16 *d_queries, const bf16 *d_keys, const bf16 *d_values, const bf16 *cosine, const bf16 *sine, float scale,
+void unpack(const bf16 *d_queries, const bf16 *d_keys, const bf16 *d_values, const float *cosine, const float *sine, float scale,
             const int64_t *start, const int64_t *length, int64_t tokens, int64_t heads, int64_t kv, int64_t size, bf16 *d_q, bf16 *d_k,
             bf16 *d_v, int64_t stride) {
     int64_t group = heads / kv;

@@ -82,7 +82,7 @@ def _flags_of_cpu() -> str:
 
 
 class Kernels:
-    """The functions on tensors: bfloat16, the last dimension contiguous, on the CPU."""
+    """The functions on tensors: bfloat16 where nothing else is said, the last dimension contiguous, on the CPU."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
@@ -103,6 +103,22 @@ class Kernels:
         found = torch.empty_like(x)
         self._call("norm_backward", grad, x, weight, factor, *x.shape, found)
         return found
+
+    def wide_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """RMSNorm in bfloat16 of the rows of x (T, E) float32 with a float32 weight, and the factor of each (T,) float32."""
+        y, factor = torch.empty(x.shape, dtype=torch.bfloat16), torch.empty(x.shape[0])
+        self._call("wide_norm_forward", x, weight, eps, *x.shape, y, factor)
+        return y, factor
+
+    def wide_norm_backward(
+        self, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, factor: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The gradients of x (T, E) and of the weight (E,), float32."""
+        d_x, d_weight = torch.empty_like(x), torch.empty_like(weight)
+        self._call("wide_norm_backward", grad, x, weight, factor, *x.shape, d_x, d_weight)
+        return d_x, d_weight
 
     def gate(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         """(T, F): silu(gate) * up; both (T, F) with rows equally far apart."""
@@ -125,7 +141,7 @@ class Kernels:
         places: tuple[torch.Tensor, torch.Tensor],
         packed: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     ) -> None:
-        """Writes q (T, H, D), k and v (T, K, D), rotated and scaled, into their packed layout."""
+        """Writes q (T, H, D), k and v (T, K, D), rotated by float32 cosines and sines (T, D) and scaled, into their packed layout."""
         q, k, v = inputs
         strides = [tensor.stride(0) for tensor in inputs]
         sizes = (*q.shape[:2], k.shape[1], q.shape[2])
@@ -386,7 +402,7 @@ class PackedAttention(torch.autograd.Function):
 @functools.lru_cache(maxsize=2)
 def _no_rotation(tokens: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines (T, D) of no rotation."""
-    return torch.ones(tokens, size, dtype=torch.bfloat16), torch.zeros(tokens, size, dtype=torch.bfloat16)
+    return torch.ones(tokens, size), torch.zeros(tokens, size)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
@@ -405,7 +421,7 @@ def attend(
 
     Args:
         inputs: q (T, H, D), k and v (T, K, D).
-        rope: cosines and sines (T, D).
+        rope: cosines and sines (T, D), float32.
         packed: where the tokens are.
         heads: the shape of the layer.
         kernels: the functions.

@@ -135,10 +135,14 @@ def _forward_of_quantized(layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any
 _CHUNK = 128  # rows of logits in memory at a time; N × V logits at once cost 10 to 30 % of a step and most of its memory
 
 
+_TRAINED_CHUNK = 256  # where the head is trained, too: its gradient is in memory once for each chunk
+_BLOCK = 4096  # tokens of the vocabulary whose part of that gradient is computed at a time
+
+
 class ChunkedCrossEntropy(torch.autograd.Function):
     """Cross entropy of a linear head whose logits never exist all at once.
 
-    The gradients are computed in the forward pass, chunk by chunk, while the logits exist.
+    The gradients are computed in the forward pass, chunk by chunk, while the logits exist; that of the weight in float32.
     """
 
     @staticmethod
@@ -150,16 +154,17 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         count: int,
         smoothing: float,
     ) -> torch.Tensor:
-        """hidden (N, E), weight (V, E), labels (N,) int64 → the loss, a float32 scalar."""
+        """hidden (N, E), weight (V, E), labels (N,) int64 → the loss, a float32 scalar; products in the dtype of `hidden`."""
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         d_hidden = torch.empty_like(hidden) if needs_hidden else None
-        d_weight = (
-            torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if needs_weight else None
-        )
+        d_weight = torch.empty_like(weight, dtype=torch.float32) if needs_weight else None
+        ctx.weight_dtype = weight.dtype
+        weight = weight.to(hidden.dtype)
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         needs_gradient = needs_hidden or needs_weight
-        for first in range(0, hidden.shape[0], _CHUNK):
-            rows, wanted = hidden[first : first + _CHUNK], labels[first : first + _CHUNK]
+        chunk = _CHUNK if d_weight is None else _TRAINED_CHUNK
+        for first in range(0, hidden.shape[0], chunk):
+            rows, wanted = hidden[first : first + chunk], labels[first : first + chunk]
             losses, d_logits = _losses(
                 rows @ weight.t(), wanted, count, smoothing, needs_gradient=needs_gradient
             )
@@ -167,12 +172,13 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             if not needs_gradient:
                 continue
             if d_hidden is not None:
-                torch.mm(d_logits, weight, out=d_hidden[first : first + _CHUNK])
+                torch.mm(d_logits, weight, out=d_hidden[first : first + chunk])
             if d_weight is not None:
-                d_weight += (d_logits.t() @ rows).float()
+                _add_product(d_weight, d_logits, rows, is_first=first == 0)
+        if d_weight is not None and not len(hidden):
+            d_weight.zero_()
         ctx.save_for_backward(*(t for t in (d_hidden, d_weight) if t is not None))
         ctx.has = (d_hidden is not None, d_weight is not None)
-        ctx.weight_dtype = weight.dtype
         return total / count
 
     @staticmethod
@@ -183,11 +189,21 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         d_weight = saved.pop(0) if ctx.has[1] else None
         return (
             None if d_hidden is None else d_hidden * grad.to(d_hidden.dtype),
-            None if d_weight is None else (d_weight * grad).to(ctx.weight_dtype),
+            None if d_weight is None else d_weight.mul_(grad).to(ctx.weight_dtype),
             None,
             None,
             None,
         )
+
+
+def _add_product(
+    d_weight: torch.Tensor, d_logits: torch.Tensor, rows: torch.Tensor, *, is_first: bool
+) -> None:
+    """Writes d_logitsᵀ @ rows, from (n, V) and (n, E), into d_weight (V, E) float32, or adds it, in blocks that stay in a CPU's cache."""
+    block = len(d_weight) if d_weight.is_cuda else _BLOCK
+    for of_weight, of_logits in zip(d_weight.split(block), d_logits.split(block, 1), strict=True):
+        product = of_logits.t() @ rows
+        of_weight.copy_(product) if is_first else of_weight.add_(product)
 
 
 def _losses(
@@ -254,15 +270,15 @@ class ChunkedLogProbs(torch.autograd.Function):
         hidden, weight, labels = ctx.saved_tensors
         d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        for first in range(0, hidden.shape[0], _CHUNK):
-            part = slice(first, first + _CHUNK)
+        for first in range(0, hidden.shape[0], _TRAINED_CHUNK):
+            part = slice(first, first + _TRAINED_CHUNK)
             logits = (hidden[part] @ weight.t()).float()
             normaliser = torch.logsumexp(logits, dim=1, keepdim=True)
             d_logits = _d_logits(logits, normaliser, labels[part, None]).mul_(grad[part, None])
             d_logits = d_logits.to(weight.dtype)
             if d_hidden is not None:
                 torch.mm(d_logits, weight, out=d_hidden[part])
-            d_weight += (d_logits.t() @ hidden[part]).float()
+            _add_product(d_weight, d_logits, hidden[part], is_first=False)
         return d_hidden, d_weight.to(weight.dtype), None
 
 
@@ -290,7 +306,7 @@ def head_loss(
     smoothing: float = 0.0,
 ) -> torch.Tensor:
     """The loss of hidden states (N, E) under a linear head (V, E), as a float32 scalar; products in `dtype`."""
-    return ChunkedCrossEntropy.apply(hidden.to(dtype), weight.to(dtype), labels, count, smoothing)
+    return ChunkedCrossEntropy.apply(hidden.to(dtype), weight, labels, count, smoothing)
 
 
 def logits_log_probs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
