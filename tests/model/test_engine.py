@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from unisono.model.engine import Answer, Engine
+from unisono.model.engine import Answer, Engine, answer_prompts
 from unisono.model.generate import Sampling, generate
 
 SHAPE: dict[str, Any] = {
@@ -117,6 +117,24 @@ def test_a_long_prompt_is_read_in_parts_with_a_token_of_a_running_answer_between
             engine.step()
     for answer in (long, short, again):
         assert answer.tokens == greedy(model, list(answer.prompt), 3)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, seed=2), Sampling(beams=2)])
+def test_many_prompts_get_the_answers_that_generate_gives(sampling: Sampling) -> None:
+    model, prompts = make_model("llama"), make_prompts(70)
+    wanted = generate(model, prompts, max_new_tokens=20, stop_ids=STOP, pad_id=0, sampling=sampling)
+    options: Any = {"stop_ids": STOP, "pad_id": 0, "sampling": sampling}
+    counts: list[int] = []
+    assert answer_prompts(model, prompts, limits=[20] * 70, on_answers=counts.append, **options) == wanted
+    assert counts[-1] == 70
+    if sampling.beams == 1:
+        limits = [place % 4 for place in range(70)]
+        found = answer_prompts(model, prompts, limits=limits, **options)
+        assert found == [answer[:limit] for answer, limit in zip(wanted, limits, strict=True)]
+        cut = answer_prompts(
+            model, prompts, limits=[20] * 70, is_done=lambda place, ids: len(ids) == 5 + place % 2, **options
+        )
+        assert cut == [answer[: 5 + place % 2] for place, answer in enumerate(wanted)]
 
 
 def greedy(model: Any, prompt: list[int], count: int) -> list[int]:

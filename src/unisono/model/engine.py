@@ -9,7 +9,7 @@ Letters: B answers of a batch, L tokens so far of the longest, V vocabulary.
 import inspect
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -17,13 +17,23 @@ from typing import Any, Literal
 import torch
 from transformers import DynamicCache
 
-from unisono.model.generate import Sampling, draw_tokens, penalized, random_numbers, undisturbed
+from unisono.model.generate import (
+    GREEDY,
+    IsDone,
+    Sampling,
+    draw_tokens,
+    generate,
+    penalized,
+    random_numbers,
+    undisturbed,
+)
 
 _TOKENS = 65_536  # in the cache of a batch, with padding
 _RESERVED = 1_024  # tokens of an answer for which a place in the cache is kept when it begins
 _PROMPT_TOKENS = (
     2_048  # of prompts that are read together, with padding: a short one does not wait for a long one
 )
+_ROWS = 64  # of `answer_prompts`: more gain little on CPU
 _FIRST_PART = 64  # tokens of the first part of a prompt, before the speed is known
 _PART_TOKENS = 8_192  # at most, with padding
 _PART_S = 1.0  # of a part that delays nobody: how soon a request that comes meanwhile can begin
@@ -89,6 +99,7 @@ class Engine:
         self._reading: deque[_Batch] = deque()
         self._fixed_part_tokens = part_tokens
         self._token_s: float | None = None  # of the latest part of a prompt
+        self._latest_part = _FIRST_PART // 2
         self._takes = inspect.signature(self._base.forward).parameters
         self.waiting: list[Answer] = []
 
@@ -161,9 +172,11 @@ class Engine:
         """Tokens of a part that takes about so long, by the time of the latest part."""
         if self._fixed_part_tokens is not None:
             return self._fixed_part_tokens
-        if self._token_s is None:
-            return _FIRST_PART
-        return max(_FIRST_PART // 4, min(_PART_TOKENS, int(most_s / self._token_s)))
+        fitting = _FIRST_PART if self._token_s is None else int(most_s / self._token_s)
+        # One that was fast by chance must not make the next one long.
+        most = min(_PART_TOKENS, 2 * self._latest_part)
+        self._latest_part = max(_FIRST_PART // 4, min(most, fitting))
+        return self._latest_part
 
     def _join(self, batch: "_Batch") -> None:
         if self._batches and self._batches[0].keep_running():
@@ -205,6 +218,98 @@ class Engine:
             if len(answer.tokens) >= answer.max_new_tokens:
                 answer.ended = "length"
         return batch.answers
+
+
+def answer_prompts(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    *,
+    limits: Sequence[int],
+    stop_ids: set[int],
+    pad_id: int,
+    sampling: Sampling = GREEDY,
+    together: bool = True,
+    is_done: IsDone | None = None,
+    on_answers: Callable[[int], None] | None = None,
+) -> list[list[int]]:
+    """The answers of `model.generate`, sooner: a place in the batch that becomes free is taken by the next prompt.
+
+    Args:
+        model: as for `Engine`.
+        prompts: tokens of each; none may be empty.
+        limits: maximum tokens of each answer; without any, it is empty.
+        stop_ids: tokens that end an answer.
+        pad_id: any token.
+        sampling: how tokens are chosen; with beams, `generate` itself is used.
+        together: whether answers may share a forward.
+        is_done: called with a prompt's index and its answer so far; True ends that answer.
+        on_answers: called with the number of complete answers, whenever it has grown.
+    """
+    if sampling.beams > 1:
+        return _search(
+            model,
+            prompts,
+            limits,
+            on_answers,
+            stop_ids=stop_ids,
+            pad_id=pad_id,
+            sampling=sampling,
+            is_done=is_done,
+        )
+    answers = [
+        Answer(prompt, limit, sampling, place=place)
+        for place, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
+    ]
+    # In an order that does not depend on times, and with neighbors of similar length: the cache of a batch is as long as its longest row.
+    engine = Engine(
+        model, stop_ids=stop_ids, pad_id=pad_id, rows=_ROWS, together=together, part_tokens=_PART_TOKENS
+    )
+    with engine.ready():
+        for answer in sorted(answers, key=lambda answer: -len(answer.prompt)):
+            if answer.max_new_tokens > 0:
+                engine.add(answer)
+        done = len(answers) - len(engine.waiting)
+        while not engine.is_idle:
+            moved = engine.step()
+            for answer in moved:
+                if is_done is not None and answer.tokens and is_done(answer.place, answer.tokens):
+                    answer.ended = "stop"
+            ended = sum(answer.ended is not None for answer in moved)
+            if ended and on_answers is not None:
+                done += ended
+                on_answers(done)
+    return [answer.tokens for answer in answers]
+
+
+def _search(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    limits: Sequence[int],
+    on_answers: Callable[[int], None] | None,
+    *,
+    is_done: IsDone | None,
+    **options: Any,
+) -> list[list[int]]:
+    """Answers by beam search, those with the same limit together."""
+    answers: list[list[int]] = [[] for _ in prompts]
+    for limit in sorted({limit for limit in limits if limit > 0}, reverse=True):
+        places = [place for place, own in enumerate(limits) if own == limit]
+        found = generate(
+            model,
+            [prompts[place] for place in places],
+            max_new_tokens=limit,
+            on_answers=on_answers,
+            is_done=None if is_done is None else _placed(is_done, places),
+            **options,
+        )
+        for place, answer in zip(places, found, strict=True):
+            answers[place] = answer
+    return answers
+
+
+def _placed(is_done: IsDone, places: Sequence[int]) -> IsDone:
+    """The same for some of the prompts."""
+    return lambda place, answer: is_done(places[place], answer)
 
 
 class _Batch:

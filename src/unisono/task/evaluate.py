@@ -20,8 +20,9 @@ from unisono.errors import DataError
 from unisono.events import Reporter
 from unisono.files import expand, fault_of, write_json, write_text
 from unisono.model.directory import locate_model, locate_tokenizer
+from unisono.model.engine import answer_prompts
 from unisono.model.forward import Forward, choose_forward
-from unisono.model.generate import Sampling, generate
+from unisono.model.generate import GREEDY, Sampling
 from unisono.model.load import DTYPES, LoadedModel, load_base, load_for_training
 from unisono.model.quantization import is_quantized, quantized_load
 from unisono.objectives import objective_of
@@ -287,26 +288,35 @@ def answer_all(opened: InferenceModel, questions: Sequence[Question], report: Re
     limit = 2 * max(len(question.answer) for question in questions) + 8
     special = set(opened.tokenizer.all_special_ids)
     stops = opened.stops(opened.template) | ({question.answer[-1] for question in questions} & special)
-    room = [opened.context - len(question.prompt) for question in questions]
-    usual = [i for i, left in enumerate(room) if left >= limit]
-    answers: list[list[int]] = [[] for _ in questions]
-    # Questions with less room in the model's context get separate batches: some models have no positions beyond it.
-    batches = [(usual, limit), *(([i], left) for i, left in enumerate(room) if left < limit)]
-    with opened.ready() as model:
-        for places, most in batches:
-            found = generate(
-                model,
-                [questions[i].prompt for i in places],
-                max_new_tokens=most,
-                stop_ids=stops,
-                pad_id=opened.pad_id,
-                on_answers=lambda done: report.phase(
-                    "generate", "answering", done=done, total=len(questions)
-                ),
-            )
-            for place, answer in zip(places, found, strict=True):
-                answers[place] = answer
+    limits = [max(0, min(limit, opened.context - len(question.prompt))) for question in questions]
+    answers = _generate(opened, questions, limits, stops, GREEDY, report)
     return [text_of(opened, answer) for answer in answers]
+
+
+def _generate(
+    opened: InferenceModel,
+    questions: Sequence[Question],
+    limits: Sequence[int],
+    stops: set[int],
+    sampling: Sampling,
+    report: Reporter,
+) -> list[list[int]]:
+    """The tokens of each answer."""
+
+    def on_answers(done: int) -> None:
+        report.phase("generate", "answering", done=done, total=len(questions))
+
+    with opened.ready() as model:
+        return answer_prompts(
+            model,
+            [question.prompt for question in questions],
+            limits=limits,
+            stop_ids=stops,
+            pad_id=opened.pad_id,
+            sampling=sampling,
+            together=not opened.forward.rows_apart,
+            on_answers=on_answers,
+        )
 
 
 def text_of(opened: InferenceModel, ids: Sequence[int]) -> str:
@@ -360,27 +370,12 @@ def run_predict(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
 def _answers(
     opened: InferenceModel, questions: Sequence[Question], sampling: dict[str, Any], report: Reporter
 ) -> list[list[int]]:
-    """The tokens of each answer; questions that leave less room in the context get shorter answers, in batches of their own."""
-    room = [min(sampling["max_tokens"], opened.context - len(question.prompt)) for question in questions]
+    """The tokens of each answer; questions that leave less room in the context get shorter answers."""
+    limits = [
+        max(0, min(sampling["max_tokens"], opened.context - len(question.prompt))) for question in questions
+    ]
     stops = opened.stops(opened.template)
-    answers: list[list[int]] = [[] for _ in questions]
-    with opened.ready() as model:
-        for limit in sorted({length for length in room if length > 0}, reverse=True):
-            places = [i for i, length in enumerate(room) if length == limit]
-            found = generate(
-                model,
-                [questions[i].prompt for i in places],
-                max_new_tokens=limit,
-                stop_ids=stops,
-                pad_id=opened.pad_id,
-                sampling=Sampling.of(sampling),
-                on_answers=lambda done: report.phase(
-                    "generate", "answering", done=done, total=len(questions)
-                ),
-            )
-            for place, answer in zip(places, found, strict=True):
-                answers[place] = answer
-    return answers
+    return _generate(opened, questions, limits, stops, Sampling.of(sampling), report)
 
 
 def _rows(

@@ -14,6 +14,7 @@ from unisono.data.template import ChatTemplate
 from unisono.errors import DataError, Problem, UsageError
 from unisono.events import Reporter
 from unisono.files import expand, fault_of
+from unisono.model.engine import answer_prompts
 from unisono.model.generate import Sampling, generate
 from unisono.task.inference import (
     InferenceModel,
@@ -227,18 +228,24 @@ def run_generate(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     report.phase("generate", "answering", done=0, total=len(prompts))
     stops: list[str] = request.get("stop") or []
     stream = TextStream(opened.tokenizer, stops) if len(prompts) == 1 else None
+    settings: dict[str, Any] = {
+        "stop_ids": opened.stops(template),
+        "pad_id": opened.pad_id,
+        "sampling": Sampling.of(request),
+        "is_done": StopStrings(opened.tokenizer, stops) if stops else None,
+    }
     with opened.ready() as model:
-        answers = generate(
-            model,
-            ids,
-            max_new_tokens=limit,
-            stop_ids=opened.stops(template),
-            pad_id=opened.pad_id,
-            sampling=Sampling.of(request),
-            on_token=_sender(stream, report) if stream else None,
-            is_done=StopStrings(opened.tokenizer, stops) if stops else None,
-            on_answers=lambda done: report.phase("generate", "answering", done=done, total=len(prompts)),
-        )
+        if stream is not None:
+            answers = generate(model, ids, max_new_tokens=limit, on_token=_sender(stream, report), **settings)
+        else:
+            answers = answer_prompts(
+                model,
+                ids,
+                limits=[limit] * len(ids),
+                together=not opened.forward.rows_apart,
+                on_answers=lambda done: report.phase("generate", "answering", done=done, total=len(prompts)),
+                **settings,
+            )
     if stream is not None:
         report.send("token", text=stream.close())
     return {

@@ -1,0 +1,148 @@
+"""Measures `unisono eval`: its answers against `model.generate` one by one and in padded batches; its loss of packed rows against TRL's evaluation with padding.
+
+python bench/evaluation.py [m15|m135 ...] [--rounds 3] [--out bench/results/evaluation.json]
+
+The models are the random ones of bench/workload.py in float32. They would never end an answer, so a sixtieth of the vocabulary are stop tokens: lengths
+vary as those of real answers do. The ways are measured in turn, in CPU seconds and in seconds; ratios are those of medians.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from peers import machine, trl_row  # type: ignore[import-not-found]  # beside this script
+from workload import make  # type: ignore[import-not-found]  # beside this script
+
+from unisono.data.token_table import TokenTable
+from unisono.events import Reporter
+from unisono.model.engine import answer_prompts
+from unisono.model.generate import generate
+from unisono.task import evaluate
+from unisono.task.inference import InferenceModel, open_requested
+
+QUESTIONS = 48
+ANSWER_TOKENS = 96
+ROWS = 192
+PADDED_ROWS = 8  # per batch of TRL, its default
+
+
+def timed(work: Callable[[], Any], times: dict[str, list[float]]) -> Any:
+    """The result of some work; notes its CPU seconds and seconds."""
+    cpu, wall = time.process_time(), time.perf_counter()
+    found = work()
+    times.setdefault("cpu_s", []).append(round(time.process_time() - cpu, 3))
+    times.setdefault("wall_s", []).append(round(time.perf_counter() - wall, 3))
+    return found
+
+
+def ratio(slow: dict[str, list[float]], fast: dict[str, list[float]]) -> dict[str, float]:
+    """Of the medians."""
+    return {unit: round(statistics.median(slow[unit]) / statistics.median(fast[unit]), 2) for unit in slow}
+
+
+def measure_answers(opened: InferenceModel, rounds: int) -> dict[str, Any]:
+    """Three ways to the same answers."""
+    draw = random.Random(0)
+    prompts = [[draw.randrange(4, 8_000) for _ in range(draw.randint(20, 90))] for _ in range(QUESTIONS)]
+    stops = set(draw.sample(range(4, 8_000), 8_000 // 60))
+    options: dict[str, Any] = {"stop_ids": stops, "pad_id": 3}
+    limits = [ANSWER_TOKENS] * QUESTIONS
+    times: dict[str, dict[str, list[float]]] = {"one_by_one": {}, "padded_batches": {}, "together": {}}
+    equal = True
+    found: list[list[int]] = []
+    with opened.ready() as model:
+
+        def one_by_one() -> list[list[int]]:
+            return [
+                generate(model, [prompt], max_new_tokens=ANSWER_TOKENS, **options)[0] for prompt in prompts
+            ]
+
+        for _ in range(rounds):
+            wanted = timed(one_by_one, times["one_by_one"])
+            padded = timed(
+                lambda: generate(model, prompts, max_new_tokens=ANSWER_TOKENS, **options),
+                times["padded_batches"],
+            )
+            found = timed(lambda: answer_prompts(model, prompts, limits=limits, **options), times["together"])
+            equal = equal and wanted == padded == found
+    return {
+        "questions": QUESTIONS, "answer_tokens": sum(map(len, found)), "answers_equal": equal, "times": times,
+        "ratio_to_one_by_one": ratio(times["one_by_one"], times["together"]),
+        "ratio_to_padded_batches": ratio(times["padded_batches"], times["together"]),
+    }  # fmt: skip
+
+
+def measure_loss(opened: InferenceModel, model: Path, rows: Path, work: Path, rounds: int) -> dict[str, Any]:
+    """The loss of all rows, by us and by TRL."""
+    config = evaluate.evaluation_config(opened, str(rows))
+    _, table = evaluate._prepared(config, str(work / "cache"), Reporter(None))  # noqa: SLF001 - without scores
+    sequences = list(range(table.sequences))
+    trainer = trl_trainer(model, rows, work)
+    times: dict[str, dict[str, list[float]]] = {"trl": {}, "unisono": {}}
+    ours: dict[str, Any] = {}
+    theirs: dict[str, Any] = {}
+    for _ in range(rounds):
+        theirs = timed(trainer.evaluate, times["trl"])
+        ours = timed(lambda: losses(opened, table, sequences), times["unisono"])
+    return {
+        "rows": table.sequences, "tokens": ours["tokens"], "loss": ours["loss"], "trl_loss": theirs["eval_loss"],
+        "times": times, "ratio": ratio(times["trl"], times["unisono"]),
+    }  # fmt: skip
+
+
+def losses(opened: InferenceModel, table: TokenTable, sequences: list[int]) -> dict[str, Any]:
+    """What `unisono eval` measures before it generates."""
+    return evaluate.losses(opened, table, sequences, Reporter(None))
+
+
+def trl_trainer(model: Path, rows: Path, work: Path) -> Any:
+    """TRL's trainer with its defaults for evaluation, in float32."""
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+    from trl import SFTConfig, SFTTrainer
+
+    data = Dataset.from_list([trl_row(json.loads(line)) for line in rows.read_text().splitlines()])
+    config = SFTConfig(
+        output_dir=str(work / "trl"), use_cpu=True, bf16=False, report_to="none", max_length=1024,
+        per_device_eval_batch_size=PADDED_ROWS, model_init_kwargs={"dtype": "float32"}, disable_tqdm=True,
+    )  # fmt: skip
+    threads = torch.get_num_threads()
+    trainer = SFTTrainer(
+        model=str(model), args=config, train_dataset=data, eval_dataset=data,
+        processing_class=AutoTokenizer.from_pretrained(model),
+    )  # fmt: skip
+    torch.set_num_threads(threads)
+    return trainer
+
+
+def main() -> None:
+    """Measures, prints, and writes the figures."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("models", nargs="*", default=["m15", "m135"])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    found: dict[str, Any] = {"schema": 1, "machine": machine(), "models": {}}
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        make(work, rows=ROWS)
+        for name in arguments.models:
+            opened = open_requested({"target": str(work / name), "step": None}, Reporter(None))
+            found["models"][name] = {
+                "answers": measure_answers(opened, arguments.rounds),
+                "loss": measure_loss(opened, work / name, work / "alpaca.jsonl", work, arguments.rounds),
+            }
+            print(json.dumps(found["models"][name], indent=1), flush=True)
+    if arguments.out:
+        arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
