@@ -97,6 +97,32 @@ def test_the_file_asks_for_nothing_and_shows_every_region(
     assert errors == []
 
 
+def test_on_paper_every_region_is_there_with_whole_curves_in_light_colours(
+    browser: Browser, full_page: str, errors: list[str]
+) -> None:
+    page = opened(browser, full_page, errors, width=700, color_scheme="dark")
+    page.emulate_media(media="print", color_scheme="dark")
+    document = page.pdf(format="A4")
+    assert document.startswith(b"%PDF")
+    assert document.count(b"/Type /Page\n") + document.count(b"/Type/Page/") >= 2, "it takes several pages"
+    for region in REGIONS:
+        assert page.locator(f"[data-region={region}]").is_visible(), region
+    assert page.evaluate("getComputedStyle(document.documentElement).getPropertyValue('--bg')").strip() in (
+        "#fff",
+        "#ffffff",
+    )
+    cut = page.evaluate(
+        """[...document.querySelectorAll('[data-curve]')].filter((card) => {
+            const canvas = card.querySelector('canvas');
+            return !canvas || !canvas.width || canvas.getBoundingClientRect().right > innerWidth + 1;
+        }).map((card) => card.dataset.curve)"""
+    )
+    assert cut == []
+    breaks = "[...document.querySelectorAll('.chart')].map((one) => getComputedStyle(one).breakInside)"
+    assert set(page.evaluate(breaks)) == {"avoid"}
+    assert errors == []
+
+
 @pytest.fixture(scope="module")
 def full_page(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The address of a file with two runs, one of which was stalled."""
@@ -286,11 +312,19 @@ def test_a_stopped_rank_is_named_on_the_page_in_the_words_of_the_terminal(
                 page = opened(browser, board.url, errors)
                 until(lambda: page.locator("[data-region=status] .badge").first.inner_text() == "Running")
                 os.kill(worker_of(root, 1), signal.SIGSTOP)
+                page.wait_for_selector("[data-region=status] [data-warning]", timeout=120_000)
+                warned = page.locator("[data-region=status] [data-warning]").inner_text()
                 page.wait_for_selector("[data-region=verdict] [data-cause]", timeout=120_000)
                 training.wait(60)
                 said.seek(0)
+                said_before = next(
+                    line for line in said if line.rstrip().endswith(warned)
+                )  # the same words, above the verdict
+                assert "rank 1" in said_before
+                said.seek(0)
                 block = [line for line in said.read().splitlines() if re.match(r"(WHAT|WHO|DETECTED) ", line)]
                 until(lambda: page.locator("[data-region=status] .badge").first.inner_text() == "Stalled")
+                assert page.locator("[data-warning]").count() == 0, "it is over with the run"
                 shown = page.locator("[data-region=verdict] dd").all_text_contents()
                 assert [line[10:] for line in block] == shown[: len(block)]
                 assert page.locator("tr.culprit").get_attribute("data-rank") == "1"

@@ -1,5 +1,6 @@
 """What the board's server answers, and whom. Run: .venv/bin/python -m pytest tests/board/test_server.py"""
 
+import contextlib
 import json
 import os
 import select
@@ -12,12 +13,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.board.boards import RunningBoard, board_of
 from tests.board.made_runs import append, make_run, write
 from tests.front_server import run as run_front
+from tests.needs import need, need_namespaces
 from tests.ports import free_port
+from tests.sshd import ssh_server
 from unisono.board.regions import REGIONS
 
 
@@ -157,6 +161,91 @@ def is_closed(one: socket.socket, limit_s: float) -> bool:
         return False
     except OSError:
         return True
+
+
+def test_a_client_that_never_reads_is_dropped_and_delays_nobody(tmp_path: Path) -> None:
+    with board_of(make_run(tmp_path / "run", steps=20_000)) as board:
+        board.json("/api/runs")
+        server = psutil.Process(board.process.pid)
+        before = server.memory_info().rss
+        deaf = []
+        for path in ("/api/runs/run/curves?points=20000", "/events"):
+            one = socket.socket()
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            one.connect(("127.0.0.1", board.port))
+            one.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nCookie: {board.cookie}\r\n\r\n".encode())
+            deaf.append(one)
+        port = deaf[0].getsockname()[1]
+        limit = time.monotonic() + 120
+        while any(kept.raddr and kept.raddr.port == port for kept in server.net_connections()):
+            assert time.monotonic() < limit, "it is still connected"
+            assert board.ask("/api/runs/run/status").status == 200
+            time.sleep(0.5)
+        assert server.memory_info().rss - before < 30e6
+        for one in deaf:
+            one.close()
+
+
+def test_the_page_and_its_events_come_through_an_ssh_tunnel(board: RunningBoard, tmp_path: Path) -> None:
+    with ssh_server(tmp_path) as ssh:
+        port = free_port()
+        words = [*ssh, "-N", "-L", f"127.0.0.1:{port}:127.0.0.1:{board.port}", "127.0.0.1"]
+        tunnel = subprocess.Popen(words, stdin=subprocess.DEVNULL)
+        try:
+            far = RunningBoard(board.process, {**board.line, "port": port})
+            limit = time.monotonic() + 60
+            while not far.cookie.startswith("unisono"):
+                assert time.monotonic() < limit
+                far.cookie = ""
+                with contextlib.suppress(OSError):
+                    assert far.json("/api/runs")["schema"] == 1
+            with socket.create_connection(("127.0.0.1", port), timeout=20) as stream:
+                head = f"GET /events HTTP/1.1\r\nHost: localhost:{port}\r\nCookie: {far.cookie}\r\n\r\n"
+                stream.sendall(head.encode())
+                until(stream, b"event: hello")
+                append(Path(board.line["runs"][0]["path"]), {"step": 42, "loss": 0.1})
+                until(stream, b"event: change")
+        finally:
+            tunnel.terminate()
+            tunnel.wait(20)
+
+
+def test_another_address_is_reached_from_another_network(tmp_path: Path) -> None:
+    need("ip", "curl", root=True)
+    name, third = f"board{os.getpid()}", os.getpid() % 250 + 1
+    need_namespaces(name)
+    ours, theirs = f"10.213.{third}.1", f"10.213.{third}.2"
+    inside = ["ip", "netns", "exec", name]
+    link = f"vb{os.getpid()}"
+    for words in (
+        ["ip", "netns", "add", name],
+        ["ip", "link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", name],
+        ["ip", "address", "add", f"{ours}/30", "dev", link],
+        ["ip", "link", "set", link, "up"],
+        [*inside, "ip", "address", "add", f"{theirs}/30", "dev", "eth0"],
+        [*inside, "ip", "link", "set", "eth0", "up"],
+    ):
+        subprocess.run(words, check=True)
+    try:
+        with board_of(make_run(tmp_path / "run"), options=("--host", ours)) as board:
+            assert board.url.startswith(f"http://{ours}:{board.port}/?token=")
+            curl = [*inside, "curl", "--silent", "--max-time", "60", "--cookie-jar", str(tmp_path / "jar")]
+            curl += ["--cookie", str(tmp_path / "jar"), "--write-out", "%{http_code}"]
+
+            def ask(path: str, *more: str) -> str:
+                address = f"http://{ours}:{board.port}{path}"
+                return subprocess.run(
+                    [*curl, *more, address], check=True, capture_output=True, text=True
+                ).stdout
+
+            assert ask("/api/runs").endswith("401")
+            assert ask("/", "--header", "Host: evil.example").endswith("421")
+            assert ask(f"/?token={board.token}").endswith("200")
+            assert '"run"' in ask("/api/runs")
+            with pytest.raises(OSError, match="refused"):
+                socket.create_connection(("127.0.0.1", board.port), timeout=5)  # only that address
+    finally:
+        subprocess.run(["ip", "netns", "del", name], check=False)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -155,6 +155,7 @@ class FollowedRun:
         self.curves = Curves()
         self.holder: Holder | None = None
         self.ranks: dict[int, RankTimes] = {}
+        self.warning: tuple[float, str] = (0.0, "")  # when, and the text
         self._rank_files: dict[int, Path] = {}
         self.samples: deque[dict[str, Any]] = deque(maxlen=_MOST_SAMPLES)
         self.log: deque[LogLine] = deque(maxlen=_MOST_LOG_LINES)
@@ -177,7 +178,7 @@ class FollowedRun:
         Args:
             at_ranks: whether to look at the files of each rank, too, which may be hundreds.
         """
-        changed = self._look_at_place()
+        changed, warning = self._look_at_place(), self.warning
         of_ranks = [
             ("ranks", self._look_at_timelines),
             ("samples", self._look_at_events),
@@ -193,7 +194,7 @@ class FollowedRun:
             if found or before != self.problems.get(region):
                 changed.add(region)
         changed |= self._look_at_files()
-        if "curves" in changed:
+        if "curves" in changed or self.warning != warning:
             changed.add("status")
         for region in changed:
             self.versions[region] += 1
@@ -275,6 +276,9 @@ class FollowedRun:
             return False
         if not is_time(when) or not 0 <= rank < 1 << 16:
             return False
+        if "warning" in entry:
+            self.warning = max(self.warning, (when, str(entry["warning"])[:2_000]), key=lambda one: one[0])
+            return True
         times = self.ranks.get(rank)
         if times is None:
             times = self.ranks[rank] = RankTimes(deque(maxlen=_MOST_SPANS), defaultdict(float))

@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,7 @@ def _status(run: FollowedRun, reader: _Reader, query: Query, key: bytes) -> Regi
         "total_steps": total,
         "seconds_left": left,
         "holder": asdict(run.holder) if run.holder else None,
+        "warning": _warning(run) if state == "running" else None,
         "moved_to": run.moved_to or None,
         "world_size": _whole(plan.get("world_size")),
         "nodes": len(objects_of(plan.get("nodes"))) or None,
@@ -151,6 +153,16 @@ def _status(run: FollowedRun, reader: _Reader, query: Query, key: bytes) -> Regi
         "result_problems": objects_of(result.get("problems")),
         "more": {name: value for name, value in result.items() if name not in _RESULT_KEYS},
     }
+
+
+def _warning(run: FollowedRun) -> str | None:
+    """The present suspicion of a stall; one of an earlier start is over."""
+    when, text = run.warning
+    try:
+        since = datetime.fromisoformat(run.holder.since).timestamp() if run.holder else 0.0
+    except ValueError:
+        since = 0.0
+    return text if text and when >= since else None
 
 
 _RESULT_KEYS = frozenset(

@@ -308,7 +308,8 @@ class _Connection(H11Protocol):
 
     def _drop_if_idle(self) -> None:
         cycle: Any = self.cycle  # None before the first request
-        is_answering = cycle is not None and not cycle.response_complete
+        # A client that reads too slowly has its answer cut; the rest, which it does not read either, must not keep the connection.
+        is_answering = cycle is not None and not cycle.response_complete and not self.transport.is_closing()
         self._idle_s = 0.0 if is_answering else self._idle_s + _CHECK_S
         if self._idle_s > _IDLE_S:
             self.transport.abort()

@@ -213,7 +213,9 @@ class ProgramSupervisor:
         self._is_seen = self._is_seen or len(message["unseen"]) < len(message["places"])
         if len(self._places) == self._world and self._stall_monitor is None:
             self._monitor = self._monitor or RankMonitor(self.local.ranks, 0)
-            self._stall_monitor = StallMonitor(self.job, self._monitor, self.server, self.show)
+            self._stall_monitor = StallMonitor(
+                self.job, self._monitor, self.server, self.show, mark=self.local.mark_time
+            )
 
     def _restart_ranks(self, attempt: int) -> None:
         """Forgets the previous ranks, after the launcher has restarted them or the program has started its next launcher."""

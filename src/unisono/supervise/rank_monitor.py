@@ -314,7 +314,20 @@ class StallMonitor:
         clock: Callable[[], float] = time.monotonic,
         *,
         stall_after: str = "auto",
+        mark: Callable[[Sequence[int], str], None] = lambda _ranks, _text: None,
     ) -> None:
+        """Sees nothing yet.
+
+        Args:
+            plan: with all ranks.
+            monitor: of this node's ranks.
+            server: the other nodes; None for one node.
+            show: gets notes and warnings.
+            clock: monotonic seconds.
+            stall_after: of the config.
+            mark: gets the present suspicion in words, with its ranks, for the board; empty when the ranks move again.
+        """
+        self._mark = mark
         self._clock = clock
         self._plan = plan
         self._monitor = monitor
@@ -437,10 +450,12 @@ class StallMonitor:
         before = self._suspicion
         if before is None:
             self._notify(f"investigating: {found.verdict.summary}")
+            self._mark(found.wanted or found.verdict.ranks, f"investigating: {found.verdict.summary}")
         who = (found.verdict.cause, found.verdict.ranks)
         if found.is_named and who not in self._warned:
             self._warned[who] = found.since_s
             self._warn(found.verdict, ends_in_s=found.ends_in_s)
+            self._mark(found.verdict.ranks, with_deadline(found.verdict.summary, found.ends_in_s))
         elif before is not None and before.is_named:
             found = before if not found.is_named else found
         self._suspicion = found
@@ -460,6 +475,7 @@ class StallMonitor:
     def _note_recovery(self) -> None:
         if self._suspicion is None:
             return
+        self._mark(self._suspicion.wanted or self._suspicion.verdict.ranks, "")
         if self._suspicion.is_named:
             self._notify(
                 f"the ranks move again after {self._suspicion.since_s:.0f} s: {self._suspicion.verdict.summary}"
@@ -476,9 +492,7 @@ class StallMonitor:
 
     def _warn(self, found: Verdict, *, ends_in_s: float | None = None) -> None:
         """Warns of a cause while the run continues."""
-        text = found.summary
-        if ends_in_s is not None:
-            text += f"; the run is ended if nothing moves for {ends_in_s:.0f} s more"
+        text = with_deadline(found.summary, ends_in_s)
         fix = found.fix[0] if found.fix else ""
         self._show(
             {
@@ -508,3 +522,10 @@ class StallMonitor:
         self._show(message)
         if self._server is not None:
             self._server.broadcast({"kind": "note", "text": text})
+
+
+def with_deadline(summary: str, ends_in_s: float | None) -> str:
+    """The text of a warning."""
+    if ends_in_s is None:
+        return summary
+    return f"{summary}; the run is ended if nothing moves for {ends_in_s:.0f} s more"

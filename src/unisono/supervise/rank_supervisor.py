@@ -200,7 +200,12 @@ class _RankSupervision:
         self._interrupts = interrupts
         self.monitor = RankMonitor(local, 0)
         self.stall_monitor = StallMonitor(
-            plan, self.monitor, server, show, stall_after=plan.config.watch.stall_after
+            plan,
+            self.monitor,
+            server,
+            show,
+            stall_after=plan.config.watch.stall_after,
+            mark=timeline.warn,
         )
         self._stopping = GracefulStop(interrupts, grace=plan.config.grace, show=self._show_everywhere)
         self._away = {node.node_rank for node in plan.nodes if node.node_rank != 0}

@@ -3,7 +3,7 @@
     {"schema": 1, "time": …, "rank": 3, "phase": "comm", "step": 40, "seconds": 0.31}      a phase that lasted more than 0.1 s; time: its start
     {"schema": 1, "time": …, "rank": 3, "phase": "comm", "step": 41, "seconds": {"data": 0.2, "compute": 7.9, "comm": 1.7, "other": 0.2}}
 
-The second kind is a summary, at least one every 10 s and rank: the seconds since the last one, the current phase and, if that has lasted for longer than 0.1 s, `since`, its
+A line with a text `warning` and 0 seconds is a suspicion of a stall, which one without text ends. The second kind is a summary, at least one every 10 s and rank: the seconds since the last one, the current phase and, if that has lasted for longer than 0.1 s, `since`, its
 start. Times are UTC seconds by the node's own clock. A file has at most 125 kB for each rank, and 1 MB for up to 8: then its older half is thinned. Nothing here waits for a
 disk in the thread of the caller. A node whose output_dir is not the head's sends the same lines to the head every 3 s, which keeps a copy of the file.
 """
@@ -16,7 +16,7 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -172,6 +172,13 @@ class Timeline:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def warn(self, ranks: Sequence[int], text: str) -> None:
+        """Writes that ranks may have stalled, at the first of them; an empty text ends an earlier warning."""
+        entry = {"schema": 1, "time": round(self._clock(), 3), "rank": min(ranks, default=0), "phase": ""}
+        entry |= {"step": 0, "seconds": 0.0, "warning": text}
+        self._copied.append((self._node_rank, [_line(entry)], 0))
+        self._written_at = 0.0  # it is written with the next sample
 
     def take_news(self) -> Message | None:
         """A message to the head with the latest lines, at most every 3 s and after `close`; None if there is nothing to send."""

@@ -157,6 +157,7 @@
     if (one) {
       parts.push(h("div", { class: "state" }, h("strong", {}, one.name), badge(one.state), one.exit_code !== null && one.exit_code !== undefined ? h("span", { class: "soft" }, `${t("exit_code")} ${one.exit_code}`) : null));
       parts.push(h("div", { class: "path" }, one.path));
+      if (one.warning) parts.push(h("p", { class: "note bad", role: "status", "data-warning": "" }, one.warning));
       if (one.state === "dead") parts.push(h("p", { class: "note bad" }, t("dead_text")));
       for (const problem of one.result_problems ?? []) parts.push(h("p", { class: "note bad" }, [problem.what, problem.where, problem.why, problem.fix].filter(Boolean).join(" · ")));
       if (one.total_steps) parts.push(h("progress", { max: one.total_steps, value: Math.min(one.step, one.total_steps), "aria-label": t("step_of", { step: number(one.step), total: number(one.total_steps) }) }));
