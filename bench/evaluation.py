@@ -27,9 +27,9 @@ from unisono.model.generate import generate
 from unisono.task import evaluate
 from unisono.task.inference import InferenceModel, open_requested
 
-QUESTIONS = 48
-ANSWER_TOKENS = 96
-ROWS = 192
+QUESTIONS = 32
+ANSWER_TOKENS = 64
+ROWS = 96
 PADDED_ROWS = 8  # per batch of TRL, its default
 
 
