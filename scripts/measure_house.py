@@ -78,7 +78,7 @@ ROOM_BUDGETS = {
     "rendezvous": 2_450,
     "rundir": 2_400,
     "serve": 1_500,
-    "supervise": 4_300,
+    "supervise": 4_350,
     "task": 4_550,
     "train": 6_400,
     "watch": 2_000,
