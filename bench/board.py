@@ -248,7 +248,7 @@ def measure_cost(folder: Path) -> dict[str, Any]:
     }
 
 
-PAIRS, STRETCH_S = 12, 12.0
+PAIRS, STRETCH_S = 5, 10.0
 
 
 def measure_paired(folder: Path) -> dict[str, Any]:
@@ -258,13 +258,13 @@ def measure_paired(folder: Path) -> dict[str, Any]:
     (folder / "rows.jsonl").write_text(rows)
     config = {
         "model": "builtin:tiny", "data": {"train": str(folder / "rows.jsonl")}, "output_dir": str(run), "duration": "100000 steps",
-        "batch": {"global": 16}, "optim": {"lr": 1e-4},
+        "batch": {"global": 2}, "optim": {"lr": 1e-4},
     }  # fmt: skip
     (folder / "train.yaml").write_text(json.dumps(config))
     command = [sys.executable, "-m", "unisono", "train", str(folder / "train.yaml"), "--quiet"]
     with subprocess.Popen(command) as training:
         try:
-            while not (run / "metrics.jsonl").exists() or len(step_times(run)) < 50:
+            while not (run / "metrics.jsonl").exists() or len(step_times(run)) < 20:
                 time.sleep(0.5)
             rank = rank_of(run)
             found: dict[str, list[tuple[float, float]]] = {"with": [], "without": []}
