@@ -74,6 +74,8 @@ ELSEWHERE = {
     r"\d\.toml|^(generate|export) runs/aki |^export aki/": "tests/diffusion/test_commands.py",
     r"^board ": "tests/board/test_server.py",
     r"^runs": "tests/board/test_list.py",
+    r"^download ": "tests/hub/test_download.py",
+    r"^push ": "tests/hub/test_push.py",
     r"^completion ": "tests/cli/test_completion.py",
     r"--format gguf": "tests/talk/test_gguf.py",
     r"--format (kohya|diffusers)|--out pictures|\.toml\b": "tests/diffusion/test_commands.py",

@@ -78,6 +78,18 @@ _COMMANDS: dict[str, tuple[str, str, str, str]] = {
         "Write the adapter, or the whole model, for other tools.",
         "unisono export runs/demo merged --merge",
     ),
+    "download": (
+        "hub",
+        "download",
+        "Download a model or dataset from the Hugging Face hub.",
+        "unisono download Qwen/Qwen3-0.6B",
+    ),
+    "push": (
+        "hub",
+        "push",
+        "Upload the result of a run to the Hugging Face hub.",
+        "unisono push runs/demo OWNER/NAME --dry-run",
+    ),
     "checkpoint": (
         "checkpoint",
         "app",

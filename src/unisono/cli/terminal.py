@@ -135,15 +135,19 @@ _REDRAW_S = 0.2
 
 
 class ReadingLine:
-    """The progress of reading.
+    """The progress of reading, or of a download.
 
     Args:
         total_bytes: of all logs, as they lie on the disk; 0: unknown, as of stdin.
+        verb: what is done.
         clock: seconds that only grow.
     """
 
-    def __init__(self, total_bytes: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, total_bytes: int, *, verb: str = "reading", clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._total = total_bytes
+        self._verb = verb
         self._clock = clock
         self._live = LiveLine() if sys.stderr.isatty() and not output().quiet else None
         self._began = self._said = clock()
@@ -170,7 +174,7 @@ class ReadingLine:
         rate = read_bytes / seconds
         of = f" of {self._total / 1e6:,.0f}" if self._total else ""
         left = f" · {max(self._total - read_bytes, 0) / rate:.0f} s left" if self._total and rate else ""
-        return f"reading {read_bytes / 1e6:,.0f}{of} MB · {rate / 1e6:,.0f} MB/s{left}"
+        return f"{self._verb} {read_bytes / 1e6:,.0f}{of} MB · {rate / 1e6:,.0f} MB/s{left}"
 
 
 _LABEL = 10
