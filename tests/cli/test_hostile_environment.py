@@ -30,11 +30,15 @@ DEEP = "[" * 2000 + "]" * 2000
 
 # Runs commands in forks of one process that has imported the front, so that one of them costs 50 ms and not half a second.
 FORKS = """
-import importlib, json, os, signal, sys, time
+import gc, importlib, json, os, pkgutil, signal, sys, time
 from unisono.cli.app import build_app, main
-for name in ("checkpoint.store", "diagnose.own_runs", "diagnose.reading", "rundir.merged_logs", "cluster.launchers", "cli.screen"):
-    importlib.import_module("unisono." + name)
+for room in ("cli", "launch", "cluster", "diagnose", "rundir", "checkpoint.store"):
+    found = importlib.import_module("unisono." + room)
+    for one in pkgutil.iter_modules(getattr(found, "__path__", [])):
+        importlib.import_module(f"{found.__name__}.{one.name}")
+assert "torch" not in sys.modules
 build_app()
+gc.freeze()
 for line in sys.stdin:
     job = json.loads(line)
     if not (pid := os.fork()):
