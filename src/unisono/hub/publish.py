@@ -228,7 +228,7 @@ def model_card(run: RunDir, plan: dict[str, Any], repo: str, *, what: str, step:
     parts = [
         _front_matter(config, base, objective, is_adapter=is_adapter),
         f"# {repo.rpartition('/')[2]}",
-        f"{_kind(config, what)} of `{base}`, trained with [unisono](https://pypi.org/project/unisono) {__version__} (objective: {objective}).",
+        f"{_kind(config, what)} of `{base}`, trained with unisono {__version__} (objective: {objective}).",
         _usage(repo, base, is_adapter=is_adapter, reward=objective == "reward"),
         "## Data\n\n" + _data(run, plan),
         "## Training\n\n" + _training(plan, metrics, step),
