@@ -15,6 +15,7 @@ from typing import Any
 
 from cause_pages import Chinese, cause_pages
 from memory_page import memory_page
+from python_page import python_page
 from unisono.agree.environment_rules import LAUNCH, LINTS, ONLY_WARN
 from unisono.agree.rules import NEED_MEANING, NETWORK_RULES, NODE_RULES, PREPARED_RULES, RANK_RULES, Rule
 from unisono.agree.version_rules import KNOWN_BAD, VERSION_RULES
@@ -70,6 +71,7 @@ def make_pages() -> dict[str, str]:
         "exit-codes.md": exit_codes_page(),
         "files.md": files_page(),
         "memory.md": memory_page(),
+        "python.md": python_page(),
         **cause_pages(str, "en"),
         **{f"{CHINESE}/{name}": lines for name, lines in cause_pages(Chinese(), "zh").items()},
     }

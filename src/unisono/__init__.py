@@ -46,6 +46,8 @@ if TYPE_CHECKING:
         UsageError,
     )
     from unisono.integrations.inside.guarded_process import guarded
+    from unisono.model.forward import Forward
+    from unisono.objectives.objective import Counts, Micro, Objective, Part
 
 __version__ = "0.1.0"
 
@@ -63,6 +65,8 @@ _PLACES = {
         *("Problem", "RankDied", "UnfitError", "UnisonoError", "UsageError"),
     ),
     "unisono.integrations.inside.guarded_process": ("guarded",),
+    "unisono.model.forward": ("Forward",),
+    "unisono.objectives.objective": ("Counts", "Micro", "Objective", "Part"),
 }
 _MODULES = {name: module for module, names in _PLACES.items() for name in names}
 
@@ -100,6 +104,11 @@ __all__ = [  # noqa: RUF022 - in the order of use
     "UnfitError",
     "IntegrityError",
     "Problem",
+    "Objective",
+    "Forward",
+    "Micro",
+    "Counts",
+    "Part",
     "guarded",
     "__version__",
 ]

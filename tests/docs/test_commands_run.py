@@ -72,6 +72,7 @@ ELSEWHERE = {
     r"^diagnose nccl_trace_rank": "tests/diagnose/test_cases.py",
     r"^serve ": "tests/serve/test_serve.py",
     r"\d\.toml|^(generate|export) runs/aki |^export aki/": "tests/diffusion/test_commands.py",
+    r"--trust-code$": "tests/api/test_own_objective.py",
     r"^board ": "tests/board/test_server.py",
     r"^runs": "tests/board/test_list.py",
     r"^download ": "tests/hub/test_download.py",

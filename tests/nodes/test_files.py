@@ -152,3 +152,23 @@ def test_a_broken_config_on_one_node_ends_all_at_once(trio: Job) -> None:
         assert fronts[1].label in front.text(), front.text()
     took = max(front.ended or 0 for front in fronts) - max(front.started for front in fronts)
     assert took < 20
+
+
+def own_objective(job: Job, node: int, power: int) -> None:
+    """Gives a node an objective in a file of its own."""
+    file = job.home(node) / "focal.py"
+    file.write_text(
+        "import unisono\n\nclass Focal(unisono.Objective):\n"
+        "    def loss(self, forward, micro, *, counts, known=0.0):\n        log_probs = forward.log_probs(micro.rows)\n"
+        f"        loss = -((1 - log_probs.exp()) ** {power} * log_probs).sum() / counts.loss_tokens\n"
+        "        return unisono.Part(loss, loss.new_zeros(0))\n"
+    )
+    job.config(node, objective=f"{file}:Focal")
+
+
+def test_another_file_of_an_own_objective_on_one_node_is_found(trio: Job) -> None:
+    for node in range(3):
+        own_objective(trio, node, 3 if node == 1 else 2)
+    fronts = [trio.start(node, "--trust-code") for node in range(3)]
+    verdict = refused(fronts, "code_mismatch", hosts=[fronts[1].host])
+    assert "objective focal.py" in str(verdict.to_json())

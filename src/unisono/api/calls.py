@@ -130,6 +130,7 @@ class TrainOptions(TypedDict, total=False):
         fresh: rename an existing output_dir to `OUT.old-N`, and start from scratch.
         allow: resume although these keys have changed, e.g. `["optim.lr"]`.
         trust: resume from a checkpoint that is not signed with your key.
+        trust_code: execute the file of `objective: FILE.py:CLASS` in each rank.
         restarts: number of automatic restarts after a failure.
         nodes: number of nodes, or `MIN:MAX`; the same program runs on each.
         node_rank: number of this node, from 0.
@@ -150,6 +151,7 @@ class TrainOptions(TypedDict, total=False):
     fresh: bool
     allow: Sequence[str]
     trust: bool
+    trust_code: bool
     restarts: int
     nodes: int | str
     node_rank: int
@@ -165,7 +167,7 @@ class TrainOptions(TypedDict, total=False):
 
 
 def train(config: RunConfig | str | PathLike[str], **options: Unpack[TrainOptions]) -> Result:
-    """Fine-tunes a model, as `unisono train` does, and gives how the run ended: also after a failure, with its verdict.
+    """Fine-tunes a model like `unisono train`, and gives how the run ended: also after a failure, with its verdict.
 
     Ranks are processes of their own: the program needs no `if __name__ == "__main__"`, may be a notebook, and may call this in a thread.
     Warnings and verdicts go to the logger `unisono`. After Ctrl-C (KeyboardInterrupt) a checkpoint has been saved.
@@ -251,7 +253,7 @@ class DoctorOptions(TypedDict, total=False):
 
 
 def doctor(config: RunConfig | str | PathLike[str] | None = None, **options: Unpack[DoctorOptions]) -> Report:
-    """Checks this machine, or all nodes of a job, before a run, as `unisono doctor` does.
+    """Checks this machine, or all nodes of a job, before a run, like `unisono doctor`.
 
     Args:
         config: also check the needs of this run.
@@ -300,7 +302,7 @@ class Diagnosis(Verdict):
 
 
 def diagnose(*paths: str | PathLike[str]) -> Diagnosis:
-    """The cause of a failed run of any tool, from its logs, as `unisono diagnose` finds it. Secrets are redacted.
+    """The cause of a failed run of any tool, from its logs, like `unisono diagnose`. Secrets are redacted.
 
     Args:
         paths: logs, directories of logs, or one directory of a run.

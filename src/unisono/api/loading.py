@@ -27,7 +27,7 @@ def load(
 ) -> "tuple[PreTrainedModel | PeftModel, PreTrainedTokenizerBase]":
     """The trained model and its tokenizer: objects of transformers, with an adapter the model of peft; in evaluation mode.
 
-    The chat template is that of the training, and `generation_config` has its stop tokens: `model.generate` answers as `unisono generate`.
+    The chat template is that of the training, and `generation_config` has its stop tokens: with `do_sample=False` its method `generate` gives the answers of `unisono generate`.
     Files are checked against the digests of their training, as there.
 
     Args:

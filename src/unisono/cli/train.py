@@ -61,6 +61,10 @@ def train(
     trust: Annotated[
         bool, typer.Option("--trust", help="Resume from a checkpoint that is not signed with your key.")
     ] = False,
+    trust_code: Annotated[
+        bool,
+        typer.Option("--trust-code", help="Execute the file of `objective: FILE.py:CLASS` in each rank."),
+    ] = False,
     nproc: Nproc = None,
     devices: Devices = None,
     nodes: NodesOrLeast = None,
@@ -122,6 +126,7 @@ def train(
         fresh=fresh,
         allow=tuple(allow or ()),
         trust=trust,
+        trust_code=trust_code,
         devices=devices,
         restarts=restarts,
         nproc=nproc,

@@ -237,6 +237,7 @@ def _driver_request(request: TrainRequest, loaded: LoadedConfig, environment: En
         "resume": request.resume,
         "allow": list(request.allow),
         "trust": request.trust,
+        "trust_code": request.trust_code,
         "nproc": shape.nproc,
         "rehearse": request.rehearse,
         "join_timeout_s": request.join_timeout_s,

@@ -178,6 +178,7 @@ def _node_command(request: TrainRequest) -> tuple[str, ...]:
     flags = {
         "--resume": request.resume,
         "--trust": request.trust,
+        "--trust-code": request.trust_code,
         "--debug-comm": request.debug_comm,
         "--no-first-checkpoint": not request.rehearse,
         "--json": True,

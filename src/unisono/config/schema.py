@@ -26,6 +26,7 @@ from unisono.config.sections import (
     DurationText,
     NotNegative,
     Objective,
+    OwnObjective,
     PatienceText,
     Pattern,
     Positive,
@@ -500,11 +501,11 @@ class RunConfig(Section):
         default=None, description="with `adapter: null`: the parts that are trained; null: all"
     )
     data: DataSection
-    objective: Objective = Field(
+    objective: Objective | OwnObjective = Field(
         default="sft",
         description="sft: answers to prompts; pretrain: all tokens of plain text; reward: a reward model of pairs; dpo (arXiv:2305.18290),"
         " orpo (arXiv:2403.07691) and simpo (arXiv:2405.14734): pairs of answers; kto (arXiv:2402.01306): rated answers; diffusion: a LoRA"
-        " for a Stable Diffusion model, of pictures with captions",
+        " for a Stable Diffusion model, of pictures with captions; FILE.py:CLASS: your own, on the rows of sft, with `--trust-code`",
     )
     preference: PreferenceSection = Field(
         default=PreferenceSection(),

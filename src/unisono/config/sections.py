@@ -2,6 +2,7 @@
 
 import re
 from datetime import date
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
@@ -110,6 +111,22 @@ NotNegative = Annotated[float, BeforeValidator(float_of_yaml), Field(ge=0.0)]
 
 
 Objective = Literal["sft", "pretrain", "reward", "dpo", "kto", "orpo", "simpo", "diffusion"]
+
+OwnObjective = Annotated[
+    str, Field(pattern=r"^.+\.py:[A-Za-z_]\w*$"), Takes("a class in a file of yours, `FILE.py:CLASS`")
+]
+
+
+def own_objective(objective: str) -> tuple[Path, str] | None:
+    """File and class of an objective of the user's own; None for ours."""
+    path, found, name = objective.rpartition(":")
+    return (Path(path), name) if found and path.endswith(".py") else None
+
+
+def rows_of(objective: str) -> str:
+    """The objective whose rows it has: those of `sft` for one of the user's own."""
+    return "sft" if own_objective(objective) else objective
+
 
 PAIRS = ("reward", "dpo", "orpo", "simpo")
 """Objectives whose rows are a chosen and a rejected answer."""

@@ -29,6 +29,7 @@ import xxhash
 from unisono.child import loading_modules
 from unisono.config.lf_template import LF_VERSION, lf_name
 from unisono.config.schema import RunConfig
+from unisono.config.sections import rows_of
 from unisono.data.encode import ENCODER_VERSION
 from unisono.data.lf_pieces import local_day
 from unisono.data.rows import flat_total
@@ -99,7 +100,7 @@ def gather_ingredients(
     """
     data = config.data
     split_off = data.eval if isinstance(data.eval, float | int) else None
-    found: Ingredients = {"encoder version": ENCODER_VERSION, "objective": config.objective}
+    found: Ingredients = {"encoder version": ENCODER_VERSION, "objective": rows_of(config.objective)}
     found |= {f"the version of {name}": version(name) for name in _PACKAGES}
     keys = ("max_length", "too_long", "on_bad_row", "packing", "loss_on", "check_template")
     found |= {f"data.{key}": getattr(data, key) for key in keys}

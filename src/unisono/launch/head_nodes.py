@@ -237,6 +237,7 @@ def remote_train(request: TrainRequest) -> RemoteCommand:
             "--devices": request.devices,
             "--restarts": request.restarts,
             "--debug-comm": request.debug_comm or None,
+            "--trust-code": request.trust_code or None,
         },
         ssh=request.ssh,
     )

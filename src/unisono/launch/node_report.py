@@ -15,6 +15,7 @@ from unisono.checkpoint.retention import max_without_permanent
 from unisono.config import LoadedConfig, RunConfig
 from unisono.config.lf_template import lf_name
 from unisono.config.schema import sources_of
+from unisono.config.sections import own_objective
 from unisono.errors import Disagreed, UnisonoError
 from unisono.events import Show
 from unisono.facts import Probes
@@ -24,7 +25,7 @@ from unisono.facts.machine import Gpu, read_machine
 from unisono.facts.processes import stuck_threads, wait_until_ended
 from unisono.facts.storage import StorageFacts, is_nonce, probe_storage
 from unisono.launch.planning import LocalNode
-from unisono.launch.train_request import TrainRequest
+from unisono.launch.train_request import TrainRequest, read_objective
 from unisono.plan.placement import visible_gpus
 from unisono.rendezvous.party import NONCE_FILE, ChannelFacts
 from unisono.rundir import RunDir
@@ -123,7 +124,7 @@ def make_node_report(
         versions=decisive_versions(packages),
         environment_digest=versions_digest(packages),
         packages=packages,
-        code={**code_digests(), **files.get("code", {})},
+        code={**code_digests(), **files.get("code", {}), **read_objective(loaded.config)},
         config=flat_config(loaded.config),
         data_files=_digests(files, "data_files"),
         tokenizer_files=_digests(files, "tokenizer_files"),
@@ -159,6 +160,8 @@ def flat_config(config: RunConfig) -> dict[str, Any]:
             }
         elif found:
             body["data"][role] = "a file"
+    if own := own_objective(config.objective):
+        body["objective"] = f"{own[0].name}:{own[1]}"
     flat = _flattened(body)
     return {key: value for key, value in flat.items() if not _is_path(key, value) and not is_secret(value)}
 

@@ -11,11 +11,12 @@ from unisono.agree.reports import NodeReport
 from unisono.causes import Evidence, Verdict, find_cause
 from unisono.config import LoadedConfig, RunConfig
 from unisono.config.schema import deciding_keys
+from unisono.config.sections import own_objective
 from unisono.errors import Disagreed
 from unisono.events import Show
 from unisono.facts import Environment, Machine
 from unisono.facts.environment import read_nccl_files
-from unisono.launch.train_request import TrainRequest
+from unisono.launch.train_request import TrainRequest, read_objective
 from unisono.plan import DataSummary, DeviceChoice, ModelFacts, PlanInputs, ResumePoint, RunPlan, resolve_plan
 from unisono.plan.placement import (
     Layout,
@@ -178,6 +179,7 @@ def make_plan(
             ignored_variables=misleading_variables(local_node.leftovers, world_size=layout.world_size),
             origins=_origins(loaded, local_node, layout),
             faults=request.faults,
+            objective_digest="".join(read_objective(loaded.config).values()),
         )
     )
 
@@ -303,6 +305,8 @@ def _problems(
 
 def _without_paths(config: RunConfig) -> dict[str, Any]:
     body = deciding_keys(config)
+    if own := own_objective(config.objective):
+        body["objective"] = f"{own[0].name}:{own[1]}"
     for section, key in _PATHS:
         if body.get(section) is not None:
             body[section].pop(key, None)

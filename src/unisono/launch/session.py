@@ -17,7 +17,13 @@ from unisono.launch.meeting_entry import is_about_nodes, party_of, report_early_
 from unisono.launch.planning import LocalNode, look_around, prepare
 from unisono.launch.preparation import plan_start
 from unisono.launch.run_records import NOTHING_DONE, Ending, result_of
-from unisono.launch.train_request import TrainRequest, load_requested, refuse_live_launcher, show_notes
+from unisono.launch.train_request import (
+    TrainRequest,
+    load_requested,
+    read_objective,
+    refuse_live_launcher,
+    show_notes,
+)
 from unisono.plan import RunPlan
 from unisono.plan.placement import lay_out
 from unisono.remote_checkpoint.storage import storage_tried
@@ -105,6 +111,7 @@ def _look(request: TrainRequest, environment: Environment) -> tuple[LoadedConfig
     """The config, and what is here for it."""
     with as_usage_error():
         loaded = load_requested(request)
+        read_objective(loaded.config)
         refuse_live_launcher(environment, request)
         return loaded, look_around(request, loaded, read_machine(request.probes.devices), environment)
 

@@ -1,6 +1,8 @@
 """The request of one training run: command line options, and the config that results from them."""
 
+import ast
 import glob
+import hashlib
 import os
 import shlex
 from dataclasses import dataclass, field, replace
@@ -13,9 +15,9 @@ from unisono import __version__
 from unisono.causes import Verdict
 from unisono.config import LoadedConfig, RunConfig
 from unisono.config.load import is_llamafactory, load_config
-from unisono.config.sections import DIFFUSION
+from unisono.config.sections import DIFFUSION, own_objective
 from unisono.config.yaml_file import read_yaml
-from unisono.errors import UnisonoError, UsageError
+from unisono.errors import ConfigError, UnisonoError, UsageError
 from unisono.events import Show, notify
 from unisono.facts import Environment, Probes
 from unisono.facts.environment import all_variables
@@ -27,6 +29,7 @@ from unisono.rundir import RunDir
 from unisono.rundir.config_changes import read_allowed
 from unisono.rundir.start_decision import decide_start
 from unisono.supervise.child_process import Programs
+from unisono.text import nearest
 
 
 class LostNodeSource(Protocol):
@@ -51,6 +54,8 @@ def with_absolute_paths(config: RunConfig, base: Path) -> RunConfig:
         body["preference"]["reference"] = _absolute(config.preference.reference, base)
     if config.objective == DIFFUSION:
         body["diffusion"]["prior"] = _absolute(config.diffusion.prior, base)
+    if own := own_objective(config.objective):
+        body["objective"] = f"{_absolute(str(own[0]), base)}:{own[1]}"
     for role in ("train", "eval"):
         body["data"][role] = _absolute_sources(body["data"][role], base)
     body["output_dir"] = str(_joined(config.output_dir, base))
@@ -105,6 +110,7 @@ class TrainRequest:
         fresh: rename what is there, and begin.
         allow: `--allow` as typed: keys that may change when a run resumes. Node 0 decides.
         trust: also resume from a checkpoint that is not signed with this user's key. Node 0 decides.
+        trust_code: run an objective of the user's own file, on this node.
         devices: `--devices` as it was typed: indices or UUIDs between commas.
         nodes: how many there are: a number, or MIN:MAX.
         node_rank: which of them this is.
@@ -133,6 +139,7 @@ class TrainRequest:
     fresh: bool = False
     allow: tuple[str, ...] = ()
     trust: bool = False
+    trust_code: bool = False
     devices: str | None = None
     restarts: int | None = None
     nproc: int | None = None
@@ -209,8 +216,56 @@ def load_requested(request: TrainRequest) -> LoadedConfig:
     if request.restarts is not None:
         overrides = (*overrides, f"restarts={request.restarts}")
     loaded = load_config(request.config_path, overrides)
+    if own_objective(loaded.config.objective) and not request.trust_code:
+        raise UsageError.of(
+            f"objective: {loaded.config.objective} is code that has not been trusted",
+            where=loaded.origins.get("objective", "objective"),
+            why="each rank would execute the file, with your rights",
+            fix="read it, and pass --trust-code (in Python: trust_code=True) on every node",
+        )
     origins = loaded.origins if request.origins is None else request.origins
     return replace(loaded, config=with_absolute_paths(loaded.config, Path.cwd()), origins=origins)
+
+
+def read_objective(config: RunConfig) -> dict[str, str]:
+    """The digest of the file of an own objective, by `objective FILE`; empty for ours. It is read, not executed.
+
+    Raises:
+        ConfigError: if it cannot be read, is not Python, or has no such class.
+    """
+    own = own_objective(config.objective)
+    if own is None:
+        return {}
+    path, name = own
+    try:
+        source = path.read_bytes()
+        tree = ast.parse(source, str(path))
+    except SyntaxError as error:
+        raise ConfigError.of(
+            f"the objective is not Python: {error.msg}",
+            where=f"{path}:{error.lineno}",
+            fix="fix the file: each rank would fail to import it",
+        ) from None
+    except (OSError, ValueError) as error:
+        why = error.strerror or str(error) if isinstance(error, OSError) else str(error)
+        raise ConfigError.of(
+            "the file of the objective cannot be read",
+            where=str(path),
+            why=why,
+            fix="check the path in `objective`",
+        ) from None
+    kinds = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
+    if name not in kinds:
+        near = nearest(name, kinds)
+        raise ConfigError.of(
+            f"the file of the objective has no class {name}",
+            where=str(path),
+            why=f"its classes are {', '.join(kinds)}" if kinds else "it has no class at its top",
+            fix=f"did you mean `{path.name}:{near}`?"
+            if near
+            else "name a class of the file, as FILE.py:CLASS",
+        )
+    return {f"objective {path.name}": hashlib.sha256(source).hexdigest()[:16]}
 
 
 def with_overwriting(request: TrainRequest) -> TrainRequest:

@@ -8,15 +8,22 @@ The formulas are those of TRL 1.16, `DPOTrainer`, `KTOTrainer`, `RewardTrainer`,
 LLaMA-Factory 0.9.5 differs for the same loss, the function says how.
 """
 
+import hashlib
+import inspect
+import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal, cast
 
 import torch
 from torch.nn.functional import logsigmoid
 
 from unisono.config.schema import RunConfig
-from unisono.config.sections import PreferenceSection
+from unisono.config.sections import PreferenceSection, own_objective
+from unisono.errors import ConfigError
 from unisono.model.forward import Forward, Rows
 from unisono.objectives.objective import (
     BOTH,
@@ -30,6 +37,7 @@ from unisono.objectives.objective import (
     pair_sums,
     sums_of,
 )
+from unisono.text import one_line
 
 LN_2 = 0.6931471805599453
 
@@ -368,6 +376,78 @@ _MADE: dict[str, Callable[[RunConfig], Objective]] = {
 }
 
 
-def objective_of(config: RunConfig) -> Objective:
-    """The objective that a config names, with its settings."""
-    return _MADE[config.objective](config)
+def objective_of(config: RunConfig, *, digest: str = "") -> Objective:
+    """The objective that a config names, with its settings.
+
+    Args:
+        digest: of the file of an own objective, as the plan has it.
+
+    Raises:
+        ConfigError: if an own objective is refused.
+    """
+    own = own_objective(config.objective)
+    return _MADE[config.objective](config) if own is None else _load_own(*own, config, digest)
+
+
+def _load_own(path: Path, name: str, config: RunConfig, digest: str) -> Objective:
+    """An objective of the user's own: executes the file, if its content is that on which the nodes agreed.
+
+    Raises:
+        ConfigError: if it is not, or does not give an objective; with the line in the file.
+    """
+    source = path.read_bytes()
+    if hashlib.sha256(source).hexdigest()[:16] != digest:
+        raise ConfigError.of(
+            "the file of the objective has changed since the plan was made",
+            where=str(path),
+            fix="start again, with the same file on all nodes",
+        )
+    module = ModuleType(f"unisono_objective_{path.stem}")
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module  # where dataclasses look for their annotations
+    try:
+        exec(compile(source, str(path), "exec"), vars(module))  # noqa: S102 - trusted with --trust-code
+        kind = getattr(module, name)
+        _refuse_other(kind, path, source)
+        return cast("type[Objective]", kind).of(config)
+    except ConfigError:
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == str(path)]
+        raise ConfigError.of(
+            f"the objective cannot be made: {one_line(f'{type(error).__name__}: {error}', limit=300)}",
+            where=f"{path}:{lines[-1]}" if lines else str(path),
+            fix="fix the file; `class NAME(unisono.Objective)` with a method `loss` is enough",
+        ) from error
+
+
+def _refuse_other(kind: Any, path: Path, source: bytes) -> None:
+    """Refuses a class without the interface of an objective, or with rows that its runs do not have.
+
+    Raises:
+        ConfigError: with its line in the file.
+    """
+    text = source.decode("utf-8", "replace").splitlines()
+    line = next((n for n, words in enumerate(text, 1) if words.startswith(f"class {kind.__name__}")), 1)
+    if not issubclass(kind, Objective):
+        what, fix = "is not an objective", f"write `class {kind.__name__}(unisono.Objective)`"
+    elif kind.__abstractmethods__:
+        what, fix = f"has no {', '.join(sorted(kind.__abstractmethods__))}", f"define it: {_LOSS}"
+    elif kind.uses_reference or {*kind.sides, *kind.first_sides} - {0}:
+        what, fix = (
+            "needs pairs or a reference model",
+            "an own objective has the rows of sft: `sides` is (0,)",
+        )
+    else:
+        try:
+            inspect.signature(kind.loss).bind(None, None, None, counts=None, known=0.0)
+        except TypeError as error:
+            line = kind.loss.__code__.co_firstlineno
+            what, fix = f"has a loss with other arguments: {error}", f"define it as {_LOSS}"
+        else:
+            return
+    raise ConfigError.of(f"{kind.__name__} {what}", where=f"{path}:{line}", fix=fix)
+
+
+_LOSS = "loss(self, forward, micro, *, counts, known=0.0)"

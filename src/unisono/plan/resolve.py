@@ -52,6 +52,7 @@ class PlanInputs:
     ignored_variables: list[str] = field(default_factory=list)
     origins: dict[str, str] = field(default_factory=dict)
     faults: dict[str, Any] = field(default_factory=dict)
+    objective_digest: str = ""
     nodes: list[NodePlace] = field(default_factory=list)
     """Empty: this node alone."""
     ranks: list[RankPlace] = field(default_factory=list)
@@ -134,6 +135,7 @@ def resolve_plan(given: PlanInputs) -> RunPlan:
         + _seldom_kept(config, data)
         + _reasons_for_nothing(config, given.settings),
         faults=given.faults,
+        objective_digest=given.objective_digest,
     )
 
 

@@ -232,6 +232,8 @@ class RunPlan(Part):
     origins: dict[str, str] = {}
     """The origin of each value that is not directly from the config."""
     warnings: list[str] = []
+    objective_digest: str = ""
+    """Of the file of an own objective: a rank executes no other content."""
     faults: dict[str, Any] = {}
     """Written by drills and tests only."""
 

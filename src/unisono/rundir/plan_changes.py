@@ -123,6 +123,10 @@ def find_changes(
     found += _model_findings(before, after, changed)
     found += _row_findings(before, after, changed, _versions(packages_before, packages_after, _ENCODE))
     found += _decided_findings(before, after)
+    old, new = before.get("objective_digest") or "", after.get("objective_digest") or ""
+    if old != new and not any(change.key == "objective" for change in changed):
+        text = f"the file of objective {after['config']['objective']} has changed: the loss may be different from here on"
+        found.append(ChangeFinding("objective", text, old, new, "refused"))
     found += [
         ChangeFinding("", f"{text}: losses may not be bit-exact")
         for text in _versions(packages_before, packages_after, (*_PACKAGES, *_quantizers(after)))

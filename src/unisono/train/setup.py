@@ -42,6 +42,7 @@ def set_up(plan: RunPlan, place: RankPlace, report: Reporter, stop: StopRequest,
     """Loads everything, and joins the other ranks if there are any. The returned run is ready to train.
 
     Raises:
+        ConfigError: if an own objective is refused.
         Disagreed: if this rank does not match the plan.
         ModelError: if the model or its tokenizer is refused.
         IntegrityError: if the checkpoint to resume from does not belong to this run.
@@ -52,6 +53,7 @@ def set_up(plan: RunPlan, place: RankPlace, report: Reporter, stop: StopRequest,
     torch.set_num_threads(plan.threads)
     report.phase("load_model", f"loading {plan.config.model.path}")
     beats.enter("load_model")
+    objective = objective_of(plan.config, digest=plan.objective_digest)
     # Weights that will be sharded are first loaded into host memory: they may not fit on one device.
     loaded = _load_model(plan, place, torch.device("cpu") if plan.strategy == "fsdp" else device)
     report.phase("load_data", "mapping the token table")
@@ -84,9 +86,9 @@ def set_up(plan: RunPlan, place: RankPlace, report: Reporter, stop: StopRequest,
             not_matrices=_tables(loaded),
             text_lr=plan.config.diffusion.text_lr,
         ),
-        gradient_sync=_gradient_sync(plan, group, device, loaded, sharded),
+        gradient_sync=_gradient_sync(plan, group, device, loaded, sharded, metrics=len(objective.metrics)),
         sharded=sharded,
-        objective=objective_of(plan.config),
+        objective=objective,
         data=data,
         eval_table=eval_table,
         pictures=pictures,
@@ -162,7 +164,13 @@ def _choose_forward(plan: RunPlan, loaded: LoadedModel, sharded: ShardedRoot | N
 
 
 def _gradient_sync(
-    plan: RunPlan, group: Group, device: torch.device, loaded: LoadedModel, sharded: ShardedRoot | None
+    plan: RunPlan,
+    group: Group,
+    device: torch.device,
+    loaded: LoadedModel,
+    sharded: ShardedRoot | None,
+    *,
+    metrics: int,
 ) -> GradientSync:
     """The way gradients are summed over the ranks."""
     if sharded is not None:
@@ -170,7 +178,7 @@ def _gradient_sync(
     if group.world_size == 1:
         return NoSync()
     parameters = list(loaded.trainable.values())
-    scalars = scalars_of_a_step(group.world_size, metrics=len(objective_of(plan.config).metrics))
+    scalars = scalars_of_a_step(group.world_size, metrics=metrics)
     return ReplicaSync(group, device, parameters, scalars=scalars)
 
 
