@@ -101,7 +101,7 @@ def test_it_trains_on_one_and_two_ranks_and_resumes_bit_exactly_unless_its_file_
 
     half = place.train("half", duration="2 steps", optim={"lr": 1e-2, "schedule": "constant"})
     assert half.step == 2
-    longer = {"duration": "4 steps", "optim": {"lr": 1e-2, "schedule": "constant"}}
+    longer: Any = {"duration": "4 steps", "optim": {"lr": 1e-2, "schedule": "constant"}}
     text = place.file.read_text()
     place.file.write_text(text + "# changed\n")
     with pytest.raises(unisono.UsageError) as raised:
