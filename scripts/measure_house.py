@@ -72,6 +72,7 @@ ROOM_BUDGETS = {
     "hub": 900,
     "integrations": 3_050,
     "launch": 5_600,
+    "locale": 350,
     "model": 6_050,
     "objectives": 800,
     "plan": 1_900,

@@ -33,10 +33,17 @@ def _cut(text: str, kept: int) -> str:
     return (words if len(words) > kept // 2 else text[:kept]).rstrip() + "…"
 
 
-_LABEL = re.compile(r"(?:\s*\S+ {2,}|\s+\w+: +|(?:error|warning): |\s*- |\s*\d+\. )(?=\S)")
+_LABEL = re.compile(
+    r"(?:\s*\S+ {2,}|\s+\w+(?:: +|： *)|(?:error|warning): |(?:错误|警告)：|\s*- |\s*\d+\. )(?=\S)"
+)
 """`EVIDENCE  `, `  fix:   `, `  - `, `  1. `: the following lines start below what follows it."""
 _BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:[kMGT]?B|[kMGTsh]|ms|min)\b)")  # `3.1 s` stays on one line
 _LEAST_TEXT = 24  # columns beside a label
+_ASCII_WORD = re.compile(r"(\s*)(\S+)")
+_WIDE = r"\u2e80-\u9fff\uf900-\ufaff\uff00-\uffef"
+_WORD = re.compile(  # Chinese breaks between characters, except before closing and after opening punctuation
+    rf"(\s*)((?:[（「《“]?[{_WIDE}]|[^\s{_WIDE}“”]+)[，。；：、！？）」》”)\].,;:]*|[^\s])"
+)
 
 
 def wrapped(text: str, width: int, *, hanging: int = 2) -> str:
@@ -52,7 +59,8 @@ def _wrapped_line(line: str, width: int, hanging: int) -> str:
     if columns(line) <= width:
         return line
     indent, lines, last = _indent(line, width, hanging), list[str](), ""
-    for gap, word in re.findall(r"(\s*)(\S+)", _BEFORE_UNIT.sub("\0", line)):
+    words = _ASCII_WORD if line.isascii() else _WORD
+    for gap, word in words.findall(_BEFORE_UNIT.sub("\0", line)):
         if last.strip() and columns(last + gap + word) > width:
             lines.append(last)
             last = " " * max(0, min(indent, width - columns(word))) + word
@@ -65,7 +73,7 @@ def _indent(line: str, width: int, hanging: int) -> int:
     """The indent of the second line: below the text after a label, else a little to the right of a short indent."""
     label = _LABEL.match(line)
     if label is not None and label.end() <= width - _LEAST_TEXT:
-        return label.end()
+        return columns(label[0])
     leading = len(line) - len(line.lstrip())
     return leading if leading > 4 else leading + hanging
 

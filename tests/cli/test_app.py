@@ -37,7 +37,11 @@ def test_flags_that_all_commands_take_may_stand_anywhere(arguments: tuple[str, .
 
 
 def test_what_follows_two_dashes_is_not_a_flag_of_ours() -> None:
-    assert split_globals(["run", "--json", "--", "x", "--json"]) == (["run", "--", "x", "--json"], {"--json"})
+    assert split_globals(["run", "--json", "--", "x", "--json"]) == (
+        ["run", "--", "x", "--json"],
+        {"--json"},
+        None,
+    )
 
 
 @pytest.mark.parametrize(

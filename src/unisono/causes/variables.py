@@ -379,6 +379,7 @@ _FILES = (
     Variable("XDG_CONFIG_HOME", "per-node", "unisono keeps the key that signs checkpoints in unisono/ below it (else ~/.config)",
              "a different value when resuming: your own checkpoints look foreign"),
     Variable("NO_COLOR", "free", "any value disables colours in terminals"),
+    Variable("UNISONO_LANG", "free", "the language of the terminal, en or zh; default: that of the locale. Files, logs and JSON are English"),
 )
 # fmt: on
 

@@ -13,14 +13,20 @@ from typer.core import TyperCommand, TyperGroup
 
 from unisono import __version__
 from unisono.cli.output import (
-    GLOBAL_FLAGS,
+    GLOBAL_OPTIONS,
+    LANGUAGES,
     Output,
+    can_show,
+    choose_language,
     lost_output,
     open_streams,
     output,
+    set_language,
     set_output,
+    shown,
     split_globals,
 )
+from unisono.text import columns, wrapped
 
 _PARSER_ERROR: Any = typer.BadParameter.__mro__[1]
 """What the parser of command lines raises: the UsageError of click, or of the click inside typer."""
@@ -147,7 +153,7 @@ class _WithGlobalFlags:
     def format_options(self, ctx: Any, formatter: Any) -> None:
         super().format_options(ctx, formatter)  # type: ignore[misc]
         with formatter.section("Options of every command"):
-            formatter.write_dl(list(GLOBAL_FLAGS.items()))
+            formatter.write_dl(list(GLOBAL_OPTIONS.items()))
 
 
 _AS_TORCHRUN = {"token_normalize_func": lambda option: option.replace("_", "-")}
@@ -221,12 +227,13 @@ def main(arguments: list[str] | None = None) -> None:
     """Runs the command line and exits with its exit code."""
     if arguments is None:  # as a program; tests keep their own streams
         open_streams()
-    words, flags = split_globals(sys.argv[1:] if arguments is None else arguments)
+    words, flags, language = split_globals(sys.argv[1:] if arguments is None else arguments)
     if "--version" in flags:
         sys.stdout.write(f"unisono {__version__}\n")
         sys.exit(_with_lost_output(0, words))
     set_output(Output(json="--json" in flags, quiet="--quiet" in flags, debug="--debug" in flags))
     try:
+        _speak(language)
         _refuse_without_directory(words)
         ended = build_app()(args=words, prog_name="unisono", standalone_mode=False)
         code = ended if isinstance(ended, int) else 0  # the code of a typer.Exit
@@ -237,6 +244,77 @@ def main(arguments: list[str] | None = None) -> None:
     except Exception as error:  # noqa: BLE001 - the edge of the process
         code = _show(error, words)
     sys.exit(_with_lost_output(code, words))
+
+
+def _speak(asked: str | None) -> None:
+    """Sets the language of what is printed.
+
+    Raises:
+        UsageError: if `--lang` or UNISONO_LANG names none that the program has.
+    """
+    set_language(None)
+    _CONTEXT.formatter_class = _ENGLISH
+    try:
+        language = choose_language(asked, os.environ)  # noqa: TID251 - the facts come later
+    except ValueError as error:
+        from unisono.errors import UsageError
+
+        raise UsageError.of(
+            f"{str(error) or repr(str(error))} is not a language of this program",
+            where="--lang" if asked is not None else "UNISONO_LANG",
+            why=f"the languages are {', '.join(LANGUAGES)}",
+            fix="use en or zh",
+        ) from None
+    if language == "zh" and can_show("中文"):
+        from unisono.locale import chinese
+
+        translator = chinese()
+        set_language(translator)
+        _CONTEXT.formatter_class = _formatter(translator)
+
+
+_CONTEXT: Any = typer.Context.__mro__[1]
+"""The parser's class of contexts, which names the class that writes help."""
+_ENGLISH: Any = _CONTEXT.formatter_class
+
+
+def _formatter(translator: Any) -> Any:
+    """A writer of help in the language of the command, whose characters may take two columns."""
+
+    class Formatter(_ENGLISH):
+        def write_usage(self, prog: str, args: str = "", prefix: str | None = None) -> None:
+            self.write(wrapped(f"{shown('Usage')}：{prog} {args}", self.width) + "\n")
+
+        def write_heading(self, heading: str) -> None:
+            self.write(f"{'':>{self.current_indent}}{shown(heading)}：\n")
+
+        def write_text(self, text: str) -> None:
+            for part in text.split("\n\n"):
+                lead = "\n" + " " * self.current_indent
+                lines = _help_lines(translator, " ".join(part.split()), self.width - self.current_indent)
+                self.write(lead[1:] + lead.join(lines) + "\n")
+
+        def write_dl(self, rows: Any, col_max: int = 30, col_spacing: int = 2) -> None:
+            gap = min(max(columns(name) for name, _ in rows), col_max) + col_spacing + self.current_indent
+            for name, text in rows:
+                lead, next_line = f"{'':>{self.current_indent}}{name}", "\n" + " " * gap
+                fits = columns(lead) <= gap - col_spacing
+                lines = _help_lines(translator, text, self.width - gap)
+                self.write(
+                    lead + (" " * (gap - columns(lead)) if fits else next_line) + next_line.join(lines) + "\n"
+                )
+
+    return Formatter
+
+
+def _help_lines(translator: Any, text: str, width: int) -> list[str]:
+    """The help of an option or a command, with its default in brackets."""
+    match = re.fullmatch(r"(.*?)(  \[.*\])?", text, re.DOTALL)
+    assert match is not None
+    described, extra = match.groups(default="")
+    for word in ("required", "default"):
+        extra = extra.replace(word, shown(word))
+    return wrapped(translator.beginning(described) + extra, width, hanging=0).split("\n")
 
 
 def _refuse_without_directory(words: list[str]) -> None:
@@ -342,7 +420,7 @@ def _unknown_option(error: Any, path: str) -> dict[str, str]:
 
     option = error.option_name
     known = [name for each in error.ctx.command.params for name in each.opts if name.startswith("-")]
-    near = nearest(option, [*known, *GLOBAL_FLAGS])
+    near = nearest(option, [*known, *(name.split()[0] for name in GLOBAL_OPTIONS)])
     fix = f"did you mean {near}? " if near else ""
     fix += f"`{path} --help` lists the options"
     if option in _TORCHRUN_ALONE:

@@ -216,7 +216,7 @@ def logs(
             )
             continue
         clock = time.strftime("%H:%M:%S", time.localtime(line.time)) if line.time else "--:--:--"
-        printer.result(f"{clock} [{plain(line.label)}] {plain(line.text)}")
+        printer.quote(f"{clock} [{plain(line.label)}] {plain(line.text)}")
 
 
 _WIDEST = 110

@@ -33,7 +33,7 @@ from unisono.cli.app import (
     read_torchrun,
     refuse_unwritable,
 )
-from unisono.cli.output import output, terminal_width
+from unisono.cli.output import output, shown, terminal_width
 
 if TYPE_CHECKING:
     from unisono.doctor.examination import Examination
@@ -170,16 +170,20 @@ def drill(
         if printer.json:
             printer.emit({"schema": 1, "faults": [_known(drill) for drill in chosen]})
         else:
-            for line in drills_table(chosen, width=terminal_width(sys.stdout)):
-                printer.result(line)
+            _show_table(drills_table(chosen, width=terminal_width(sys.stdout), shown=shown))
         return
     with _ended_tidily():
         rows = _carry_out(chosen)
     if printer.json:
         printer.emit({"schema": 1, "faults": [row.to_json() for row in rows]})
-    for line in results_table(rows, width=terminal_width(sys.stdout)):
-        printer.result(line)
+    _show_table(results_table(rows, width=terminal_width(sys.stdout), shown=shown))
     raise typer.Exit(0 if all(row.is_good for row in rows) else 6)
+
+
+def _show_table(lines: list[str]) -> None:
+    """Shows a table, whose lines begin with a blank, and what follows it."""
+    for line in lines:
+        (output().verbatim if line.startswith(" ") else output().result)(line)
 
 
 def _carry_out(chosen: "tuple[Drill, ...]") -> "list[DrillResult]":

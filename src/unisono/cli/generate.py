@@ -260,7 +260,7 @@ def _hand_over(answers: list[dict[str, Any]], *, out: Path | None, single: bool)
             printer.emit({"schema": 1, **answer})
     elif out is None and not single:  # a single answer was streamed
         for answer in answers:
-            printer.result(f"{answer['where']}\n{plain(answer['answer'])}\n")
+            printer.quote(f"{answer['where']}\n{plain(answer['answer'])}\n")
     if single and answers[0]["ended"] == "length":
         printer.notify(f"(cut at {answers[0]['tokens']} tokens; --max-tokens sets the limit)")
 

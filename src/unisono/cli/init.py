@@ -274,12 +274,12 @@ def _show(found: dict[str, Any]) -> None:
     coloured = sys.stdout.isatty() and read_environment().colour and not output().json
     if not coloured:
         for line in preview_lines(found, width=width):
-            output().result("".join(f"⟦{part}⟧" if loss else part for part, loss in line))
+            output().quote("".join(f"⟦{part}⟧" if loss else part for part, loss in line))
         return
     console = Console(width=width or None, file=sys.stdout, highlight=False, markup=False, emoji=False)
     for line in preview_lines(found, width=width):
         if not any(loss for _, loss in line):
-            output().result("".join(part for part, _ in line))
+            output().quote("".join(part for part, _ in line))
             continue
         console.print(Text.assemble(*((part, "bold green" if loss else "") for part, loss in line)))
 

@@ -5,8 +5,9 @@ import io
 import json
 import math
 import os
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TextIO
 
@@ -19,6 +20,12 @@ GLOBAL_FLAGS = {
     "--version": "Show the version and exit.",
 }
 """The flags of every command, with their help; they may stand anywhere on the command line."""
+_LANG = "--lang"
+GLOBAL_OPTIONS = {
+    **GLOBAL_FLAGS,
+    f"{_LANG} en|zh": "Language of the terminal; default: UNISONO_LANG, or the locale.",
+}
+"""The same, and the global option that takes a value."""
 _READER_CLOSED = (errno.EPIPE, errno.EIO)
 """Of a pipe (`| head`); of a terminal."""
 
@@ -108,6 +115,11 @@ class Output:
         """Writes a line of a result to stdout; with `--json` to stderr, as stdout is for JSON."""
         _write(sys.stderr if self.json else sys.stdout, text)
 
+    def quote(self, text: str) -> None:
+        """Like `result`, for the words of others, e.g. a model's answer or a log: they stay in their language."""
+        stream = sys.stderr if self.json else sys.stdout
+        _write(stream, wrapped(text, terminal_width(stream)), wrap=False)
+
     def verbatim(self, text: str) -> None:
         """Like `result`, for files and drawings: a terminal gets the same lines as a pipe."""
         _write(sys.stderr if self.json else sys.stdout, text, wrap=False)
@@ -122,6 +134,7 @@ class Output:
 
 
 _current = Output()  # set once by main, before the command runs
+_translate: Callable[[str], str] | None = None  # likewise; None: English
 
 
 def output() -> Output:
@@ -135,11 +148,61 @@ def set_output(value: Output) -> None:
     _current = value
 
 
-def split_globals(arguments: list[str]) -> tuple[list[str], set[str]]:
-    """The arguments without global flags, and the flags. `--` ends the search."""
+def shown(text: str) -> str:
+    """What a person reads: the text in the language of the command."""
+    return text if _translate is None else _translate(text)
+
+
+def set_language(translate: Callable[[str], str] | None) -> None:
+    """Sets the language of everything that is printed for a person; None: English."""
+    global _translate
+    _translate = translate
+
+
+LANGUAGES = ("en", "zh")
+
+
+def choose_language(asked: str | None, variables: Mapping[str, str]) -> str:
+    """The language, from `--lang`, else UNISONO_LANG, else the locale as gettext reads it.
+
+    Raises:
+        ValueError: with the given name, if one of the first two is not known. A locale of a different language gives English.
+    """
+    given = variables.get("UNISONO_LANG", "") if asked is None else asked
+    if given or asked is not None:
+        name = re.split(r"[_.@-]", given.lower())[0]
+        if name not in LANGUAGES:
+            raise ValueError(given)
+        return name
+    of_locale = next(filter(None, map(variables.get, ("LC_ALL", "LC_MESSAGES", "LANG"))), "")
+    return "zh" if re.split(r"[_.@]", of_locale.lower())[0] == "zh" else "en"
+
+
+def can_show(text: str) -> bool:
+    """Whether the encodings of stdout and stderr have these characters."""
+    try:
+        for stream in (sys.stdout, sys.stderr):
+            text.encode(stream.encoding or "ascii")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def split_globals(arguments: list[str]) -> tuple[list[str], set[str], str | None]:
+    """The arguments without global options, the flags, and the language if it is given. `--` ends the search."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
-    flags = {word for word in arguments[:end] if word in GLOBAL_FLAGS}
-    return [word for word in arguments[:end] if word not in GLOBAL_FLAGS] + arguments[end:], flags
+    flags, words, language = set[str](), list[str](), None
+    given = iter(arguments[:end])
+    for word in given:
+        if word in GLOBAL_FLAGS:
+            flags.add(word)
+        elif word == _LANG:
+            language = next(given, "")
+        elif word.startswith(f"{_LANG}="):
+            language = word.partition("=")[2]
+        else:
+            words.append(word)
+    return words + arguments[end:], flags, language
 
 
 def _finite(value: Any) -> Any:
@@ -153,7 +216,7 @@ def _finite(value: Any) -> Any:
 
 def _write(stream: TextIO, text: str, *, wrap: bool = True) -> None:
     """Writes a line, wrapped at words on a terminal. If the reader is gone (`| head`), further output is discarded."""
-    text = wrapped(text, terminal_width(stream)) if wrap else text
+    text = wrapped(shown(text), terminal_width(stream)) if wrap else text
     try:
         stream.write(text + "\n")
         stream.flush()

@@ -185,9 +185,12 @@ class Screen:
         self._notify(f"  {prompt} → {shortened(answer, width - columns(prompt) - len('   → '))}")
 
     def _on_checkpoint(self, message: Message) -> None:
-        size = f", {show_bytes(message['bytes'])}" if message.get("bytes") else ""
-        duration = f" in {show_seconds(message['seconds'])}" if message.get("seconds") is not None else ""
-        self._notify(f"checkpoint at step {message.get('step')}{size}{duration}")
+        step, size, seconds = message.get("step"), message.get("bytes"), message.get("seconds")
+        self._notify(
+            f"checkpoint at step {step}"
+            + (f", {show_bytes(size)}" if size else "")
+            + (f" in {show_seconds(seconds)}" if seconds is not None else "")
+        )
 
     def _on_warning(self, message: Message) -> None:
         fix = f" ({one_line(str(message['fix']))})" if message.get("fix") else ""

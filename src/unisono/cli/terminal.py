@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from unisono.cli.output import Output, output, terminal_width
+from unisono.cli.output import Output, output, shown, terminal_width
 from unisono.config import RunConfig
 from unisono.facts import read_environment
 from unisono.plan import NodePlace, RunPlan
@@ -45,7 +45,7 @@ class LiveLine:
             return
         self._drawn = now
         self._console.width = terminal_width(sys.stderr) or _USUAL_WIDTH
-        row = self._row(text, share, self._console.width)
+        row = self._row(shown(text), share, self._console.width)
         with contextlib.suppress(OSError):
             if self._live is None:
                 self._live = Live(console=self._console, auto_refresh=False, transient=True)
@@ -69,7 +69,7 @@ class LiveLine:
     def above(self, text: str) -> None:
         """Prints a permanent line, wrapped at words."""
         style = "yellow" if text.startswith("warning:") else ""
-        lines = wrapped(text, terminal_width(sys.stderr))
+        lines = wrapped(shown(text), terminal_width(sys.stderr))
         with contextlib.suppress(OSError):
             self._console.print(Text(lines, style=style), soft_wrap=True)
 

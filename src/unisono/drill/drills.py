@@ -443,13 +443,22 @@ _WIDTH = 150  # where there is no terminal, lines are not wrapped to one
 _LIST_WIDTH = 80  # of `--list`, likewise
 
 
-def results_table(rows: Sequence[DrillResult], *, width: int = 0) -> list[str]:
-    """Lines of the table, the mistakes and the summary."""
+def results_table(
+    rows: Sequence[DrillResult], *, width: int = 0, shown: Callable[[str], str] = str
+) -> list[str]:
+    """Lines of the table, the mistakes and the summary.
+
+    Args:
+        rows: of the table.
+        width: of the terminal; 0 without one.
+        shown: gives a cell in the language of the command.
+    """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for title in _COLUMNS:
-        table.add_column(title, justify="right" if title.endswith(", s") else "left")
+        table.add_column(shown(title), justify="right" if title.endswith(", s") else "left")
     for row in rows:
-        table.add_row(*(Text(cell) for cell in _cells(row)))
+        fault, *cells = _cells(row)
+        table.add_row(Text(fault), *(Text(shown(cell)) for cell in cells))
     lines = _table_lines(table, width) or [f"{row.fault}: {result_line(row)}" for row in rows]
     return [*lines, *_problems(rows), _summary(rows)]
 
@@ -463,14 +472,14 @@ def result_line(row: DrillResult) -> str:
     return f"{word}: {named}; ended after {end_s} s; left behind: {left}"
 
 
-def drills_table(drills: Sequence[Drill], *, width: int = 0) -> list[str]:
-    """All drills, for `--list`."""
+def drills_table(drills: Sequence[Drill], *, width: int = 0, shown: Callable[[str], str] = str) -> list[str]:
+    """All drills, for `--list`; arguments as of `results_table`."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for title in ("fault", "what happens", "expected", "within, s"):
-        table.add_column(title)
+        table.add_column(shown(title))
     for drill in drills:
-        want = " or ".join(drill.want) or "nothing"
-        table.add_row(drill.fault, drill.text, want, f"{drill.limit_s:g}" if drill.want else "")
+        want = shown(" or ".join(drill.want) or "nothing")
+        table.add_row(drill.fault, shown(drill.text), want, f"{drill.limit_s:g}" if drill.want else "")
     return _table_lines(table, width or _LIST_WIDTH) or [_drill_line(drill) for drill in drills]
 
 

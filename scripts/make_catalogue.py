@@ -1,0 +1,375 @@
+"""The catalogue of texts in Chinese, src/unisono/locale/zh/LC_MESSAGES/unisono.po: its English side, extracted from the source.
+
+python scripts/make_catalogue.py           adds the texts that are new, without a translation, and removes those that are gone
+python scripts/make_catalogue.py --check   changes nothing; exit code 1 and a list if a text has no translation, or an entry no text
+python scripts/make_catalogue.py --fill F  fills in translations from a file of lines `ENGLISH<tab>CHINESE`
+
+An f-string becomes a template: its values are placeholders with the names of their expressions, and a choice between two texts within it
+gives two templates. See docs/decisions/0029-translated-where-it-is-printed.md.
+"""
+
+import argparse
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from itertools import islice, product
+from pathlib import Path
+from typing import Any
+
+from cause_pages import cause_pages
+from unisono.locale import CATALOGUE, LABELS, PLACEHOLDER, escaped, read_entries
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCE = ROOT / "src" / "unisono"
+
+NOT_SHOWN = ("causes/signatures.py", "diagnose/scan.py", "diagnose/report_t", "diagnose/line_prefixes.py", "integrations/inside/", "api/", "locale/", "worker/shared_fork_server.py",
+             "launch/curve_drawing.py", "board/regions.py", "board/page.py")  # fmt: skip
+"""Files whose strings are not for people, or that have words of their own: signs that are searched in logs, and the board's page."""
+WORDS = (
+    "error", "warning", "where", "why", "fix", "next", "result", "checkpoint", "checkpoints", "evaluation", "check", "against",
+    "if this", "with unisono", "unlikely", "ruled out", "cause",
+    "Usage", "Arguments", "Options", "Commands", "Show this message and exit.",
+    "Option {name} requires an argument", "Option {name} does not take a value", "Got unexpected extra argument ({arguments})",
+    "Got unexpected extra arguments ({arguments})", "Missing command", "{value} is not a valid integer", "{value} is not a valid float",
+    "rank {rank}", "host {host}", "rank {rank}, host {host}", "required", "default", "e.g. {example}",
+    "{name} takes a whole number from {low} to {high}", "{name} takes a whole number, at least {low}",
+    "{name} takes a number from {low} to {high}", "{name} takes a number, at least {low}", "{number} for evaluation", "{number} cut", "{number} split", "{number} dropped", "{number} bad", "fresh", "flat rows", "padded rows",
+    "a value", "text that is not empty",
+    *(f"{kind} {bounds}" for kind in ("a number", "a whole number") for bounds in (
+        "above {low}", "of at least {low}", "at most {high}", "below {high}", "of at least {low} and at most {high}",
+        "of at least {low} and below {high}", "above {low} and at most {high}", "above {low} and below {high}")),
+    "{name} must be equal on all ranks.", "{name} differs by design; the launcher sets it.",
+    "{name} may differ between nodes, and must be valid on each node.", "{name} may differ freely.",
+    "Suspicious: {text}", "Signs:", "Fix:", "Devices", "Network", "Causes", "before", "during", "after", "none", "nothing", "nobody",
+    "{n} passed", "{n} warn", "{n} failed", "{n} unknown", "unisono's cache", "the hub's cache", "temporary files",
+    "fault", "expected", "reported", "who", "right", "WRONG", "skipped", "intact", "DAMAGED", "forgotten", "(ended)",
+    "completed", "refused", "disagreed", "stalled", "died", "unfit", "corrupt", "preempted", "interrupted",
+    "No such file or directory", "Permission denied", "No space left on device", "Read-only file system", "File too large", "Is a directory",
+    "Not a directory", "File exists", "Too many open files", "Input/output error", "Connection refused", "Connection reset by peer",
+    "Connection timed out", "No route to host", "Network is unreachable", "Address already in use", "Disk quota exceeded", "Broken pipe",
+    "File name too long", "Stale file handle", "Directory not empty", "Cannot allocate memory", "Name or service not known", "timed out",
+)  # fmt: skip
+"""Labels, and texts of the parser of command lines and of the system."""
+SHORT_TEXTS = ("cli/terminal.py", "cli/screen.py", "doctor/examination.py")
+"""Files of which a text of one word counts, too."""
+
+_HEAD = """# Texts in Chinese, by the English text: causes, and what the program shows. One line for each text; unisono.locale reads this file.
+# scripts/make_catalogue.py adds new texts and removes old ones; a test names what has no translation.
+msgid ""
+msgstr "Content-Type: text/plain; charset=UTF-8\\nLanguage: zh_CN\\n"
+"""
+_WITHOUT = re.compile(rf"^(?:{'|'.join(LABELS)}) |^(?:error|warning|unisono): |^· | \[\{{cause\}}\]$")
+"""The program translates labels and ids of causes by themselves."""
+_MOST_VARIANTS = 12
+_HOW = 3
+_RUN = re.compile(rf"(?:{PLACEHOLDER.pattern})+")
+_WORD = re.compile(r"(?<![\w./\\-])[A-Za-z][a-z']*(?![\w/=(])")
+_TESTS = {"startswith", "endswith", "removeprefix", "removesuffix", "replace", "split", "partition", "rpartition", "compile", "match", "search",
+          "fullmatch", "sub", "findall", "finditer", "getLogger", "find", "index", "strip", "lstrip", "rstrip", "environ", "get", "add_argument",
+          "encode", "decode", "debug", "import_module", "getattr", "execute", "cast"}  # fmt: skip
+"""Calls whose arguments are compared or parsed, not shown."""
+_NO_TEXT = {"pattern", "hints", "source", "example", "sources", "description", "metavar", "how"}
+"""Keyword arguments that are not shown by the program."""
+
+Pieces = tuple[str, ...]
+"""Literal text and placeholders, alternating from a literal; a placeholder is its name."""
+
+
+class Texts(ast.NodeVisitor):
+    """Collects the templates of one file."""
+
+    def __init__(self, *, least_words: int) -> None:
+        self.found: dict[str, None] = {}
+        self._least_words = least_words
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        """The docstring of a command is its help."""
+        told = " ".join(map(ast.unparse, (*node.decorator_list, node.args)))
+        if re.search(r"typer\.(?:Argument|Option)\(|app\.command", told):
+            for part in (ast.get_docstring(node) or "").split("\n\n"):
+                self.found[" ".join(part.split())] = None
+        self.generic_visit(node)
+
+    def visit_Expr(self, node: ast.Expr) -> None:
+        """A docstring is no text."""
+        if not isinstance(node.value, ast.Constant):
+            self.generic_visit(node)
+
+    def visit_Compare(self, node: ast.Compare) -> None:
+        """Compared with, not shown; a call or a choice beside it may be."""
+        for part in (node.left, *node.comparators):
+            if not isinstance(part, ast.Constant | ast.JoinedStr | ast.Tuple | ast.Set | ast.List):
+                self.visit(part)
+
+    def visit_Subscript(self, node: ast.Subscript) -> None:
+        """Types and keys."""
+        if isinstance(node.value, ast.Dict):  # {"a": "text"}[kind]
+            self.visit(node.value)
+        elif isinstance(node.value, ast.Name) and node.value.id == "Annotated":
+            self.visit(node.slice)
+
+    def visit_Dict(self, node: ast.Dict) -> None:
+        """The keys are not shown."""
+        for value in node.values:
+            self.visit(value)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        """Without the arguments of tests."""
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        self.visit(node.func)
+        if name == "Check" and len(node.args) > _HOW:  # how a check of doctor works is for its page alone
+            for part in (*node.args[:_HOW], *node.args[_HOW + 1 :]):
+                self.visit(part)
+            return
+        if isinstance(node.func, ast.Name) and name in ("count", "_count", "number_list"):
+            self._take_noun(name, [part.value for part in node.args if isinstance(part, ast.Constant)])
+            return
+        if name in _TESTS:
+            for part in (*node.args, *(keyword.value for keyword in node.keywords)):
+                if not isinstance(part, ast.Constant):
+                    self.visit(part)
+            return
+        for part in node.args:
+            self.visit(part)
+        for keyword in node.keywords:
+            if keyword.arg not in _NO_TEXT:
+                self.visit(keyword.value)
+
+    def _take_noun(self, name: str, words: list[Any]) -> None:
+        """The texts of `count(3, "node")` and `number_list("rank", [1, 2])`."""
+        nouns = [word for word in words if isinstance(word, str)]
+        if len(nouns) == 1:
+            nouns.append(f"{nouns[0]}s")
+        for noun in nouns:
+            self.found[f"{noun} {{numbers}}" if name == "number_list" else f"{{n}} {noun}"] = None
+
+    def visit_Constant(self, node: ast.Constant) -> None:
+        """A text without values."""
+        self._take(node)
+
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
+        """A text with values."""
+        self._take(node)
+        for value in node.values:
+            if isinstance(value, ast.FormattedValue):
+                self.visit(value.value)
+
+    def visit_BinOp(self, node: ast.BinOp) -> None:
+        """A text in parts."""
+        if isinstance(node.op, ast.Add) and _variants(node) is not None:
+            self._take(node)
+            for part in _values(node):
+                self.visit(part)
+        else:
+            self.generic_visit(node)
+
+    def _take(self, node: ast.expr) -> None:
+        for variant in _variants(node) or ():
+            text = _WITHOUT.sub("", template(variant))
+            if self._is_text(text):
+                self.found[text] = None
+
+    def _is_text(self, text: str) -> bool:
+        words = _WORD.findall(PLACEHOLDER.sub(" ", text))
+        if not any(word.islower() and len(word) > 1 for word in words):
+            return False
+        least = 1 if PLACEHOLDER.search(text) else self._least_words
+        return len(words) >= least and (" " in text or self._least_words == 1)
+
+
+def template(pieces: Pieces) -> str:
+    """The text with placeholders, each name once; white space as it is shown."""
+    names: list[str] = []
+    shown = []
+    for number, piece in enumerate(pieces):
+        if number % 2 == 0:
+            shown.append(piece)
+            continue
+        names.append(
+            next(
+                name for name in (piece, *(f"{piece}{count}" for count in range(2, 99))) if name not in names
+            )
+        )
+        shown.append(f"{{{names[-1]}}}")
+    return " ".join("".join(shown).split())
+
+
+def _values(node: ast.expr) -> Iterator[ast.expr]:
+    """The expressions within a text."""
+    if isinstance(node, ast.BinOp):
+        yield from _values(node.left)
+        yield from _values(node.right)
+    elif isinstance(node, ast.JoinedStr):
+        yield from (value.value for value in node.values if isinstance(value, ast.FormattedValue))
+    elif not isinstance(node, ast.Constant):
+        yield node
+
+
+def _variants(node: ast.expr) -> list[Pieces] | None:
+    """The texts that an expression can give; None if it holds no literal text."""
+    if isinstance(node, ast.Constant):
+        return [(node.value,)] if isinstance(node.value, str) else None
+    if isinstance(node, ast.IfExp):
+        first, second = _variants(node.body), _variants(node.orelse)
+        return [*first, *second] if first is not None and second is not None else None
+    if isinstance(node, ast.JoinedStr):
+        parts = [_variants_of_part(value) for value in node.values]
+    elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        sides = [_variants(node.left), _variants(node.right)]
+        if sides == [None, None]:
+            return None
+        parts = [
+            side if side is not None else [("", _name(of), "")]
+            for side, of in zip(sides, (node.left, node.right), strict=True)
+        ]
+    else:
+        return None
+    return [_joined(combination) for combination in islice(product(*parts), _MOST_VARIANTS)] or [("",)]
+
+
+def _variants_of_part(node: ast.expr) -> list[Pieces]:
+    if not isinstance(node, ast.FormattedValue):
+        return _variants(node) or [("",)]
+    inner = node.value
+    chosen = (
+        _variants(inner)
+        if isinstance(inner, ast.IfExp | ast.JoinedStr) and node.format_spec is None
+        else None
+    )
+    return chosen or [("", _name(inner), "")]
+
+
+def _joined(parts: tuple[Pieces, ...]) -> Pieces:
+    pieces = [""]
+    for part in parts:
+        pieces[-1] += part[0]
+        pieces += part[1:]
+    return tuple(pieces)
+
+
+def _name(node: ast.expr) -> str:
+    """A name for a value: of the variable, the attribute, or the function and what it is called with."""
+    match node:
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            return name.strip("_").lower() or "value"
+        case ast.Subscript(slice=ast.Constant(value=str(key))) if key.isidentifier():
+            return key.lower()
+        case ast.Call(func=function, args=arguments):
+            return _name(arguments[0] if arguments else function)
+        case ast.Starred(value=inner) | ast.Subscript(value=inner) | ast.UnaryOp(operand=inner):
+            return _name(inner)
+        case (
+            ast.BinOp(left=inner)
+            | ast.IfExp(body=inner)
+            | ast.GeneratorExp(elt=inner)
+            | ast.ListComp(elt=inner)
+        ):
+            return _name(inner)
+        case ast.BoolOp(values=[inner, *_]):
+            return _name(inner)
+        case _:
+            return "value"
+
+
+def texts_of_source() -> dict[str, dict[str, None]]:
+    """The templates, by file."""
+    found: dict[str, dict[str, None]] = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        name = path.relative_to(SOURCE).as_posix()
+        if name.startswith(NOT_SHOWN):
+            continue
+        texts = Texts(least_words=1 if name in SHORT_TEXTS else 2)
+        texts.visit(ast.parse(path.read_text("utf-8")))
+        found[name] = texts.found
+    return found
+
+
+def wanted() -> dict[str, str]:
+    """Every text that the catalogue must have, with the part of the project that it comes from."""
+    found: dict[str, str] = {}
+    shapes: set[str] = set()
+    pages: list[str] = []
+
+    def collect(text: str) -> str:
+        pages.append(str(text))
+        return str(text)
+
+    cause_pages(collect, "zh")
+    for text in (*LABELS, *WORDS):
+        found.setdefault(text, "labels, and words of other programs")
+    for path, texts in texts_of_source().items():
+        for text in texts:
+            shape = re.sub(r"\{(?!n\})[a-z_0-9]+\}", "{}", text)
+            if (
+                shape not in shapes
+            ):  # the same sentence with other names of its values is found by the first one
+                shapes.add(shape)
+                found.setdefault(text, path)
+    for text in pages:
+        found.setdefault(text, "pages of causes")
+    return found
+
+
+def _renamed(found: dict[str, str], known: dict[str, str]) -> dict[str, str]:
+    """The translations of texts of which only the names of values have changed."""
+    by_shape = {PLACEHOLDER.sub("{}", english): english for english in known}
+    renamed = {}
+    for text in found:
+        old = by_shape.get(PLACEHOLDER.sub("{}", text))
+        if text not in known and old is not None:
+            names = dict(zip(PLACEHOLDER.findall(old), PLACEHOLDER.findall(text), strict=True))
+            renamed[text] = PLACEHOLDER.sub(lambda one, names=names: names.get(one[0], one[0]), known[old])  # type: ignore[misc]
+    return renamed
+
+
+def texts_of_catalogue(found: dict[str, str], known: dict[str, str]) -> str:
+    """The file: texts by their origin, with the known translations."""
+    parts = [_HEAD]
+    for origin in dict.fromkeys(found.values()):
+        parts.append(f"# ---- {origin}\n")
+        parts += [
+            f'msgid "{escaped(text)}"\nmsgstr "{escaped(known.get(text, ""))}"\n'
+            for text, place in found.items()
+            if place == origin
+        ]
+    return "\n".join(parts)
+
+
+def has_same_values(english: str, chinese: str) -> bool:
+    """Whether a translation has the placeholders of its text; those without text between them stay together, as they match as one."""
+    return sorted(PLACEHOLDER.findall(english)) == sorted(PLACEHOLDER.findall(chinese)) and all(
+        run in chinese for run in _RUN.findall(english)
+    )
+
+
+def main() -> int:
+    """Runs the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--fill", type=Path)
+    options = parser.parse_args()
+    found, known = wanted(), read_entries()
+    if options.check:
+        wrong = [f"no translation: {text}" for text in found if text not in known]
+        wrong += [
+            f"other values in the translation: {text}"
+            for text in found
+            if not has_same_values(text, known.get(text, text))
+        ]
+        wrong += [f"no such text: {text}" for text in known if text not in found]
+        print("\n".join(wrong), file=sys.stderr)
+        return 1 if wrong else 0
+    if options.fill:
+        known |= dict(
+            line.split("\t") for line in options.fill.read_text("utf-8").splitlines() if "\t" in line
+        )
+    known |= _renamed(found, known)
+    CATALOGUE.write_text(texts_of_catalogue(found, known), "utf-8")
+    missing = sum(text not in known for text in found)
+    print(f"{len(found)} texts, {missing} without a translation")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
