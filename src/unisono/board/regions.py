@@ -1,5 +1,6 @@
 """What each region of the page shows, as JSON values: the same on the page and in `/api/runs/NAME/REGION`. All text is made harmless, and secrets are masked."""
 
+import functools
 import math
 import time
 from collections.abc import Callable, Iterable
@@ -16,6 +17,7 @@ from unisono.checkpoint.retention import row_of
 from unisono.config.yaml_file import read_yaml
 from unisono.errors import ConfigError
 from unisono.files import objects_of, read_object
+from unisono.locale import Chinese, chinese
 from unisono.rundir.merged_logs import LogLine
 from unisono.rundir.records import best_evaluated
 from unisono.text import is_secret, names_secret, one_line, plain, redact, why_unreadable
@@ -27,6 +29,8 @@ _MOST_POINTS = 20_000
 _MOST_ROWS = 500
 _MOST_CHARS = 4_000
 _LOG_LINES = 400
+_LONGEST_SENTENCE = 600
+"""Longer texts are not ours, and matching them would take long."""
 _MOST_FOUND = 400
 _MOST_DEPTH = 12
 _MOST_NAME = 120
@@ -237,7 +241,31 @@ def _one_verdict(body: Region) -> Region:
     except ValueError:
         lines = [f"WHAT      {one_line(str(body.get('summary')))}  [{one_line(str(body.get('cause')))}]"]
     parts = [(label, text) for label, text in ((line[:10].strip(), line[10:]) for line in lines)]
-    return {**body, "lines": parts, "explain": _explained(known) if known else None}
+    explain = _explained(known) if known else None
+    translated = {
+        "lines": [(label, _in_chinese(text)) for label, text in parts],
+        "explain": _translated(explain),
+    }
+    return {**body, "lines": parts, "explain": explain, "chinese": translated}
+
+
+@functools.cache
+def _chinese() -> Chinese:
+    """The translator of the terminal; only a run with a verdict needs it."""
+    return chinese()
+
+
+def _translated(value: Any) -> Any:
+    """What `unisono explain` says, in Chinese; ids and numbers stay."""
+    if isinstance(value, dict):
+        return {name: one if name == "id" else _translated(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_translated(one) for one in value]
+    return _in_chinese(value) if isinstance(value, str) else value
+
+
+def _in_chinese(text: str) -> str:
+    return _chinese()(text) if len(text) <= _LONGEST_SENTENCE else text
 
 
 def _explained(cause: Cause) -> Region:

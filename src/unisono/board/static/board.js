@@ -178,7 +178,7 @@
   };
 
   // ---- verdict
-  const drawOne = (verdict, at) => h("div", { class: `block ${verdict.severity ?? ""}`, "data-cause": verdict.cause },
+  const drawOne = (all, at, verdict = LANG === "zh" ? { ...all, ...all.chinese } : all) => h("div", { class: `block ${verdict.severity ?? ""}`, "data-cause": verdict.cause },
     h("dl", {}, verdict.lines.map(([label, text], line) => [h("dt", {}, t(label)), h("dd", { class: `${line === 0 ? "first" : ""} ${label === "EVIDENCE" ? "code" : ""}` }, text)])),
     verdict.explain ? h("p", {}, h("a", { href: `#cause-${at}-${verdict.explain.id}`, on: { click: () => { const place = document.getElementById(`cause-${at}-${verdict.explain.id}`); if (place) place.open = true; } } }, t("cause_link", { cause: verdict.explain.id }))) : null,
     verdict.explain ? drawCause(verdict.explain, at) : null);
