@@ -190,8 +190,7 @@ def test_a_run_shows_its_metrics_and_its_reference(capsys: pytest.CaptureFixture
     result = json.loads(Path("out/result.json").read_text())
     best = max(evaluations, key=lambda line: (line["eval_reward_accuracy"], -line["step"]))
     assert result["eval"]["reward_accuracy"] == best["eval_reward_accuracy"]
-    logs = "".join(path.read_text() for path in Path("out/events").iterdir())
-    samples = [json.loads(line) for line in logs.splitlines() if '"sample"' in line]
+    samples = [event for event in events if event["kind"] == "sample"]
     assert len(samples) == 9
     assert all(sample["reference"].startswith("one") for sample in samples)
     shutil.rmtree("out")

@@ -45,8 +45,10 @@ def test_neither_packing_nor_the_micro_batch_changes_the_losses(
     names = ("loss", "rewards_chosen", "rewards_rejected", "reward_margin", "reward_accuracy")
     for mine, other, theirs in zip(*(_steps(run) for run in (again, small, alone)), strict=True):
         for name in names:
-            assert mine[name] == pytest.approx(other[name], rel=1e-5, abs=1e-6)
-            assert mine[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-6)
+            # A reward is a small difference of larger numbers.
+            least = 1e-6 if name == "loss" else 1e-5
+            assert mine[name] == pytest.approx(other[name], rel=1e-5, abs=least)
+            assert mine[name] == pytest.approx(theirs[name], rel=1e-5, abs=least)
         assert "logps_chosen" not in mine
 
 

@@ -23,6 +23,8 @@ _PROSE = re.compile(r"(?<![\w./=`-])[a-z]{2,} (?:[a-z]{1,} )?[a-z]{2,}(?![\w./=`
 _WORD = re.compile(
     rf"{_PROSE.pattern}|\b(?:the|is|are|was|were|of|and|to|in|an|not|no|for|with|on|at|by|from|it|its|has|have|be|this|that|what|you|free)\b"
 )
+_HALF = re.compile("(?<![\\w`'])(?:is|are|was|were|has|have|of|waits),?[ ，]*[\u3400-\u9fff，、（]")
+"""An English verb in front of Chinese: values were cut at the wrong place."""
 _RUN = re.compile(r"(?:\{[a-z_0-9]+\})+")
 _JOINT, _QUOTED = re.compile(r"[:;,] "), re.compile(r"`[^`]*`|'[^']*'|\"[^\"]*\"")
 _LIST = re.compile(r", (?![^(]*\))")
@@ -163,7 +165,8 @@ class Chinese:
                 continue
             found = _pattern(template).fullmatch(text)
             if found is not None and (filled := self._filled(template, found, depth, foreign=foreign)):
-                return filled
+                if not _HALF.search(filled):
+                    return filled
         return None
 
     def _filled(self, template: str, found: re.Match[str], depth: int, *, foreign: bool) -> str | None:
