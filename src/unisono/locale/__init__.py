@@ -164,9 +164,9 @@ class Chinese:
             if piece not in text or not (foreign or all(mark.strip() in template for mark in marks)):
                 continue
             found = _pattern(template).fullmatch(text)
-            if found is not None and (filled := self._filled(template, found, depth, foreign=foreign)):
-                if not _HALF.search(filled):
-                    return filled
+            filled = None if found is None else self._filled(template, found, depth, foreign=foreign)
+            if filled and not _HALF.search(filled):
+                return filled
         return None
 
     def _filled(self, template: str, found: re.Match[str], depth: int, *, foreign: bool) -> str | None:
