@@ -40,7 +40,7 @@ BOUNDS = {
     "live": {"median_s": 1.0, "worst_s": 2.0},
     "open": {"server_growth": 0.1, "page_growth": 0.1},
     "cost": {"server_cpu_of_two_cores": 0.01},
-    "paired": {"cpu_more": 0.01},
+    "paired": {"step_time_more": 0.01},
 }
 LINES = 500
 HOURS_8 = 28_800
@@ -248,7 +248,7 @@ def measure_cost(folder: Path) -> dict[str, Any]:
     }
 
 
-PAIRS, STRETCH_S = 5, 10.0
+PAIRS, STRETCH_S = 12, 10.0
 
 
 def measure_paired(folder: Path) -> dict[str, Any]:
@@ -262,7 +262,8 @@ def measure_paired(folder: Path) -> dict[str, Any]:
     }  # fmt: skip
     (folder / "train.yaml").write_text(json.dumps(config))
     command = [sys.executable, "-m", "unisono", "train", str(folder / "train.yaml"), "--quiet"]
-    with subprocess.Popen(command) as training:
+    # One thread: the client, which is a browser on a different machine in use, has the other core.
+    with subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}) as training:
         try:
             while not (run / "metrics.jsonl").exists() or len(step_times(run)) < 20:
                 time.sleep(0.5)
