@@ -10,6 +10,10 @@ from tests.integrations.launched_programs import PROGRAMS
 from unisono.integrations import trainer_callback
 
 
+# Lightning imports matplotlib where it is installed, and its first import on a machine runs fc-list.
+PROGRAMS_TO_RUN = ["hf_trainer", pytest.param("lightning_fit", marks=pytest.mark.processes)]
+
+
 class Kept:
     """A recorder that keeps what it is told."""
 
@@ -44,7 +48,7 @@ def _run(program: str, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("program", ["hf_trainer", "lightning_fit"])
+@pytest.mark.parametrize("program", PROGRAMS_TO_RUN)
 def test_steps_phases_and_losses_are_reported_in_their_order(
     program: str, kept: Kept, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
