@@ -9,7 +9,6 @@ import pytest
 from tests.integrations.launched_programs import PROGRAMS
 from unisono.integrations import trainer_callback
 
-
 # Lightning imports matplotlib where it is installed, and its first import on a machine runs fc-list.
 PROGRAMS_TO_RUN = ["hf_trainer", pytest.param("lightning_fit", marks=pytest.mark.processes)]
 
