@@ -74,6 +74,10 @@ class Place:
         command = [sys.executable, "-m", "unisono", "--json", "train", "c.yaml", *words]
         return front_server.run(command, cwd=self.folder, timeout=LIMIT_S)
 
+    def replay(self, result: unisono.Result, *words: str) -> "subprocess.CompletedProcess[str]":
+        command = [*(sys.executable, "-m", "unisono", "checkpoint", "verify", str(result.output_dir), "--replay", "2"), *words]  # fmt: skip
+        return front_server.run(command, cwd=self.folder, timeout=LIMIT_S)
+
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_dir: Path, rows_file: Path) -> Place:
@@ -117,6 +121,16 @@ def test_it_trains_on_one_and_two_ranks_and_resumes_bit_exactly_unless_its_file_
     assert straight.adapter is not None
     name = "adapter_model.safetensors"
     assert (resumed.adapter / name).read_bytes() == (straight.adapter / name).read_bytes()
+
+    # A run names the file, and may be that of somebody else: a replay executes it only with trust.
+    refused = place.replay(straight)
+    assert refused.returncode == 2, refused.stderr
+    assert "has not been trusted" in refused.stderr
+    assert str(place.folder / "straight" / "plan.json") in refused.stderr
+    assert "--trust-code" in refused.stderr
+    trusted = place.replay(straight, "--trust-code")
+    assert trusted.returncode == 0, trusted.stderr
+    assert "bit for bit" in trusted.stdout
 
 
 def test_the_plain_cross_entropy_as_an_own_objective_has_the_losses_of_sft(place: Place) -> None:

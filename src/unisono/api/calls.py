@@ -120,7 +120,25 @@ class Config(RunConfig):
         return config_yaml(self, command="unisono train THIS_FILE")
 
 
-class TrainOptions(TypedDict, total=False):
+class JobOptions(TypedDict, total=False):
+    """Where the ranks of a job are; TrainOptions describes each."""
+
+    nproc: int
+    devices: str
+    nodes: int | str
+    node_rank: int
+    head: str
+    hosts: str
+    token_file: str
+    join_timeout_s: float
+    launcher: str
+    ray_address: str
+    partition: str
+    time: str
+    debug_comm: bool
+
+
+class TrainOptions(JobOptions, total=False):
     """The options of `unisono train`, by the names of the command line.
 
     Attributes:
@@ -145,25 +163,12 @@ class TrainOptions(TypedDict, total=False):
         debug_comm: enable verbose communication logs.
     """
 
-    nproc: int
-    devices: str
     resume: bool
     fresh: bool
     allow: Sequence[str]
     trust: bool
     trust_code: bool
     restarts: int
-    nodes: int | str
-    node_rank: int
-    head: str
-    hosts: str
-    token_file: str
-    join_timeout_s: float
-    launcher: str
-    ray_address: str
-    partition: str
-    time: str
-    debug_comm: bool
 
 
 def train(config: RunConfig | str | PathLike[str], **options: Unpack[TrainOptions]) -> Result:
@@ -225,7 +230,7 @@ class Report:
         return {"schema": 1, "checks": [check.to_json() for check in self.checks]}
 
 
-class DoctorOptions(TypedDict, total=False):
+class DoctorOptions(JobOptions, total=False):
     """The options of `unisono doctor`; those of TrainOptions with the same names mean the same.
 
     Attributes:
@@ -234,19 +239,6 @@ class DoctorOptions(TypedDict, total=False):
         end_orphans: end your ranks left over from earlier runs.
     """
 
-    nproc: int
-    devices: str
-    nodes: int | str
-    node_rank: int
-    head: str
-    hosts: str
-    token_file: str
-    join_timeout_s: float
-    launcher: str
-    ray_address: str
-    partition: str
-    time: str
-    debug_comm: bool
     ladder: bool
     strict: bool
     end_orphans: bool

@@ -197,6 +197,10 @@ def verify(
             show_default=False,
         ),
     ] = None,
+    trust_code: Annotated[
+        bool,
+        typer.Option("--trust-code", help="Execute the file of `objective: FILE.py:CLASS` in each rank."),
+    ] = False,
 ) -> None:
     """Read the checkpoints of a run, and its final adapter or model, completely, and report damage. The exit code is 7 if anything is damaged."""
     from unisono.errors import IntegrityError
@@ -207,7 +211,7 @@ def verify(
     if not printer.json:
         _print_readings(readings)
         _print_final(final)
-    replayed = _replay(run, step, replay) if replay is not None else None
+    replayed = _replay(run, step, replay, trust_code=trust_code) if replay is not None else None
     problems = _problems(readings)
     if final is not None and not final.intact:
         problems += final.refusal(restore=_restore(run, readings)).problems
@@ -256,13 +260,13 @@ def _read(run: Path, step: int | None, *, may_be_none: bool) -> "list[Reading]":
     return there
 
 
-def _replay(run: Path, step: int | None, steps: int) -> "Replayed":
+def _replay(run: Path, step: int | None, steps: int, *, trust_code: bool) -> "Replayed":
     from unisono.cli.terminal import Progress
     from unisono.launch.replay import Replay
     from unisono.rundir import RunDir
 
     with Progress(output()) as progress:
-        return Replay(RunDir(run), steps, step, progress.show).carry_out()
+        return Replay(RunDir(run), steps, step, progress.show, trust_code=trust_code).carry_out()
 
 
 def _print_readings(readings: "list[Reading]") -> None:

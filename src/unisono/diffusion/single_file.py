@@ -22,7 +22,7 @@ from unisono.diffusion.pipeline_files import (
     locate_pipeline,
     read_pipeline,
 )
-from unisono.errors import ModelError, UnfitError
+from unisono.errors import ModelError, UnfitError, storage_failure
 from unisono.files import read_object, write_json
 from unisono.model.directory import from_hub, is_hub_id
 from unisono.model.files import read_contents, read_safetensors_header
@@ -193,7 +193,7 @@ def _convert(file: Path, shapes: Shapes, place: Path, tokenizer: Path, *, kind: 
                 str(file), config=str(configs), local_files_only=True, torch_dtype=dtype, **more
             )
             opened.save_pretrained(str(temporary), safe_serialization=True)
-    except (
+    except (  # what diffusers raises for tensors that it does not expect, by the step that meets them
         OSError,
         ValueError,
         RuntimeError,
@@ -202,6 +202,8 @@ def _convert(file: Path, shapes: Shapes, place: Path, tokenizer: Path, *, kind: 
         NotImplementedError,
         AttributeError,
     ) as error:
+        if (failure := storage_failure(error)) is not None:  # a full disk is not a damaged file
+            raise failure from error
         raise ModelError.of(
             f"{file.name} cannot be converted to a pipeline of diffusers",
             where=f"model.path: {file}",

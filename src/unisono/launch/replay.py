@@ -23,6 +23,7 @@ from unisono.facts import Probes, read_environment, read_machine
 from unisono.facts.environment import decisive_versions
 from unisono.files import read_json, read_object
 from unisono.launch.run_records import ending_of, write_decision
+from unisono.launch.train_request import refuse_code
 from unisono.plan import ResumePoint, RunPlan
 from unisono.plan.placement import NodeOffer, choose_devices, lay_out
 from unisono.rundir import RunDir
@@ -157,6 +158,7 @@ class Replay:
         steps: how many steps are run again.
         step: of the checkpoint to begin from; None: the newest one with so many logged steps after it.
         show: sees phases, notes and warnings.
+        trust_code: execute the objective of the user's own that the run names.
         probes: how this machine is inspected; tests replace it.
     """
 
@@ -164,6 +166,7 @@ class Replay:
     steps: int
     step: int | None
     show: Show
+    trust_code: bool = False
     programs: Programs = field(default_factory=Programs)
     probes: Probes = field(default_factory=Probes)
 
@@ -185,6 +188,8 @@ class Replay:
                 fix="wait until it has ended",
             )
         plan = _plan_of(self.run)
+        if not self.trust_code:
+            refuse_code(plan.config, where=str(self.run.plan))
         logged = {line["step"]: line for line in iterate_metrics(self.run.metrics) if "loss" in line}
         found = self._choose(plan, logged)
         last = found.step + self.steps

@@ -216,15 +216,28 @@ def load_requested(request: TrainRequest) -> LoadedConfig:
     if request.restarts is not None:
         overrides = (*overrides, f"restarts={request.restarts}")
     loaded = load_config(request.config_path, overrides)
-    if own_objective(loaded.config.objective) and not request.trust_code:
+    if not request.trust_code:
+        refuse_code(loaded.config, where=loaded.origins.get("objective", "objective"))
+    origins = loaded.origins if request.origins is None else request.origins
+    return replace(loaded, config=with_absolute_paths(loaded.config, Path.cwd()), origins=origins)
+
+
+def refuse_code(config: RunConfig, *, where: str) -> None:
+    """Refuses an objective of the user's own, without --trust-code.
+
+    Args:
+        where: the origin of the config.
+
+    Raises:
+        UsageError: if the config has one.
+    """
+    if own_objective(config.objective):
         raise UsageError.of(
-            f"objective: {loaded.config.objective} is code that has not been trusted",
-            where=loaded.origins.get("objective", "objective"),
+            f"objective: {config.objective} is code that has not been trusted",
+            where=where,
             why="each rank would execute the file, with your rights",
             fix="read it, and pass --trust-code (in Python: trust_code=True) on every node",
         )
-    origins = loaded.origins if request.origins is None else request.origins
-    return replace(loaded, config=with_absolute_paths(loaded.config, Path.cwd()), origins=origins)
 
 
 def read_objective(config: RunConfig) -> dict[str, str]:

@@ -23,7 +23,7 @@ from torch.nn.functional import logsigmoid
 
 from unisono.config.schema import RunConfig
 from unisono.config.sections import PreferenceSection, own_objective
-from unisono.errors import ConfigError
+from unisono.errors import ConfigError, storage_words
 from unisono.model.forward import Forward, Rows
 from unisono.objectives.objective import (
     BOTH,
@@ -395,7 +395,15 @@ def _load_own(path: Path, name: str, config: RunConfig, digest: str) -> Objectiv
     Raises:
         ConfigError: if it is not, or does not give an objective; with the line in the file.
     """
-    source = path.read_bytes()
+    try:
+        source = path.read_bytes()
+    except OSError as error:
+        raise ConfigError.of(
+            "the file of the objective cannot be read",
+            where=str(path),
+            why=storage_words(error),
+            fix="restore the file that the plan was made with, on all nodes",
+        ) from None
     if hashlib.sha256(source).hexdigest()[:16] != digest:
         raise ConfigError.of(
             "the file of the objective has changed since the plan was made",
@@ -412,7 +420,10 @@ def _load_own(path: Path, name: str, config: RunConfig, digest: str) -> Objectiv
         return cast("type[Objective]", kind).of(config)
     except ConfigError:
         raise
-    except Exception as error:
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # the user's code may raise anything, and must not end a rank silently
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == str(path)]
         raise ConfigError.of(
