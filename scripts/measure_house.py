@@ -58,7 +58,7 @@ ROOM_BUDGETS = {
     "board": 1_750,
     "causes": 3_700,
     "checkpoint": 2_600,
-    "cli": 5_250,
+    "cli": 5_300,
     "cluster": 4_150,
     "config": 4_700,
     "control": 3_450,
