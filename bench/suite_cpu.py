@@ -4,9 +4,11 @@
     PYTHONPATH=bench OMP_NUM_THREADS=1 python -m pytest -p suite_cpu -m "not long and not gpu" tests/cli tests/board
 
 Seconds of the clock say little on a machine that others use; CPU seconds of a whole group also count servers that fork what a test starts.
-At the end it prints the folders, the files and the tests that took the most.
+At the end it prints the folders, the files and the tests that took the most. Several at once, each over its own folders: SUITE_CPU=NAME for each, with a group of that
+name under /sys/fs/cgroup/cpuacct; SUITE_CPU_OUT=FILE gets the seconds of every test as JSON.
 """
 
+import json
 import os
 from collections import defaultdict
 from collections.abc import Generator
@@ -14,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-_GROUP = Path("/sys/fs/cgroup/cpuacct/tests")
+_GROUP = Path("/sys/fs/cgroup/cpuacct", os.environ.get("SUITE_CPU", "tests"))
 _SHOWN = 25
 _seconds: defaultdict[str, float] = defaultdict(float)
 (_GROUP / "cgroup.procs").write_text(str(os.getpid()))
@@ -52,6 +54,8 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Prints the sums."""
+    if out := os.environ.get("SUITE_CPU_OUT"):
+        Path(out).write_text(json.dumps(_seconds, indent=0))
     folders: defaultdict[str, float] = defaultdict(float)
     files: defaultdict[str, float] = defaultdict(float)
     tests: defaultdict[str, float] = defaultdict(float)
