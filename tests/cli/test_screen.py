@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import pty
+import re
 import shlex
 import struct
 import subprocess
@@ -72,7 +73,7 @@ def plan(*, gpu: bool = False, resume: bool = False, ignored: int = 0, **config:
             config=RunConfig.model_validate({"model": "m", "data": {"train": "t"}, "output_dir": "/runs/x", **config}),
             run_id="r", output_dir="/runs/x", host="box", device=device, threads=2, threads_origin="cores",
             model=ModelFacts(
-                directory="/m", model_type="llama", parameters=10**6, hidden_size=64, layers=2, intermediate_size=128, vocab_size=512,
+                directory="/m", model_type="stable-diffusion" if config.get("objective") == "diffusion" else "llama", parameters=10**6, hidden_size=64, layers=2, intermediate_size=128, vocab_size=512,
                 linear_parameters=10**5, linear_in_out=10**3, weight_bytes=10**6, digest="m",
             ),
             data=DataSummary(
@@ -180,6 +181,22 @@ def test_a_step_shows_loss_rate_and_time_left() -> None:
     assert share == 0.03
 
 
+def test_an_image_run_counts_pictures_and_no_tokens(tmp_path: Path) -> None:
+    line = Lines()
+    screen = Screen(Output(), line)
+    given = plan(objective="diffusion", adapter={"targets": "unet"}, duration="100 steps")
+    step = {"step": 1, "loss": 1.0, "tokens_per_second": 2400.0}  # positions of latents, 240 of a picture
+    screen.show({"kind": "plan", **given.to_json()})
+    screen.show({"kind": "ready", "facts": {"layout": "padded", "trainable": 10, "parameters": 100}})
+    screen.show({"kind": "step", **step})
+    end = ending({**step, "outcome": "completed", "output_dir": str(tmp_path)}, tmp_path, plan=given)
+    words = [*line.kept, *(text for text, _ in line.shown), *end, *given.origins.values()]
+    assert "2,310 pictures: 2,200 used" in "\n".join(words)
+    assert "step 1/100 · loss 1 · 10 pictures/s" in words
+    assert " · 10 pictures/s · " in end[0]
+    assert not [word for word in words if re.search(r"\b(tokens?|rows|sequences)\b", word)]
+
+
 def test_quiet_keeps_warnings_and_verdicts_only() -> None:
     line = Lines()
     screen = Screen(Output(quiet=True), line)
@@ -222,7 +239,9 @@ def test_the_end_reports_where_the_result_is_and_what_to_type_next(tmp_path: Pat
 
 def test_a_reward_model_is_measured_next_as_it_cannot_chat(tmp_path: Path) -> None:
     result = {"outcome": "completed", "exit_code": 0, "output_dir": str(tmp_path / "rm")}
-    assert ending(result, tmp_path, reward=True)[-1] == "next:   unisono eval rm --data PAIRS"
+    assert (
+        ending(result, tmp_path, plan=plan(objective="reward"))[-1] == "next:   unisono eval rm --data PAIRS"
+    )
 
 
 def test_the_next_command_can_be_typed_whatever_the_directory_is_called(tmp_path: Path) -> None:

@@ -71,7 +71,8 @@ def test_configs_are_frozen() -> None:
 @pytest.mark.parametrize(
     ("change", "key"),
     [
-        ({"parallel": {"strategy": "fsdp"}}, "parallel.strategy: image models are not sharded; set it to auto"),
+        ({"parallel": {"strategy": "fsdp"}}, "parallel.strategy: fsdp does not shard image models"),
+        ({"duration": "2M tokens"}, "duration: pictures have no tokens"), ({"eval": {"every": "1M tokens"}}, "eval.every: pictures"),
         ({"adapter": None}, "adapter.kind"), ({"adapter": {"kind": "dora"}}, "adapter.kind"), ({"adapter": {"init": "pissa"}}, "adapter: init"),
         ({"adapter": {"from": "a"}}, "adapter.from"), ({"model": {"path": "m", "quantize": "nf4"}}, "model.quantize"),
         ({"eval": {"exact_match": True}, "data": {"train": "d", "eval": 0.1}}, "eval.exact_match"), ({"optim": {"label_smoothing": 0.1}}, "optim: label_smoothing"),

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -18,9 +19,12 @@ from tests.diffusion.making import write_usual_pipeline
 from unisono.config import RunConfig
 from unisono.diffusion.pipeline_files import read_pipeline
 from unisono.diffusion.single_file import open_files
-from unisono.errors import ModelError
+from unisono.errors import ModelError, UsageError
+from unisono.events import Reporter
+from unisono.task.picture_tasks import run_export, run_generate
 
 needs.package("diffusers")
+Image = needs.package("PIL.Image")
 
 Tensors = dict[str, torch.Tensor]
 _RESNET = {"norm1": "in_layers.0", "conv1": "in_layers.2", "time_emb_proj": "emb_layers.1", "norm2": "out_layers.0", "conv2": "out_layers.3", "conv_shortcut": "skip_connection"}  # fmt: skip
@@ -160,6 +164,30 @@ def test_a_single_file_becomes_the_pipeline_that_it_was_written_from(
     data[-1] ^= 1
     weights.write_bytes(data)
     assert open_files(config, cache_dir=tmp_path)[1:] == (facts, digests)  # converted again
+
+
+def test_a_picture_of_a_single_file_equals_that_of_its_directory(
+    both: tuple[str, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, root, file = both
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    common = {"prompt": "a tile", "number": 1, "seed": 0, "steps": 2, "width": 32, "height": 32}
+    more = {
+        "tokenizer": str(root.parent / "vocabulary"),
+        "prediction": "v_prediction" if kind == "v2" else None,
+    }
+    pixels = []
+    for name, target, own in (("file", file, more), ("directory", root, {})):
+        request = {**common, **own, "target": str(target), "out": str(tmp_path / name)}
+        (drawn,) = run_generate(request, Reporter(None))["files"]
+        pixels.append(np.asarray(Image.open(drawn)))
+    assert np.array_equal(*pixels)
+
+
+def test_a_whole_model_has_no_lora_to_export(both: tuple[str, Path, Path], tmp_path: Path) -> None:
+    request = {"target": str(both[2]), "format": "kohya"}
+    with pytest.raises(UsageError, match="has no LoRA"):
+        run_export(request, Reporter(None), tmp_path / "out", tmp_path / "new")
 
 
 def test_a_run_on_a_single_file_has_the_losses_of_its_directory(

@@ -62,7 +62,14 @@ def generate(
             show_default=False,
         ),
     ] = None,
-    overrides: Overrides = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY=VALUE]...",
+            help="Overrides of keys of a LLaMA-Factory file; or model.tokenizer=DIR for an image model in one file.",
+            show_default=False,
+        ),
+    ] = None,
     file: Annotated[
         str | None,
         typer.Option(
@@ -132,7 +139,14 @@ def generate(
 
     if is_image_model(Path(target).expanduser()):
         drawing = {"number": number, "steps": steps, "guidance": guidance, "negative": negative, "seed": seed}
-        _draw({"target": target, "step": step, **drawing, **_size(size)}, prompt, out)
+        asked = {
+            "target": target,
+            "step": step,
+            **drawing,
+            **_size(size),
+            **_of_single_file(target, overrides),
+        }
+        _draw(asked, prompt, out)
         return
 
     prompt, overrides = split_prompt(prompt, overrides)
@@ -164,6 +178,31 @@ def generate(
     }
     result = _run(request, streams=file is None and out is None and not output().json)
     _hand_over(result["answers"], out=out, single=file is None)
+
+
+def _of_single_file(target: str, overrides: list[str] | None) -> dict[str, str]:
+    """What a whole image model in one file lacks, from `key=value`."""
+    from unisono.errors import UsageError
+
+    names = {"model.tokenizer": "tokenizer", "diffusion.prediction": "prediction"}
+    found = {}
+    for word in overrides or ():
+        key, _, value = word.partition("=")
+        if key not in names or not value or not target.endswith(".safetensors"):
+            raise UsageError.of(
+                f"{word!r} is not expected",
+                where="command line",
+                why="an image model takes only model.tokenizer=DIR and diffusion.prediction=epsilon|v_prediction, for a whole model in one file",
+                fix="remove it; `--help` lists the options",
+            )
+        if key == "diffusion.prediction" and value not in ("auto", "epsilon", "v_prediction"):
+            raise UsageError.of(
+                f"{value!r} is not a prediction",
+                where=key,
+                fix="set it to epsilon or v_prediction",
+            )
+        found[names[key]] = value
+    return found
 
 
 def _size(size: str | None) -> dict[str, int]:

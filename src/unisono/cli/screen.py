@@ -165,7 +165,7 @@ class Screen:
         parts = [f"step {step:,}" + (f"/{total:,}" if total else ""), f"loss {_figure(message.get('loss'))}"]
         parts += [f"{name} {value}" for name, value in self._figures.items()]
         if message.get("tokens_per_second"):
-            parts.append(f"{show_count(float(message['tokens_per_second']))} tokens/s")
+            parts.append(_speed(float(message["tokens_per_second"]), self._plan))
         if rate:
             parts.append(f"{rate:.3g} steps/s")
             parts.append(f"{show_seconds((total - step) / rate)} left")
@@ -221,9 +221,7 @@ class Screen:
     def _on_result(self, message: Message) -> None:
         verdict, self._verdict = self._verdict, None
         self.close()
-        alone = self._plan is not None and len(self._plan.nodes) == 1
-        reward = self._plan is not None and self._plan.config.objective == "reward"
-        for text in ending(message, Path.cwd(), alone=alone, reward=reward):
+        for text in ending(message, Path.cwd(), plan=self._plan):
             self._printer.result(text)
         self._verdict = verdict
         self._show_verdict()
@@ -250,19 +248,30 @@ class JsonLines:
         """Does nothing."""
 
 
-def ending(result: Message, cwd: Path, *, alone: bool = False, reward: bool = False) -> list[str]:
+def _speed(tokens_per_second: float, plan: RunPlan | None) -> str:
+    """In pictures for an image model, by their mean number of latent positions, which are its tokens."""
+    if plan is None or not plan.model.is_picture_model:
+        return f"{show_count(tokens_per_second)} tokens/s"
+    train = plan.data.train
+    pictures = tokens_per_second * train.sequences / max(1, train.tokens)
+    return f"{show_count(pictures) if pictures >= 1000 else f'{pictures:.3g}'} pictures/s"
+
+
+def ending(result: Message, cwd: Path, *, plan: RunPlan | None = None) -> list[str]:
     """The last lines: the outcome, the path of the result, and the next command; paths relative to `cwd`.
 
     Args:
-        alone: whether the job has one node.
-        reward: whether it has trained a reward model.
+        result: the message.
+        cwd: the working directory.
+        plan: None if there is none yet.
     """
+    alone = plan is not None and len(plan.nodes) == 1
     output_dir = str(result.get("output_dir", ""))
     figures = [f"step {result.get('step', 0):,}"]
     if result.get("loss") is not None:
         figures.append(f"loss {_figure(result['loss'])}")
     if result.get("tokens_per_second"):
-        figures.append(f"{show_count(float(result['tokens_per_second']))} tokens/s")
+        figures.append(_speed(float(result["tokens_per_second"]), plan))
     figures.append(show_seconds(float(result.get("wall_time_s") or 0)))
     trained = bool(result.get("step") or result.get("checkpoint"))
     verdict = result.get("verdict") or {}
@@ -282,6 +291,7 @@ def ending(result: Message, cwd: Path, *, alone: bool = False, reward: bool = Fa
     if result.get("outcome") == "completed":
         weights = _near(str(result.get("weights") or output_dir), cwd)
         run = shlex.quote(_near(output_dir, cwd))
+        reward = plan is not None and plan.config.objective == "reward"
         return [*lines, f"result: {weights}", f"next:   {_following(run, Path(output_dir), reward=reward)}"]
     checkpoint = result.get("checkpoint")
     none = "there is no checkpoint yet"

@@ -284,7 +284,7 @@ def _trained(plan: RunPlan, facts: Mapping[str, Any]) -> str:
         how += " · " + ("weight and adapter in one product" if facts["quick"] else "products of peft, slower")
     if facts.get("kernels") is False:
         how += " · without compiled functions, slower (they need a C compiler: install cc)"
-    return how + (f" · {layout} rows" if layout else "")
+    return how + (f" · {layout} rows" if layout and not plan.model.is_picture_model else "")
 
 
 def _how(config: RunConfig) -> str:
@@ -309,7 +309,8 @@ def _how(config: RunConfig) -> str:
 def _data(plan: RunPlan) -> str:
     ledger, train = plan.data.ledger, plan.data.train
     rows = [
-        f"{show_count(ledger.get('rows', train.rows))} rows: {show_count(ledger.get('used', train.rows))} used"
+        f"{show_count(ledger.get('rows', train.rows))} {'pictures' if plan.model.is_picture_model else 'rows'}:"
+        f" {show_count(ledger.get('used', train.rows))} used"
     ]
     rows += [
         f"{show_count(ledger[name])} {name if name != 'eval' else 'for evaluation'}"

@@ -41,6 +41,7 @@ from unisono.config.sections import (
     keys_of,
 )
 from unisono.config.yaml_file import Takes
+from unisono.text import Duration
 
 _ROUNDING = 1e-6  # of a sum of probabilities, which people write with few digits
 
@@ -710,7 +711,21 @@ def _picture_contradictions(config: RunConfig) -> list[str]:
             (config.model.weights == "random", "model.weights: a LoRA needs a trained model; remove it"),
             (
                 config.parallel.strategy == "fsdp",
-                "parallel.strategy: image models are not sharded; set it to auto",
+                "parallel.strategy: fsdp does not shard image models: each rank has the whole model and trains its LoRA, which is small;"
+                " set it to auto or ddp",
+            ),
+            *(
+                (
+                    text is not None and Duration.parse(text).unit == "tokens",
+                    f"{key}: pictures have no tokens; write it in steps or epochs",
+                )
+                for key, text in (
+                    ("duration", config.duration),
+                    ("eval.every", config.eval.every),
+                    ("checkpoint.every", config.checkpoint.every),
+                    ("checkpoint.keep_every", config.checkpoint.keep_every),
+                    ("watch.digest_every", config.watch.digest_every),
+                )
             ),
             (config.eval.exact_match, "eval.exact_match: a picture has no exact answer; remove it"),
             (

@@ -42,7 +42,7 @@ from unisono.diffusion.pipeline_files import Pipeline, PipelineDigests
 from unisono.errors import ConfigError, DataError, Problem
 from unisono.events import Reporter
 from unisono.files import read_object, whole_file, write_json
-from unisono.plan.run_plan import DataSummary, SplitSummary, permutation, steps_for_tokens
+from unisono.plan.run_plan import DataSummary, SplitSummary, permutation
 from unisono.text import Duration, show_bytes
 
 PICTURES = "pictures.json"
@@ -301,7 +301,7 @@ def prepare_pictures(
         ledger=flat_total(read_object(directory / "ledger.json")["total"]),
         formats=[f"pictures in {len(sizes)} sizes: {shown}"],
         template="captions of pictures",
-        total_steps=_total_steps(config, [_positions(entries[i], pipeline.factor) for i in rows.sequences]),
+        total_steps=_total_steps(config, sequences=len(rows.sequences)),
         digest=digest_text(rows_digest + digests.text),
         rows_digest=rows_digest,
         files_digest=files_digest,
@@ -440,12 +440,10 @@ def _write_ledger(directory: Path, config: RunConfig, rows: Rows, lengths: list[
     (directory / ".notes").unlink()
 
 
-def _total_steps(config: RunConfig, lengths: list[int]) -> int:
-    """As for text: the steps of the duration, or with `batch.per_rank` its sequences. `lengths` are those of the sequences of an epoch."""
+def _total_steps(config: RunConfig, *, sequences: int) -> int:
+    """The steps of the duration, or with `batch.per_rank` its sequences. `sequences` are those of an epoch."""
     duration = Duration.parse(config.duration)
-    batch = 1 if config.batch.per_rank is not None else config.batch.global_
     if duration.unit == "steps":
         return int(duration.amount)
-    if duration.unit == "epochs":
-        return math.ceil(math.ceil(duration.amount * len(lengths)) / batch)
-    return steps_for_tokens(lengths, target=int(duration.amount), global_batch=batch, seed=config.seed)
+    batch = 1 if config.batch.per_rank is not None else config.batch.global_
+    return math.ceil(math.ceil(duration.amount * sequences) / batch)

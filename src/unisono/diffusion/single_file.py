@@ -60,13 +60,22 @@ def single_file(config: RunConfig) -> Path | None:
     return path.resolve() if path.suffix == ".safetensors" and path.is_file() else None
 
 
-def tokenizer_of_file(config: RunConfig) -> Path:
+def is_whole_model(file: Path) -> bool:
+    """Whether a safetensors file has parts of a whole model in the original layout; a LoRA has none.
+
+    Raises:
+        ModelError: if it is not a safetensors file.
+    """
+    return any(header.name.startswith((_UNET, _VAE)) for header in read_safetensors_header(file))
+
+
+def tokenizer_of_file(named: str | None) -> Path:
     """The directory of the tokenizer for a single file: `model.tokenizer`, else that of CLIP in the hub's cache or on the hub.
 
     Raises:
         ModelError: if there is none.
     """
-    named = config.model.tokenizer or TOKENIZER
+    named = named or TOKENIZER
     try:
         if is_hub_id(named):
             return from_hub(named, None, key="model.tokenizer", patterns=_TOKENIZER_FILES)
@@ -93,11 +102,36 @@ def open_files(config: RunConfig, *, cache_dir: Path) -> tuple[Pipeline, ModelFa
     if file is None:
         pipeline = locate_pipeline(config)
         return pipeline, *inspect_pipeline(pipeline)
+    return open_single_file(
+        file,
+        tokenizer=config.model.tokenizer,
+        prediction=config.diffusion.prediction,
+        cache_dir=cache_dir,
+    )
+
+
+def open_single_file(
+    file: Path, *, tokenizer: str | None, prediction: str, cache_dir: Path
+) -> tuple[Pipeline, ModelFacts, PipelineDigests]:
+    """The pipeline of a single file with its figures and digests; it is converted unless that has been done before.
+
+    Args:
+        file: the safetensors file.
+        tokenizer: as `model.tokenizer`.
+        prediction: as `diffusion.prediction`.
+        cache_dir: where the pipeline is kept.
+
+    Raises:
+        ModelError: if it cannot be read or converted.
+        UnfitError: if the cache gives back something else than was written.
+    """
     shapes = {header.name: header.shape for header in read_safetensors_header(file)}
-    kind, prediction = _kind_of(file, shapes), _prediction_of(config, file, shapes)
-    tokenizer = tokenizer_of_file(config)
+    kind, prediction = _kind_of(file, shapes), _prediction_of(prediction, file, shapes)
+    vocabulary_dir = tokenizer_of_file(tokenizer)
     vocabulary = [
-        path for path in sorted(tokenizer.rglob("*")) if path.suffix in (".json", ".txt") and path.is_file()
+        path
+        for path in sorted(vocabulary_dir.rglob("*"))
+        if path.suffix in (".json", ".txt") and path.is_file()
     ]
     key = digest_parts(
         {"conversion": str(_CONVERSION), "prediction": prediction, "model": read_contents(file).digest}
@@ -107,7 +141,7 @@ def open_files(config: RunConfig, *, cache_dir: Path) -> tuple[Pipeline, ModelFa
     for _ in range(2):
         if not (place / INDEX).is_file():
             shutil.rmtree(place, ignore_errors=True)
-            _convert(file, shapes, place, tokenizer, kind=kind, prediction=prediction)
+            _convert(file, shapes, place, vocabulary_dir, kind=kind, prediction=prediction)
         pipeline = read_pipeline(place)
         facts, digests = inspect_pipeline(pipeline)
         if read_object(place / "single_file.json").get("digest") == facts.digest:
@@ -140,7 +174,7 @@ def _kind_of(file: Path, shapes: Shapes) -> str:
     if lacks:
         raise ModelError.of(
             f"{file.name} is not a whole Stable Diffusion model: it has no {' and no '.join(lacks)}",
-            where=f"model.path: {file}",
+            where=str(file),
             why="single files are read in the original layout of Stable Diffusion 1.x, 2.x and SDXL; a LoRA, a part of a model, FLUX and"
             " Stable Diffusion 3 are not such a file",
             fix="use the complete checkpoint, or the directory of a pipeline of diffusers",
@@ -148,9 +182,9 @@ def _kind_of(file: Path, shapes: Shapes) -> str:
     return next(kind for kind, is_it in found.items() if is_it)
 
 
-def _prediction_of(config: RunConfig, file: Path, shapes: Shapes) -> str:
-    if config.diffusion.prediction != "auto":
-        return config.diffusion.prediction
+def _prediction_of(named: str, file: Path, shapes: Shapes) -> str:
+    if named != "auto":
+        return named
     if "v_pred" in shapes:  # how SDXL models with v prediction are marked
         return "v_prediction"
     if _OPEN_CLIP[False] + "token_embedding.weight" in shapes:
@@ -206,7 +240,7 @@ def _convert(file: Path, shapes: Shapes, place: Path, tokenizer: Path, *, kind: 
             raise failure from error
         raise ModelError.of(
             f"{file.name} cannot be converted to a pipeline of diffusers",
-            where=f"model.path: {file}",
+            where=str(file),
             why=library_words(error, library="diffusers"),
             fix="check the file, or convert it with diffusers: pipeline.from_single_file(…).save_pretrained(…)",
         ) from error

@@ -249,6 +249,8 @@ def _model_and_data(prepared: _PreparedRun, loaded: LoadedConfig) -> list[Findin
     model, train = prepared.plan.model, prepared.plan.data.train
     text = f"{prepared.plan.config.model.path}: {model.model_type}, {show_count(model.parameters)} parameters, {show_bytes(model.weight_bytes)}"
     rows = f"{show_count(train.rows)} rows, {show_count(train.tokens)} tokens, {show_count(train.loss_tokens)} of them trained on; {prepared.plan.total_steps:,} steps"
+    if model.is_picture_model:
+        rows = f"{show_count(train.rows)} pictures, {show_count(train.sequences)} uses an epoch; {prepared.plan.total_steps:,} steps"
     return [found(MODEL, "pass", text), found(DATA, "pass", rows)]
 
 

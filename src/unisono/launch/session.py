@@ -246,7 +246,12 @@ def rehearse(request: TrainRequest, show: Show) -> Rehearsal:
         with stage("all rows prepared, plan made"):
             long_run = plan_only(elsewhere, _only(show, "phase", "note"))
         done.steps = long_run.total_steps
-        with stage(f"{ROWS} rows, {_STEPS} steps, evaluation, checkpoint"):
+        pictures = long_run.data.train.rows if long_run.model.is_picture_model else 0
+        with stage(
+            f"{pictures} pictures, {_STEPS} steps, evaluation, checkpoint"
+            if pictures
+            else f"{ROWS} rows, {_STEPS} steps, evaluation, checkpoint"
+        ):
             _train(done, elsewhere, show, steps=_STEPS, resume=False)
         if done.exit_code == 0:
             _measure(done, long_run, run)

@@ -294,7 +294,9 @@ def _micro_batch(
             enough = micro * longest > _ENOUGH_TOKENS[given.device.kind] and micro > 1 and len(choices) > 1
             if estimate.total <= room and not enough:
                 if config.batch.micro == "auto":
-                    origins["micro_batch"] = f"auto: {micro} × {longest} tokens fit"
+                    origins["micro_batch"] = (
+                        f"auto: {micro} × {longest} {'positions of latents' if given.model.is_picture_model else 'tokens'} fit"
+                    )
                 if requested == "auto":
                     needed = "needed to fit" if checkpointing else "not needed"
                     origins["gradient_checkpointing"] = f"auto: {needed}"

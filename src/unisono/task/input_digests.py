@@ -271,7 +271,7 @@ def _list_pictures(config: RunConfig, listed: _InputFiles) -> None:
         file = single_file(config)
         if file is not None:
             listed.model, listed.weights = [("model file", file)], [file]
-            listed.tokenizer = _present(tokenizer_of_file(config), _TOKENIZER)
+            listed.tokenizer = _present(tokenizer_of_file(config.model.tokenizer), _TOKENIZER)
             return
         pipeline = locate_pipeline(config)
         listed.model = all_files(pipeline)

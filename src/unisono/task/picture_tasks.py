@@ -21,8 +21,10 @@ from unisono.diffusion.lora_file import (
 )
 from unisono.diffusion.picture_folders import need_pillow
 from unisono.diffusion.pipeline_files import INDEX, Pipeline, read_pipeline
+from unisono.diffusion.single_file import is_whole_model, open_single_file
 from unisono.errors import ConfigError, UsageError
 from unisono.events import Reporter
+from unisono.facts import read_environment
 from unisono.plan import RunPlan
 from unisono.task.target import find_target, verify_target
 
@@ -49,14 +51,26 @@ class Opened:
 
 
 def open_target(request: dict[str, Any], report: Reporter) -> Opened:
-    """Finds RUN|MODEL: a run, a pipeline of diffusers, or a LoRA file of diffusers or sd-scripts.
+    """Finds RUN|MODEL: a run, a pipeline of diffusers, a whole model in one file, or a LoRA file of diffusers or sd-scripts.
+
+    A whole model in one file is converted to a pipeline in the cache, as for training, unless that has been done before.
 
     Raises:
         UsageError: if it is none of these.
+        ModelError: if a file cannot be read or converted.
     """
     need_pillow()
     name = request["target"]
     path = Path(name).expanduser()
+    if path.suffix == ".safetensors" and path.is_file() and is_whole_model(path):
+        report.phase("model", "reading the model's file; the first time it is converted to a pipeline")
+        pipeline, _, _ = open_single_file(
+            path.resolve(),
+            tokenizer=request.get("tokenizer"),
+            prediction=request.get("prediction") or "auto",
+            cache_dir=read_environment().cache_dir,
+        )
+        return Opened(pipeline, None, None, path.stem, f"the model {name}")
     if path.suffix == ".safetensors":
         return Opened(None, read_lora(path), None, path.stem, f"the LoRA {name}")
     if (path / INDEX).is_file():
@@ -80,7 +94,8 @@ def run_generate(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     """Draws pictures; gives their `files`, and `settings`.
 
     Args:
-        request: target, step, prompt, negative, out (a directory), number, seed, steps, guidance, width, height; null: the usual.
+        request: target, step, prompt, negative, out (a directory), number, seed, steps, guidance, width, height, and of a single file
+            tokenizer and prediction; null: the usual.
         report: receives progress.
 
     Raises:
@@ -92,7 +107,7 @@ def run_generate(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
             f"{request['target']} has no model to draw with",
             where="RUN|MODEL",
             why="it is only a LoRA",
-            fix="pass the run that made it, or load it in the tool of its model",
+            fix="pass the run that made it, or load it with its model in diffusers, A1111 or ComfyUI",
         )
     width, height = _size(request, opened)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -156,12 +171,14 @@ def run_export(request: dict[str, Any], report: Reporter, out: Path, directory: 
     Raises:
         UsageError: if there is no LoRA.
     """
-    opened = open_target(request, report)
-    if opened.lora is None:
+    file = Path(request["target"]).expanduser()
+    is_whole = file.suffix == ".safetensors" and file.is_file() and is_whole_model(file)
+    opened = None if is_whole else open_target(request, report)
+    if opened is None or opened.lora is None:
         raise UsageError.of(
             f"{request['target']} has no LoRA",
             where="RUN|MODEL",
-            why="it is a complete pipeline",
+            why="it is a whole model",
             fix="pass a run, or a LoRA file",
         )
     kind = request.get("format") or "diffusers"

@@ -111,7 +111,11 @@ def _advance(run: Run) -> Verdict | None:
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        shape = f"{len(batches.sequences)} sequences, {batches.tokens} tokens in {batches.rounds} micro batches a rank"
+        shape = (
+            f"{len(batches.sequences)} sequences, {batches.tokens} tokens in {batches.rounds} micro batches a rank"
+            if run.pictures is None
+            else f"{len(batches.sequences)} pictures, {batches.tokens} positions of latents in {batches.rounds} micro batches a rank"
+        )
         raise out_of_memory(run, error, shape=shape, phase="train") from error
     run.state.step = batches.step
     run.state.tokens += batches.tokens

@@ -124,7 +124,9 @@ def too_many_skipped(run: Run, batches: StepBatches, outcome: StepOutcome) -> Ve
         ),
         fix=(
             f"restart with a smaller learning rate, e.g. optim.lr={run.plan.config.optim.lr / 4:g}",
-            "check the rows in the warnings (unisono data preview)",
+            "check the pictures in the warnings"
+            if run.pictures is not None
+            else "check the rows in the warnings (unisono data preview)",
             "if model.dtype is float16, use bfloat16 or float32",
         ),
     )
@@ -208,7 +210,12 @@ def try_longest_batch(run: Run) -> MemoryTrial:
     group = run.data.longest(sides)
     micro, batch = load_micro(table, group, run.device, sides=sides, reference=run.reference.get("train"))
     micro = with_pictures(run, table, micro, batch.units, [0] * len(batch.units))
-    shape = f"{len(group)} sequences, {batch.tokens} tokens, longest row {max(batch.lengths)}"
+    seen = batch.tokens if run.pictures is None else int(table.sequence_tokens()[group].sum())
+    shape = (
+        f"{len(group)} sequences, {seen} tokens, longest row {max(batch.lengths)}"
+        if run.pictures is None
+        else f"{len(group)} pictures, {seen} positions of latents"
+    )
     try:
         if not run.gradient_sync.needs_equal_rounds:
             run.gradient_sync.begin()  # gradients must be in their buffers, as in training
@@ -231,7 +238,6 @@ def try_longest_batch(run: Run) -> MemoryTrial:
         raise out_of_memory(run, error, shape=shape, phase="rehearse") from error
     data = run.plan.data.train
     tokens = data.tokens / max(1, data.sequences) * run.plan.global_batch / run.group.world_size
-    seen = batch.tokens if run.pictures is None else int(table.sequence_tokens()[group].sum())
     return MemoryTrial(peak_bytes(run.device), seconds * tokens / max(1, seen))
 
 
@@ -309,7 +315,11 @@ def _savings(run: Run) -> list[str]:
         found.append(
             f"memory.gradient_checkpointing=true saves about {show_bytes(saved)}, and takes about a third longer"
         )
-    if len(found) < 2:
+    if len(found) < 2 and run.pictures is not None:
+        found.append(
+            "a smaller data.resolution has fewer positions of latents; pictures are then trained smaller"
+        )
+    elif len(found) < 2:
         found.append(
             f"data.max_length={config.data.max_length // 2} halves the longest sequence; data.too_long decides what happens to longer rows"
         )
