@@ -196,11 +196,8 @@ def _of_single_file(target: str, overrides: list[str] | None) -> dict[str, str]:
                 fix="remove it; `--help` lists the options",
             )
         if key == "diffusion.prediction" and value not in ("auto", "epsilon", "v_prediction"):
-            raise UsageError.of(
-                f"{value!r} is not a prediction",
-                where=key,
-                fix="set it to epsilon or v_prediction",
-            )
+            fix = "set it to epsilon or v_prediction"
+            raise UsageError.of(f"{value!r} is not a prediction", where=key, fix=fix)
         found[names[key]] = value
     return found
 
