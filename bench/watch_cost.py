@@ -50,7 +50,8 @@ FIRST_COUNTED = 5
 
 def beat_costs_ns() -> dict[str, dict[str, float]]:
     """CPU nanoseconds of one call of each kind, in memory that is shared as a run's is: the least and the median of some rounds."""
-    from unisono.watch import BeatMemory, Beats
+    from unisono.watch import Beats
+    from unisono.watch.views import BeatMemory
 
     memory = BeatMemory(0)
     beats = Beats.inherited(memory.record_fd)
@@ -81,7 +82,8 @@ def beat_costs_ns() -> dict[str, dict[str, float]]:
 
 def second_thread_s_per_s() -> float:
     """CPU seconds a second that a process has used beside its main thread, which computes and beats; the kernel's part is in it."""
-    from unisono.watch import BeatMemory, Beats
+    from unisono.watch import Beats
+    from unisono.watch.views import BeatMemory
 
     beats = Beats.inherited(BeatMemory(0).record_fd)
     beats.pulse().start()
@@ -280,7 +282,7 @@ def be_front(mode: Mode, words: list[str]) -> None:
     import unisono.supervise.rank_supervisor
     from unisono.cli import app
     from unisono.supervise.child_process import Programs, worker_command
-    from unisono.watch import RunView
+    from unisono.watch.views import RunView
 
     class Request(unisono.launch.train_request.TrainRequest):
         def __init__(self, *arguments: object, **named: object) -> None:

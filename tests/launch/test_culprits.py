@@ -16,7 +16,7 @@ from unisono.supervise.decision import Decider, Decision, NodeLoss, first_cause
 from unisono.supervise.local_ranks import RankEnd
 from unisono.supervise.postmortem import apart, name_death, name_lost_node, name_victims, node_refused
 from unisono.supervise.rank_supervisor import Attempt
-from unisono.watch import RankView
+from unisono.watch.views import RankView
 
 CPU = DeviceChoice(kind="cpu", name="cpu", memory_bytes=10**10, bfloat16=True)
 LOST_PEER = "RuntimeError: Connection closed by peer [127.0.0.1]:29416"

@@ -13,7 +13,7 @@ from unisono.config.schema import WatchSection
 from unisono.events import Message
 from unisono.supervise.evidence import RawEvidence
 from unisono.supervise.rank_monitor import StallMonitor
-from unisono.watch import Look, RankView
+from unisono.watch.views import Look, RankView
 
 
 class FakeRanks:

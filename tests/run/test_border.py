@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from unisono.integrations import border
-from unisono.watch.beat import Beats
+from unisono.watch import Beats
 
 _RANK = """
 import os, sys, time
@@ -19,7 +19,7 @@ guard = border.find_guard(os.environ)
 own = border.own_registration(os.environ)
 presence = border.Presence(guard)
 record, stacks, answers = presence.make_memory()
-from unisono.watch.beat import Beats
+from unisono.watch import Beats
 beats = Beats(record)
 presence.register(own)
 beats.begin_step(7)

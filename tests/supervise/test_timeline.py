@@ -11,8 +11,8 @@ import pytest
 
 from unisono.rundir import RunDir
 from unisono.supervise.timeline import RankTime, Timeline, read_entry, thin_file, thinned
-from unisono.watch import BeatMemory, Beats
-from unisono.watch.views import Glance
+from unisono.watch import Beats
+from unisono.watch.views import BeatMemory, Glance
 
 PLAYED_S = 1800
 

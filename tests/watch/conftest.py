@@ -16,7 +16,7 @@ from unisono.rundir import RunDir
 from unisono.supervise.child_process import Programs
 from unisono.supervise.local_ranks import LocalRanks
 from unisono.supervise.rank_monitor import RankMonitor
-from unisono.watch import Look, RankView
+from unisono.watch.views import Look, RankView
 
 LIMIT_S = 60.0
 _STANDIN = Path(__file__).parent / "standins" / "rank.py"

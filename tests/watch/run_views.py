@@ -5,8 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from unisono.plan import DeviceChoice, RankPlace
-from unisono.watch import Beat, Collective, Look, NodeView, ProcessView, RankView, RunView
-from unisono.watch.views import PhaseTimes
+from unisono.watch.views import Beat, Collective, Look, NodeView, PhaseTimes, ProcessView, RankView, RunView
 
 CPU = DeviceChoice(kind="cpu", name="cpu", memory_bytes=1 << 30, bfloat16=False)
 QUICK = PhaseTimes(count=100, total_s=10.0, longest_s=0.3)

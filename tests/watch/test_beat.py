@@ -15,18 +15,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.watch import PHASES, BeatMemory, Beats
-from unisono.watch.beat import (
+from unisono.watch import (
     KINDS,
     MAIN,
     MAIN_AT,
     MOST_ROWS,
+    PHASES,
     PULSE,
     PULSE_AT,
     RESTING_S,
+    Beats,
     beat_while_collecting,
 )
-from unisono.watch.views import read_beat
+from unisono.watch.views import BeatMemory, read_beat
 
 HAMMERING_S = 3.0
 STANDIN = str(Path(__file__).parent / "standins" / "beating_rank.py")
@@ -83,7 +84,7 @@ def test_the_digest_of_a_batch_is_the_same_in_every_process_and_a_different_for_
     memory: BeatMemory,
 ) -> None:
     code = (
-        "from unisono.watch.beat import Beats\nfrom unisono.watch.beat import RECORD_BYTES\nfrom unisono.watch.views import read_beat\n"
+        "from unisono.watch import RECORD_BYTES, Beats\nfrom unisono.watch.views import read_beat\n"
         "m = bytearray(RECORD_BYTES); b = Beats(m); b.note_batch([3, 1, 2]); b.enter('data'); print(read_beat(m).digest)"
     )
     reported = subprocess.run(
@@ -392,7 +393,7 @@ def test_a_front_that_was_killed_leaves_no_memory_behind() -> None:
     """Its rank, which holds the other end, has gone with it."""
     code = (
         "import subprocess, sys\n"
-        "from unisono.watch import BeatMemory\n"
+        "from unisono.watch.views import BeatMemory\n"
         "memory = BeatMemory(0)\n"
         "rank = subprocess.Popen([sys.executable, sys.argv[1], str(memory.record_fd), '--with-front'], pass_fds=[memory.record_fd])\n"
         "while memory.read() is None:\n"

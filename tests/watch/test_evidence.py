@@ -16,8 +16,8 @@ from unisono.data.token_table import Encoded, TokenWriter, write_meta, write_spl
 from unisono.rundir import RunDir
 from unisono.supervise.evidence import MESSAGE_BYTES, RawEvidence, end_of_log, keep_evidence
 from unisono.supervise.rank_monitor import MonitorReports
-from unisono.watch import Look, RankView
 from unisono.watch.rank_dumps import read_flight
+from unisono.watch.views import Look, RankView
 
 RECORDED = Path(__file__).parent / "recorded"
 FLIGHT = (RECORDED / "flight-all_reduce.json").read_text()

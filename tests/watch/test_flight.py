@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from unisono.watch import Collective
 from unisono.watch.rank_dumps import Flight, read_flight, shortened
+from unisono.watch.views import Collective
 
 RECORDED = Path(__file__).parent / "recorded"
 

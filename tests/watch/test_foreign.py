@@ -8,10 +8,9 @@ import pytest
 
 from unisono.causes import Verdict
 from unisono.plan import DeviceChoice, RankPlace
-from unisono.watch import Beat, Collective, Look, ProcessView, RankView, RunView, Suspicion
 from unisono.watch.judge import judge
 from unisono.watch.verdicts import Patience
-from unisono.watch.views import PhaseTimes
+from unisono.watch.views import Beat, Collective, Look, PhaseTimes, ProcessView, RankView, RunView, Suspicion
 
 _CPU = DeviceChoice(kind="cpu", name="cpu", memory_bytes=1 << 30, bfloat16=False)
 

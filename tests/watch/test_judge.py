@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from tests.watch.run_views import QUICK, UNSEEN, look, run_view, view
 from unisono.causes import Verdict
-from unisono.watch import PHASES, NodeView, RankView, Suspicion
+from unisono.watch import PHASES
 from unisono.watch.judge import judge
 from unisono.watch.verdicts import Patience
+from unisono.watch.views import NodeView, RankView, Suspicion
 
 AUTO = Patience()
 _IN_STEP = [phase.name for phase in PHASES if phase.in_step and not phase.waits]

@@ -13,7 +13,7 @@ import pytest
 
 from tests.watch.conftest import Watched, watch_deeds
 from unisono.supervise.evidence import py_spy
-from unisono.watch import Look, RankView
+from unisono.watch.views import Look, RankView
 
 Start = Callable[..., Watched]
 HERE = str(Path(__file__).parent / "standins" / "rank.py")

@@ -20,7 +20,7 @@ from unisono.rundir.lock import read_holder
 from unisono.rundir.merged_logs import Clocks, is_time
 from unisono.rundir.records import RunResult, iterate_metrics, read_result
 from unisono.text import one_line
-from unisono.watch.beat import phase_named
+from unisono.watch import phase_named
 
 SILENT_S = 5.0
 """Seconds by which a rank must have fallen silent earlier than the others to be named."""

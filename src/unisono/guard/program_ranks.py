@@ -17,7 +17,7 @@ from unisono.integrations.border import Registration, start_of
 from unisono.plan import DeviceChoice, RankPlace
 from unisono.rundir import RunDir
 from unisono.supervise.local_ranks import FINAL_KINDS, RankEnd
-from unisono.watch import BeatMemory
+from unisono.watch.views import BeatMemory
 
 _VARIABLES = (
     "RANK",

@@ -23,7 +23,7 @@ from unisono.supervise.local_ranks import RankEnd
 from unisono.supervise.postmortem import name_death, name_failure, node_refused
 from unisono.supervise.rank_monitor import RankMonitor, StallMonitor
 from unisono.text import one_line
-from unisono.watch import Look
+from unisono.watch.views import Look
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ processes by one variable, UNISONO_GUARD. Nothing else is passed, and nothing is
     held                   locked by the front and its subreaper: a folder that no process holds is removed by the next front
     guard.json             the front: what every process may know (Guard)
     rank-<pid>.json        a rank: its identity (Registration); replaced atomically whenever more is known
-    beat-<pid>             a rank: its heartbeat record (unisono.watch.beat), RECORD_BYTES; stays readable after its death
+    beat-<pid>             a rank: its heartbeat record (unisono.watch), RECORD_BYTES; stays readable after its death
     stacks-<pid>           faulthandler in the rank
     answers-<pid>          the rank's second thread: the flight recorder's dump, requested by the front through the record
     events-<pid>.jsonl     a rank, or a launcher: messages as unisono.events has them, one a line
@@ -199,7 +199,7 @@ class Presence:
         Returns:
             The record, for Beats; the descriptors of the stacks (for faulthandler) and of the answers (for Pulse).
         """
-        from unisono.watch.beat import RECORD_BYTES
+        from unisono.watch import RECORD_BYTES
 
         record, stacks, answers = (self._file(name) for name in ("beat", "stacks", "answers"))
         os.ftruncate(record, RECORD_BYTES)

@@ -448,7 +448,7 @@ def _missing_ranks(ranks: Sequence[int], world: World) -> Verdict:
 
 
 class Recorder(Protocol):
-    """Receives progress reports. Phases are those of unisono.watch.beat."""
+    """Receives progress reports. Phases are those of unisono.watch."""
 
     def phase(self, name: str) -> None:
         """The rank enters a phase."""

@@ -18,13 +18,14 @@ from unisono.rundir import RunDir
 from unisono.supervise.child_process import ChildProcess, Programs
 from unisono.supervise.task_process import how_it_ended, run_task
 from unisono.text import one_line, plain, redact
-from unisono.watch import PHASES, BeatMemory, Look, phase_named
+from unisono.watch import PHASES, phase_named
 from unisono.watch.rank_dumps import (
     main_thread_of_faulthandler,
     main_thread_of_py_spy,
     read_flight,
     shortened,
 )
+from unisono.watch.views import BeatMemory, Look
 
 LOG_LINES = 20
 MESSAGE_BYTES = 1 << 20

@@ -21,7 +21,7 @@ from unisono.rundir import RunDir
 from unisono.supervise.child_process import ChildProcess, Programs, worker_command
 from unisono.supervise.rank_logs import FollowedLog, LogTimes, RateLimit
 from unisono.supervise.task_process import tail_of
-from unisono.watch import BeatMemory
+from unisono.watch.views import BeatMemory
 
 
 class Job(Protocol):

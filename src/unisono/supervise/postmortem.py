@@ -13,9 +13,9 @@ from unisono.supervise.decision import Decision, NodeLoss, is_victim
 from unisono.supervise.local_ranks import Job, RankEnd
 from unisono.supervise.task_process import how_it_ended
 from unisono.text import one_line
-from unisono.watch import RankView, RunView
 from unisono.watch.rank_dumps import main_thread_of_faulthandler
 from unisono.watch.verdicts import describe_activity, mismatch
+from unisono.watch.views import RankView, RunView
 
 _TAIL_LINES = 3
 _STACK_FRAMES = 6

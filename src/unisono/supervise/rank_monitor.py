@@ -21,9 +21,10 @@ from unisono.files import BackgroundThread
 from unisono.plan import RankPlace
 from unisono.supervise.evidence import RawEvidence, StackCollection, end_of_log
 from unisono.supervise.local_ranks import Job, NodeRanks
-from unisono.watch import PHASES, Beat, Look, NodeView, ProcessView, RankView, RunView, Suspicion, phase_named
+from unisono.watch import PHASES, phase_named
 from unisono.watch.judge import judge
 from unisono.watch.verdicts import Pace, Patience
+from unisono.watch.views import Beat, Look, NodeView, ProcessView, RankView, RunView, Suspicion
 
 if TYPE_CHECKING:
     from unisono.control.channel_ends import HeadServer

@@ -25,7 +25,7 @@ from unisono.supervise.postmortem import node_refused
 from unisono.supervise.rank_monitor import RankMonitor, StallMonitor
 from unisono.supervise.timeline import Timeline
 from unisono.text import one_line
-from unisono.watch import RunView
+from unisono.watch.views import RunView
 
 if TYPE_CHECKING:
     from unisono.control.channel_ends import HeadServer

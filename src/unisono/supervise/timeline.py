@@ -25,8 +25,8 @@ from unisono.events import Message
 from unisono.facts.storage import responds
 from unisono.files import make_private_dir, parse_json, read_bytes, whole_file
 from unisono.rundir import RunDir
-from unisono.watch import PHASES, BeatMemory
-from unisono.watch.views import Glance
+from unisono.watch import PHASES
+from unisono.watch.views import BeatMemory, Glance
 
 LEAST_S = 0.1
 SUMMARY_S = 10.0

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from unisono.causes import MORE_PATIENCE, RESUMES, Evidence, Verdict, find_cause
 from unisono.text import one_line, parse_seconds
-from unisono.watch.beat import PHASES, phase_named
+from unisono.watch import PHASES, phase_named
 from unisono.watch.views import Beat, Collective, Look, RankView, RunView
 
 _SUSPECT_S = 3.0

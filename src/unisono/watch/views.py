@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Self
 
 from unisono.causes import Verdict
 from unisono.plan import RankPlace
-from unisono.watch.beat import (
+from unisono.watch import (
     COLLECTIONS_AT,
     GROUPS,
     GROUPS_AT,

@@ -12,8 +12,7 @@ from unisono.errors import UsageError
 from unisono.events import Reporter
 from unisono.plan import RunPlan
 from unisono.text import one_line
-from unisono.watch import Beats, Pulse
-from unisono.watch.beat import beat_while_collecting
+from unisono.watch import Beats, Pulse, beat_while_collecting
 
 if TYPE_CHECKING:
     from collections.abc import Callable

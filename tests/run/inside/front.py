@@ -30,8 +30,7 @@ from unisono.integrations.inside import injected
 from unisono.plan import DeviceChoice, NodePlace, RankPlace
 from unisono.rundir import RunDir
 from unisono.supervise.rank_monitor import RankMonitor, StallMonitor
-from unisono.watch import BeatMemory
-from unisono.watch.views import Collective
+from unisono.watch.views import BeatMemory, Collective
 
 LIMIT_S = 300.0
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")

@@ -40,7 +40,7 @@ from unisono.integrations.border import (
 )
 from unisono.integrations.inside.step_reachability import StepReachability, StepStarts
 from unisono.torch_internals import flight_record, recorders
-from unisono.watch.beat import Beats, Pulse, beat_while_collecting
+from unisono.watch import Beats, Pulse, beat_while_collecting
 
 _LOWEST_SIGNAL = 10  # above SIGRTMIN; programs that use such signals begin at the low ones
 _Batch = TypeVar("_Batch")

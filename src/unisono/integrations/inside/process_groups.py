@@ -15,7 +15,7 @@ from typing import Any
 from unisono.integrations.border import Registration, own_registration
 from unisono.integrations.inside.guarded_process import GuardedProcess, this_process
 from unisono.torch_internals import let_gloo_finish
-from unisono.watch.beat import KINDS
+from unisono.watch import KINDS
 
 # fmt: off
 _NAMES = {
