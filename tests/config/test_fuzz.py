@@ -10,7 +10,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unisono.config.load import build_config
+from unisono.config import build_config
 from unisono.config.schema import RunConfig
 from unisono.config.yaml_file import all_keys, parse_yaml
 from unisono.errors import ConfigError

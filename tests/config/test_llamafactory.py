@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
-from unisono.config import RunConfig, load_config
+from unisono.config import RunConfig, config_of, load_config
 from unisono.config.llamafactory import Translation, Verb, llamafactory_version, translate
 from unisono.config.llamafactory_keys import KEYS, Key
-from unisono.config.load import config_of
 from unisono.config.yaml_file import parse_yaml
 from unisono.errors import ConfigError, Problem
 

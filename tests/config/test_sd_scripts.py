@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from unisono.config.load import load_config
+from unisono.config import load_config
 from unisono.config.sd_scripts import KEYS, read_sd_scripts
 from unisono.errors import ConfigError
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from unisono.config import RunConfig
-from unisono.config.load import build_config
+from unisono.config import RunConfig, build_config
 from unisono.config.yaml_file import all_keys
 from unisono.errors import ConfigError
 

@@ -16,8 +16,7 @@ from page_checks import unknown_commands, unknown_keys
 from tests import front_server
 from unisono.causes.verdict import EXIT_CODES
 from unisono.cli.terminal import first_screen
-from unisono.config import load_config
-from unisono.config.load import build_config
+from unisono.config import build_config, load_config
 from unisono.config.yaml_file import parse_yaml
 from unisono.errors import ConfigError
 

@@ -8,7 +8,7 @@ import pytest
 from tests.nodes.fronts import Front, together
 from tests.nodes.harness import Job
 from unisono.agree.reports import Member
-from unisono.config.load import build_config
+from unisono.config import build_config
 from unisono.doctor.check import LocalRun
 from unisono.doctor.machine_checks import judge_clock
 from unisono.doctor.node_trials import _storage_mark, merge_findings

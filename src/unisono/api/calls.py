@@ -13,7 +13,7 @@ from pydantic import PrivateAttr
 from unisono.api.front import Failed, Front, Notice, Stream, shown
 from unisono.api.result import Result
 from unisono.causes.verdict import Evidence, Verdict
-from unisono.config.load import build_config, load_config
+from unisono.config import build_config, load_config
 from unisono.config.schema import RunConfig
 from unisono.diagnose.reading import diagnose_paths
 from unisono.doctor.check import Finding, findings_of

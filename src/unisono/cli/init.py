@@ -106,7 +106,7 @@ def _translate(path: Path, template: str | None, out: Path | None) -> None:
     Raises:
         UnisonoError: with all that is wrong with the file.
     """
-    from unisono.config.load import config_of, read_llamafactory
+    from unisono.config import config_of, read_llamafactory
     from unisono.errors import UnisonoError, UsageError
 
     if template is not None:
@@ -233,7 +233,7 @@ def preview(
 ) -> None:
     """Show the first rows as the model sees them, the loss tokens, the lengths, and the ledger of rows."""
     from unisono.cli.output import output
-    from unisono.config.load import load_config
+    from unisono.config import load_config
     from unisono.errors import UsageError
     from unisono.facts import read_environment
     from unisono.supervise.task_process import run_task

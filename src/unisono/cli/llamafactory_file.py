@@ -60,7 +60,7 @@ class InferenceFile:
         Raises:
             UsageError: if the file does not predict, or with an option that does not apply.
         """
-        from unisono.config.load import config_of
+        from unisono.config import config_of
 
         found = self.translation
         if found.verb != "predict":
@@ -129,7 +129,7 @@ def read_inference_file(target: str, overrides: list[str]) -> InferenceFile | No
             )
         return None
     from unisono.cli.output import output
-    from unisono.config.load import is_llamafactory, read_llamafactory
+    from unisono.config import is_llamafactory, read_llamafactory
     from unisono.config.yaml_file import read_yaml
 
     raw, _ = read_yaml(path)

@@ -10,8 +10,7 @@ from unisono.agree.agreement import Agreement
 from unisono.agree.reports import Check as RuleCheck
 from unisono.agree.reports import NodeReport, name_node
 from unisono.causes import Verdict
-from unisono.config import LoadedConfig
-from unisono.config.load import build_config
+from unisono.config import LoadedConfig, build_config
 from unisono.events import Message
 from unisono.facts import Environment, Machine, Probes, read_environment, read_machine
 from unisono.facts.storage import probe_storage

@@ -13,8 +13,7 @@ import yaml
 
 from unisono import __version__
 from unisono.causes import Verdict
-from unisono.config import LoadedConfig, RunConfig
-from unisono.config.load import is_llamafactory, load_config
+from unisono.config import LoadedConfig, RunConfig, is_llamafactory, load_config
 from unisono.config.sections import DIFFUSION, own_objective
 from unisono.config.yaml_file import read_yaml
 from unisono.errors import ConfigError, UnisonoError, UsageError
