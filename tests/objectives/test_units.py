@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from unisono.data.build import pack
 from unisono.data.token_table import TokenBlock, TokenTable, collate
-from unisono.objectives.choice import Kto
+from unisono.objectives import Kto
 from unisono.plan import Stream
 from unisono.train import rank_run
 from unisono.train.run import TrainingData, counts_of
