@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from unisono.api import Result
     from unisono.api.calls import Config, Diagnosis, Report, diagnose, doctor, stream, train
     from unisono.api.front import (
         Checkpoint,
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
         Stream,
     )
     from unisono.api.loading import load
-    from unisono.api.result import Result
     from unisono.causes.verdict import Verdict
     from unisono.errors import (
         ConfigError,
@@ -58,7 +58,7 @@ _PLACES = {
         *("Sample", "Started", "Step", "Stream"),
     ),
     "unisono.api.loading": ("load",),
-    "unisono.api.result": ("Result",),
+    "unisono.api": ("Result",),
     "unisono.causes.verdict": ("Verdict",),
     "unisono.errors": (
         *("ConfigError", "DataError", "Disagreed", "EndedByVerdict", "IntegrityError", "ModelError"),

@@ -10,8 +10,8 @@ from typing import Any, TypedDict, Unpack
 
 from pydantic import PrivateAttr
 
+from unisono.api import Result
 from unisono.api.front import Failed, Front, Notice, Stream, shown
-from unisono.api.result import Result
 from unisono.causes.verdict import Evidence, Verdict
 from unisono.config import build_config, load_config
 from unisono.config.schema import RunConfig

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, ClassVar, Self
 
 from unisono import errors
-from unisono.api.result import Result
+from unisono.api import Result
 from unisono.causes import Verdict
 from unisono.errors import Problem, RankDied, UnisonoError
 from unisono.events import Message

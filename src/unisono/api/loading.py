@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from unisono.api import Result
 from unisono.api.front import shown
-from unisono.api.result import Result
 from unisono.errors import UnisonoError, UsageError
 from unisono.events import Reporter
 from unisono.rundir.records import is_image_model
