@@ -17,7 +17,7 @@ import torch
 from tests import needs
 from tests.diffusion.conftest import Studio
 from unisono.data.token_table import TokenTable
-from unisono.diffusion.batches import PictureLoader, PictureUse
+from unisono.diffusion.latents import PictureLoader, PictureUse
 from unisono.plan import RunPlan, Stream
 from unisono.train.run import stream_seed
 

@@ -20,7 +20,7 @@ from unisono.config.sections import DIFFUSION
 from unisono.data.prepare import digest_text, writing_table
 from unisono.data.rows import Ledger, Place, SourceCounts, flat_total
 from unisono.data.token_table import Encoded, Ints, Split, TokenWriter, write_meta, write_split
-from unisono.diffusion.caches import Places, encode_caption, encode_pixels, fill, pixels_of
+from unisono.diffusion.latents import PICTURES, Places, encode_caption, encode_pixels, fill, pixels_of
 from unisono.diffusion.picture_folders import (
     BadPictureError,
     Found,
@@ -45,12 +45,9 @@ from unisono.files import read_object, whole_file, write_json
 from unisono.plan.run_plan import DataSummary, SplitSummary, permutation
 from unisono.text import Duration, show_bytes
 
-PICTURES = "pictures.json"
 _EVAL = -1  # the epoch whose permutation selects the pictures that are split off
 _SHOWN = 20
 _MOST_DECODED = 200_000
-EVAL_NOISES = 8
-"""Noises and timesteps at which each evaluation picture is measured, the same in each evaluation."""
 
 
 @dataclass

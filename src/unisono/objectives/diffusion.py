@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from unisono.config.sections import DiffusionSection
-from unisono.diffusion.batches import PictureBatch, PictureUse
+from unisono.diffusion.latents import PictureBatch, PictureUse
 from unisono.diffusion.pipeline import PictureForward, TextStates
 from unisono.model.forward import Forward
 from unisono.objectives.objective import Counts, Micro, Objective, Part

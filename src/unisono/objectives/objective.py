@@ -26,7 +26,7 @@ from unisono.config.schema import RunConfig
 from unisono.model.forward import Forward, Rows
 
 if TYPE_CHECKING:
-    from unisono.diffusion.batches import PictureBatch
+    from unisono.diffusion.latents import PictureBatch
 
 BOTH = (0, 1)
 """The sides of a pair: chosen, rejected."""

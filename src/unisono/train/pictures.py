@@ -20,8 +20,8 @@ from unisono.train import faults
 from unisono.train.run import Run, stream_seed
 
 if TYPE_CHECKING:
-    from unisono.diffusion.batches import PictureLoader
     from unisono.diffusion.drawing import Sampler
+    from unisono.diffusion.latents import PictureLoader
 
 
 def load_pictures_model(plan: RunPlan, place: RankPlace, device: torch.device) -> LoadedModel:
@@ -50,8 +50,8 @@ def open_pictures(
     plan: RunPlan, forward: Forward, device: torch.device, *, draws: bool
 ) -> tuple["PictureLoader", "Sampler | None"]:
     """Loads the pictures of the run's table, and with `draws` draws samples."""
-    from unisono.diffusion.batches import PictureLoader
     from unisono.diffusion.drawing import Sampler
+    from unisono.diffusion.latents import PictureLoader
     from unisono.diffusion.pipeline import PictureForward
     from unisono.diffusion.pipeline_files import read_pipeline
 

@@ -29,8 +29,8 @@ from unisono.train.saver import Part, Saver
 from unisono.watch import Beats
 
 if TYPE_CHECKING:
-    from unisono.diffusion.batches import PictureLoader
     from unisono.diffusion.drawing import Sampler
+    from unisono.diffusion.latents import PictureLoader
 
 
 @dataclass(frozen=True)
