@@ -10,11 +10,15 @@ import numpy as np
 import torch
 
 from unisono.config.sections import DiffusionSection
+from unisono.diffusion.latents import PictureLoader
 from unisono.diffusion.picture_folders import need_pillow
-from unisono.diffusion.pipeline import Denoiser, load_component, quiet
-from unisono.diffusion.pipeline_files import Pipeline
+from unisono.diffusion.pipeline import Denoiser, PictureForward, load_component, quiet
+from unisono.diffusion.pipeline_files import Pipeline, read_pipeline
 from unisono.errors import ModelError
 from unisono.files import whole_file
+from unisono.model.forward import Forward
+from unisono.model.load import DTYPES
+from unisono.plan import RunPlan
 from unisono.text import library_words
 
 _BORDER = 2  # pixels between the pictures of a strip
@@ -214,3 +218,23 @@ class Sampler:
         if not ended:
             save_picture(image, file, drawing, model=name, scheduler=type(opened.scheduler).__name__)
         return ended
+
+
+def open_pictures(
+    plan: RunPlan, forward: Forward, device: torch.device, *, draws: bool
+) -> tuple[PictureLoader, Sampler | None]:
+    """Loads the pictures of the run's table, and with `draws` draws samples."""
+    assert isinstance(forward, PictureForward)
+    directory = Path(plan.model.directory)
+    loader = PictureLoader(
+        plan.config,
+        Path(plan.data.cache_dir),
+        directory=directory,
+        device=device,
+        timesteps=len(forward.alphas),
+    )
+    if not draws:
+        return loader, None
+    return loader, Sampler(
+        read_pipeline(directory), forward.denoiser, dtype=DTYPES[plan.dtype], device=device
+    )

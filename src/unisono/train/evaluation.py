@@ -5,7 +5,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -16,12 +16,11 @@ import torch
 from unisono.config.lf_template import lf_template_of, stop_ids
 from unisono.data.token_table import TokenTable
 from unisono.model.generate import generate
-from unisono.objectives.objective import Counts
+from unisono.objectives.objective import Counts, Micro
 from unisono.text import plain
 from unisono.train import faults
 from unisono.train.front_io import flags_of, outcome_of
-from unisono.train.pictures import draw_samples, with_pictures
-from unisono.train.run import EvaluationBatches, Run, counts_of, load_micro
+from unisono.train.run import EvaluationBatches, Run, counts_of, load_micro, stream_seed
 
 _AGREE_EVERY_TOKENS = 8
 _REPORT_EVERY_S = 2.0  # a short evaluation reports its result only
@@ -156,7 +155,7 @@ def show_samples(run: Run, *, step: int) -> None:
     section = run.plan.config.eval
     if run.pictures is not None:
         with torch.no_grad(), evaluating(run):
-            draw_samples(run, step=step)
+            _draw_samples(run, step=step)
         return
     if run.eval_table is None or not section.samples or not run.plan.answers:
         return
@@ -390,3 +389,70 @@ def _rouge_l(scorer: "object", answer: str, reference: str) -> float:
         return 1.0  # also for texts without words, e.g. `{}`
     value: float = scorer.score(reference, answer)["rougeL"].fmeasure  # type: ignore[attr-defined]
     return value
+
+
+# ---- image models: their room is imported inside functions, so that training of text never loads it
+
+
+def with_pictures(
+    run: Run, table: TokenTable, micro: Micro, units: Sequence[int], places: Sequence[int]
+) -> Micro:
+    """The micro batch with its pictures, of an image model.
+
+    Args:
+        run: the run.
+        table: of the split.
+        micro: of these units.
+        units: rows of the table.
+        places: where in the order of the run each of them is used; for evaluation the units themselves.
+    """
+    if run.pictures is None:
+        return micro
+    is_training = table.split == "train"
+    name = "pictures" if is_training else "evaluation pictures"
+    seeds = [stream_seed(run.plan.config.seed, name, place) for place in places]
+    numbers = table.columns["picture"][list(units)].tolist()
+    load = run.pictures.load if is_training else run.pictures.load_evaluation
+    return replace(micro, pictures=load(numbers, seeds))
+
+
+def _draw_samples(run: Run, *, step: int) -> None:
+    """Draws the sample pictures of an image model into the run's directory, and the strip of all of them. Only rank 0 does it."""
+    from unisono.diffusion.drawing import save_strip
+
+    prompts = _sample_prompts(run)
+    if not prompts or not run.group.is_main or run.sampler is None:
+        return
+    run.beats.enter("sample")
+    folder, section, stopped = run.files.samples, run.plan.config.diffusion, False
+
+    def is_over(number: int) -> bool:
+        run.beats.enter("sample", done=number)
+        return run.stop.outcome is not None
+
+    for i, (prompt, size) in enumerate(prompts):
+        file = folder / f"step-{step:08d}-{i:03d}.png"
+        stopped = run.sampler.sample(
+            prompt,
+            size,
+            section,
+            file,
+            seed=run.plan.config.seed + i,
+            name=run.files.root.name,
+            is_over=is_over,
+        )
+        if stopped:
+            return
+        run.report.send("sample", step=step, prompt=plain(prompt), text=str(file), reference="")
+    save_strip(folder)
+
+
+def _sample_prompts(run: Run) -> list[tuple[str, tuple[int, int]]]:
+    """The prompts of sample pictures with their sizes: those of the config, and captions of evaluation pictures."""
+    config = run.plan.config
+    assert run.pictures is not None
+    found = [(prompt, run.pictures.usual_size) for prompt in config.diffusion.prompts]
+    if run.eval_table is not None and config.eval.samples:
+        numbers = run.eval_table.columns["picture"][: config.eval.samples].tolist()
+        found += [run.pictures.sample(number) for number in numbers]
+    return found

@@ -21,10 +21,9 @@ from unisono.causes import Verdict
 from unisono.model.forward import Rows
 from unisono.rundir.records import best_key
 from unisono.train import faults
-from unisono.train.evaluation import evaluate_rows, exact_match_share, first_sum, show_samples
+from unisono.train.evaluation import evaluate_rows, exact_match_share, first_sum, show_samples, with_pictures
 from unisono.train.front_io import EXIT_CODES, flags_of, outcome_of
 from unisono.train.optim import FIXED_SCALARS, lr_factor, scalars_of_a_step
-from unisono.train.pictures import with_pictures
 from unisono.train.process_group import full_tensor
 from unisono.train.run import Run, StepBatches, embedding_noise, load_micro, seed_torch
 from unisono.train.saving import finish_saving, require_checkpoint, save_checkpoint, wait_for_copies

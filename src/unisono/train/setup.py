@@ -29,7 +29,6 @@ from unisono.train.optim import (
     build_optimizers,
     scalars_of_a_step,
 )
-from unisono.train.pictures import choose_pictures_forward, load_pictures_model, open_pictures
 from unisono.train.process_group import Alone, Group, ShardedRoot, shard_model, world_mesh
 from unisono.train.reference import set_reference
 from unisono.train.run import GeneratorWatch, Run, TrainingData, TrainState, seed_torch
@@ -66,11 +65,11 @@ def set_up(plan: RunPlan, place: RankPlace, report: Reporter, stop: StopRequest,
     forward = _choose_forward(plan, loaded, sharded)
     loaded.model.train()
     is_main = group.is_main
-    pictures, sampler = (
-        open_pictures(plan, forward, device, draws=is_main)
-        if plan.config.objective == DIFFUSION
-        else (None, None)
-    )
+    pictures, sampler = None, None
+    if plan.config.objective == DIFFUSION:
+        from unisono.diffusion.drawing import open_pictures  # not at the top: training of text never loads it
+
+        pictures, sampler = open_pictures(plan, forward, device, draws=is_main)
     run = Run(
         plan=faults.plan_of_rank(plan, place.rank),
         place=place,
@@ -128,7 +127,13 @@ def _bind_device(plan: RunPlan) -> torch.device:
 def _load_model(plan: RunPlan, place: RankPlace, device: torch.device) -> LoadedModel:
     seed_torch(plan.config.seed, "weights")
     if plan.config.objective == DIFFUSION:
-        return load_pictures_model(plan, place, device)
+        from unisono.diffusion.pipeline import load_denoiser
+
+        loaded = load_denoiser(
+            plan.config, directory=Path(plan.model.directory), dtype=plan.dtype, device=device
+        )
+        faults.change_loaded(plan, place.rank, loaded)
+        return loaded
     loaded = load_for_training(
         plan.config,
         directory=Path(plan.model.directory),
@@ -147,7 +152,15 @@ def _load_model(plan: RunPlan, place: RankPlace, device: torch.device) -> Loaded
 def _choose_forward(plan: RunPlan, loaded: LoadedModel, sharded: ShardedRoot | None) -> Forward:
     adapter = plan.config.adapter
     if plan.config.objective == DIFFUSION:
-        return choose_pictures_forward(plan, loaded)
+        from unisono.diffusion.pipeline import choose_picture_forward
+
+        return choose_picture_forward(
+            loaded,
+            plan.config,
+            directory=Path(plan.model.directory),
+            dtype=plan.dtype,
+            gradient_checkpointing=plan.gradient_checkpointing,
+        )
     forward = choose_forward(
         loaded,
         dtype=plan.dtype,

@@ -16,8 +16,7 @@ from unisono.model.load import odd_parameters
 from unisono.objectives.objective import Counts, Micro
 from unisono.plan import estimate_memory
 from unisono.text import show_bytes
-from unisono.train.evaluation import evaluating, evaluation_part, first_sum
-from unisono.train.pictures import with_pictures
+from unisono.train.evaluation import evaluating, evaluation_part, first_sum, with_pictures
 from unisono.train.run import Run, StepBatches, counts_of, load_micro
 
 MAX_SKIPPED = 3
