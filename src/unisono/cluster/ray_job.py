@@ -13,8 +13,7 @@ from unisono.cluster.ray_node_fronts import RayHead, ray_head_lost
 from unisono.config import LoadedConfig
 from unisono.errors import Disagreed, RankDied, UsageError
 from unisono.events import Message, Show, notify
-from unisono.facts import Environment, read_environment, read_machine
-from unisono.facts.machine import Gpu
+from unisono.facts import Environment, no_gpus, read_environment, read_machine
 from unisono.launch.preparation import Claim, claim
 from unisono.launch.run_records import NOTHING_DONE, Ending, read_progress, result_of
 from unisono.launch.train_request import TrainRequest, load_requested, show_notes
@@ -83,7 +82,7 @@ class _Session:
             claimed = stack.enter_context(
                 claim(
                     config,
-                    host=read_machine(_no_devices).host,
+                    host=read_machine(no_gpus).host,
                     resume=request.resume,
                     fresh=request.fresh,
                     notify=lambda text: notify(self.show, text),
@@ -276,8 +275,3 @@ def _has_something(run: RunDir) -> bool:
 
 def _without_run(ending: Ending, began: float) -> dict[str, Any]:
     return result_of(ending, run_id="", output_dir="", restarts=[], seconds=time.monotonic() - began)
-
-
-def _no_devices() -> tuple[list[Gpu], str]:
-    """An empty device probe: only the host name is needed."""
-    return [], ""

@@ -33,7 +33,7 @@ from unisono.cluster.slurm_job_request import (
 )
 from unisono.errors import UnfitError, UsageError
 from unisono.events import Show, notify
-from unisono.facts import read_environment, read_machine, take_token
+from unisono.facts import no_gpus, read_environment, read_machine, take_token
 from unisono.facts.slurm import NodeState, node_states, run_slurm, submitting_environment
 from unisono.files import make_private_dir, read_object, write_json, write_text
 from unisono.launch.run_records import NOTHING_DONE, Ending, read_progress, result_of
@@ -347,7 +347,7 @@ def _renamed(run: RunDir) -> Path:
         UsageError: if it is running, or cannot be renamed.
     """
     lock = RunLock(run.lock)
-    lock.acquire(read_machine(lambda: ([], "")).host, os.getpid())
+    lock.acquire(read_machine(no_gpus).host, os.getpid())
     try:
         return set_aside(run)
     finally:

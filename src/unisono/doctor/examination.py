@@ -35,7 +35,7 @@ from unisono.doctor.node_trials import CATALOGUE as PEERS
 from unisono.doctor.node_trials import compare_nodes, disagreement_findings
 from unisono.errors import Disagreed, UnisonoError
 from unisono.facts import read_environment, take_token
-from unisono.launch.meeting_entry import party_of, report_early_refusal
+from unisono.launch.planning import party_of, report_early_refusal
 from unisono.rendezvous.party import BackgroundWork
 from unisono.rendezvous.remote_fronts import token_of_step
 from unisono.text import plain, redact

@@ -14,7 +14,7 @@ from unisono.facts.environment import (
     read_environment,
     take_token,
 )
-from unisono.facts.machine import DeviceProbe, Machine, probe_nvidia, read_machine
+from unisono.facts.machine import DeviceProbe, Machine, no_gpus, probe_nvidia, read_machine
 from unisono.facts.network import InfinibandPort, NetworkProbe, SystemNetwork, read_infiniband
 from unisono.facts.nvidia import DetailsProbe, probe_details
 from unisono.facts.path_probes import identity_of
@@ -25,6 +25,7 @@ __all__ = [
     "Probes",
     "all_variables",
     "identity_of",
+    "no_gpus",
     "package_versions",
     "read_environment",
     "read_machine",

@@ -126,6 +126,11 @@ def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
 
+def no_gpus() -> tuple[list[Gpu], str]:
+    """A probe that asks no driver, for who needs only the host's name or its processor."""
+    return [], ""
+
+
 def read_machine(probe: DeviceProbe = probe_nvidia) -> Machine:
     """Reads this machine's hardware."""
     gpus, note = probe()

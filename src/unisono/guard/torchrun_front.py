@@ -18,7 +18,7 @@ from unisono.agree.compare import compare_programs
 from unisono.agree.reports import NodeReport
 from unisono.errors import Disagreed, UnisonoError
 from unisono.events import Message, notify
-from unisono.facts import Probes, read_environment, read_machine, take_token
+from unisono.facts import Probes, no_gpus, read_environment, read_machine, take_token
 from unisono.guard.launcher_facts import Job, read_command
 from unisono.guard.local_program import LocalProgram
 from unisono.guard.member_program import MemberProgram
@@ -76,7 +76,7 @@ class _TorchrunFront:
             nproc_declared=nproc is not None,
             nproc_origin="--nproc-per-node" if nproc is not None else "not known",
         )
-        host = read_machine(lambda: ([], "")).host
+        host = read_machine(no_gpus).host
         party = Party(
             topology=topology,
             token=token.secret,

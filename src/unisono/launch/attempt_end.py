@@ -18,11 +18,10 @@ from unisono.facts.storage import Hung, RunsDisk, unless_stuck
 from unisono.files import open_plain, parse_json
 from unisono.launch.curve_drawing import Drawing
 from unisono.launch.head_nodes import HeadNodes
-from unisono.launch.meeting_entry import is_about_nodes
 from unisono.launch.output_watch import CAUSE as OUTPUT_REMOVED
 from unisono.launch.output_watch import OutputWatch
 from unisono.launch.planning import LocalNode
-from unisono.launch.run_records import Ending, Table, ending_of, write_agreement
+from unisono.launch.run_records import Ending, Table, ending_of, is_about_nodes, write_agreement
 from unisono.launch.train_request import LostNodeSource, TrainRequest
 from unisono.plan import RunPlan
 from unisono.remote_checkpoint.rescue import RescuedStep, needs_other_nodes, rescue

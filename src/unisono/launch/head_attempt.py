@@ -14,8 +14,7 @@ from unisono.facts.storage import RunsDisk
 from unisono.launch.head_nodes import HeadNodes
 from unisono.launch.output_watch import OutputWatch
 from unisono.launch.planning import LocalNode
-from unisono.launch.preparation import as_warning
-from unisono.launch.run_records import Recorder, Table, write_agreement
+from unisono.launch.run_records import Recorder, Table, as_warning, write_agreement
 from unisono.launch.train_request import TrainRequest
 from unisono.plan import RankPlace, RunPlan
 from unisono.remote_checkpoint.storage import Uploads, storage_observers

@@ -16,8 +16,8 @@ from unisono.config import LoadedConfig
 from unisono.errors import Disagreed
 from unisono.events import Show
 from unisono.facts.storage import RunsDisk, leave_nonce, remove_nonce
-from unisono.launch.meeting_entry import prepared_facts, report_maker
-from unisono.launch.planning import LocalNode
+from unisono.launch.node_report import report_maker
+from unisono.launch.planning import LocalNode, prepared_facts
 from unisono.launch.run_records import Ending, Table, result_of
 from unisono.launch.train_request import TrainRequest
 from unisono.plan import RunPlan

@@ -14,7 +14,6 @@ from unisono.facts.storage import RunsDisk, leave
 from unisono.launch.attempt_end import AttemptEnd, checkpoints_of, keep_result
 from unisono.launch.head_attempt import HeadAttempts
 from unisono.launch.head_nodes import HeadNodes, together
-from unisono.launch.meeting_entry import is_about_nodes
 from unisono.launch.output_watch import OutputWatch
 from unisono.launch.planning import LocalNode
 from unisono.launch.preparation import Claim, claim, plan_start, prepare_all, restore_from_storage
@@ -24,6 +23,7 @@ from unisono.launch.run_records import (
     Ending,
     Recorder,
     Table,
+    is_about_nodes,
     keep_refusal,
     result_of,
     write_plan,

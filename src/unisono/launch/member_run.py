@@ -15,10 +15,9 @@ from unisono.errors import Disagreed, UnfitError, UsageError
 from unisono.events import Show
 from unisono.facts.storage import RunsDisk, refuse_if_silent
 from unisono.files import make_private_dir, read_object, write_json
-from unisono.launch.meeting_entry import prepared_facts, report_maker
 from unisono.launch.member_supervisor import HeadlessEnd, LastWord, LostHead, Serving, keep_end, keep_refusal
-from unisono.launch.node_report import look_again
-from unisono.launch.planning import LocalNode, accept_plan, prepare
+from unisono.launch.node_report import look_again, report_maker
+from unisono.launch.planning import LocalNode, accept_plan, prepare, prepared_facts
 from unisono.launch.train_request import TrainRequest
 from unisono.plan import RunPlan
 from unisono.remote_checkpoint.transfers import clear_parts

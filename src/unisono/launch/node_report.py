@@ -27,12 +27,13 @@ from unisono.facts.storage import StorageFacts, is_nonce, probe_storage
 from unisono.launch.planning import LocalNode
 from unisono.launch.train_request import TrainRequest, read_objective
 from unisono.plan.placement import visible_gpus
-from unisono.rendezvous.party import NONCE_FILE, ChannelFacts
+from unisono.rendezvous.party import NONCE_FILE, ChannelFacts, MakeReport
 from unisono.rundir import RunDir
 from unisono.supervise.child_process import Programs
 from unisono.supervise.task_process import run_task
 from unisono.text import is_secret
 
+_LOOPBACK = "127.0.0.1"
 _GIB = 1 << 30
 _MIB = 1 << 20
 _CHECKPOINT_BYTES = 12  # of each trained parameter: itself and two moments, in float32
@@ -138,6 +139,35 @@ def make_node_report(
         clock_offset_s=_offset(channel.clock_offset_s, probes),
         probe_ports=list(channel.probe_ports),
         reserved=reserve(limits, nproc=topology.nproc, disk_bytes=checkpoints_bytes(loaded.config, files)),
+    )
+
+
+def report_maker(request: TrainRequest, loaded: LoadedConfig, local_node: LocalNode) -> MakeReport:
+    """The function that makes this node's report once the channel has given address, clock and ports."""
+
+    def make(channel: ChannelFacts, show: Show) -> NodeReport:
+        return make_node_report(
+            loaded=loaded,
+            local_node=local_node,
+            channel=channel,
+            files=look_at_files(loaded, local_node, programs=request.programs, show=show),
+            output=look_at_output(loaded, channel),
+            probes=request.probes,
+        )
+
+    return make
+
+
+def report_alone(request: TrainRequest, loaded: LoadedConfig, local_node: LocalNode) -> NodeReport:
+    """The report of the only node of a job of several ranks: its settings, limits and devices are checked without its files."""
+    channel = ChannelFacts(_LOOPBACK, {}, 0.0, [])
+    return make_node_report(
+        loaded=loaded,
+        local_node=local_node,
+        channel=channel,
+        files={},
+        output=look_at_output(loaded, channel),
+        probes=request.probes,
     )
 
 

@@ -1,20 +1,21 @@
-"""From a loaded config to the plan: data, model facts, layout, resume point; and how a plan from the head is checked by another node."""
+"""This node's part of a job, and the plan: data, model facts, layout, resume point; and how a plan from the head is checked by another node."""
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import ValidationError
 
 from unisono.agree.reports import NodeReport
+from unisono.agree.training import PreparedFacts
 from unisono.causes import Evidence, Verdict, find_cause
 from unisono.config import LoadedConfig, RunConfig
 from unisono.config.schema import deciding_keys
 from unisono.config.sections import own_objective
-from unisono.errors import Disagreed
+from unisono.errors import Disagreed, UnfitError, UnisonoError, UsageError
 from unisono.events import Show
-from unisono.facts import Environment, Machine
+from unisono.facts import Environment, Machine, no_gpus, read_machine
 from unisono.facts.environment import read_nccl_files
 from unisono.launch.train_request import TrainRequest, read_objective
 from unisono.plan import DataSummary, DeviceChoice, ModelFacts, PlanInputs, ResumePoint, RunPlan, resolve_plan
@@ -26,8 +27,9 @@ from unisono.plan.placement import (
     threads_of,
     usable_accelerators,
 )
-from unisono.plan.topology import Topology, read_topology, refuse_lone_node
-from unisono.rendezvous.head_address import is_this_machine
+from unisono.plan.topology import Accelerators, Topology, read_topology, refuse_lone_node
+from unisono.rendezvous.head_address import is_this_machine, report_refusal
+from unisono.rendezvous.party import Party, make_token, read_token, watch_lifeline
 from unisono.rendezvous.remote_fronts import find_head, placed_by_slurm
 from unisono.supervise.child_process import misleading_variables
 from unisono.supervise.task_process import run_task
@@ -336,3 +338,70 @@ def with_step_difference(plan: RunPlan, loaded: LoadedConfig) -> RunPlan:
         duration.amount, sequences=plan.data.train.sequences, global_batch=plan.global_batch
     )
     return plan.model_copy(update={"warnings": [*plan.warnings, note]}) if note else plan
+
+
+def party_of(request: TrainRequest, topology: Topology, *, host: str, token: str | None, show: Show) -> Party:
+    """This node, as it comes to the meeting; where it was started by --hosts, it ends with who started it.
+
+    Args:
+        token: UNISONO_TOKEN, or None.
+
+    Raises:
+        UsageError: if there is no token, or it is not private.
+    """
+    if topology.hosts and request.token_file is None and token is None:
+        secret = make_token()
+    else:
+        found = read_token(request.token_file, token, nodes=topology.nodes)
+        assert found is not None, "several nodes have a token"
+        secret = found
+    if secret.from_stdin:
+        watch_lifeline()
+    return Party(
+        topology=topology,
+        token=secret.secret,
+        host=host,
+        show=show,
+        join_timeout_s=request.join_timeout_s,
+        programs=request.programs,
+        network=request.probes.network,
+        command=request.command,
+    )
+
+
+def report_early_refusal(
+    request: TrainRequest, environment: Environment, error: UnisonoError, *, token: str | None, show: Show
+) -> None:
+    """Reports to the other nodes that this one does not start, even if its config could not be read."""
+    without_ranks = replace(
+        request.topology, nproc=1, devices=()
+    )  # the number of its ranks does not matter now
+    try:
+        placed = placed_by_slurm(environment.slurm_step, request.probes.network)
+        topology = read_topology(without_ranks, environment.leftovers, Accelerators(0), placed=placed)
+        if topology.nodes == 1 or topology.hosts:
+            return
+        party = party_of(request, topology, host=read_machine(no_gpus).host, token=token, show=show)
+    except UnisonoError:  # the address of the head is unknown, too: this node shows its own error, and the others report it missing
+        return
+    report_refusal(party, error)
+
+
+def prepared_facts(prepared: dict[str, Any]) -> PreparedFacts:
+    """The part of the result of the task `prepare` that nodes compare."""
+    return PreparedFacts.of(
+        DataSummary.model_validate(prepared["data"]), ModelFacts.model_validate(prepared["model"])
+    )
+
+
+def refusal_alone(verdict: Verdict, *, again: bool = False) -> UnisonoError:
+    """The error if the only node of a job is refused: there is no node to disagree with, so its exit code is 6 or 2, never 3.
+
+    Args:
+        again: before a restart: the request was valid at the first start, so the machine has changed.
+    """
+    known = find_cause(verdict.cause)
+    is_unfit = again or (known is not None and known.exit_code == UnfitError.exit_code)
+    return (UnfitError if is_unfit else UsageError).of(
+        verdict.summary, where=verdict.phase or "", fix="; ".join(verdict.fix), verdict=verdict
+    )

@@ -11,20 +11,27 @@ from pathlib import Path
 from typing import Any
 
 from unisono.agree.agreement import Agreement
-from unisono.causes import Verdict
+from unisono.agree.compare import compare_nodes
 from unisono.checkpoint.manifest import KEY_FILE, user_key
 from unisono.checkpoint.store import CheckpointStore, IntactCheckpoint, OnDamage
 from unisono.checkpoint.verify import Damage
 from unisono.config import LoadedConfig, RunConfig
 from unisono.errors import IntegrityError, UsageError
-from unisono.events import Message, Show
+from unisono.events import Show
 from unisono.facts import Environment
 from unisono.facts.storage import refuse_if_silent
 from unisono.files import make_private_dir, read_text, write_text
 from unisono.launch.head_nodes import HeadNodes
-from unisono.launch.meeting_entry import look_alone, refusal_alone
-from unisono.launch.planning import LocalNode, make_plan, offer_of, prepare, with_step_difference
-from unisono.launch.run_records import Table
+from unisono.launch.node_report import report_alone
+from unisono.launch.planning import (
+    LocalNode,
+    make_plan,
+    offer_of,
+    prepare,
+    refusal_alone,
+    with_step_difference,
+)
+from unisono.launch.run_records import Table, as_warning
 from unisono.launch.train_request import TrainRequest
 from unisono.plan import ResumePoint, RunPlan
 from unisono.plan.placement import Layout, lay_out
@@ -403,7 +410,8 @@ def prepare_all(
         return prepared, lay_out([offer_of(report) for report in others.meeting.reports])
     layout = lay_out([local_node.offer])
     if layout.world_size > 1:
-        report, agreement = look_alone(request, loaded, local_node)
+        report = report_alone(request, loaded, local_node)
+        agreement = compare_nodes([report])
         table.set_nodes([report], agreement)
         _refuse_failed(agreement, show)
     return work(show), layout
@@ -438,17 +446,6 @@ def plan_start(
     plan = with_changes(plan, run, decision, request)
     refuse_if_shrunk(decision, done_steps=resume.step if resume else 0, total_steps=plan.total_steps)
     return with_rehearsal(plan, run, wanted=rehearse)
-
-
-def as_warning(verdict: Verdict) -> Message:
-    """The message of a verdict that does not end the run."""
-    return {
-        "kind": "warning",
-        "time": time.time(),
-        "code": verdict.cause,
-        "text": verdict.summary,
-        "fix": "; ".join(verdict.fix),
-    }
 
 
 def _refuse_failed(agreement: Agreement, show: Show) -> None:

@@ -18,9 +18,8 @@ from unisono.config.schema import ParallelSection
 from unisono.errors import Disagreed
 from unisono.events import Show, notify
 from unisono.launch.head_nodes import HeadNodes
-from unisono.launch.meeting_entry import refusal_alone
 from unisono.launch.node_report import look_again, question_of, refuse_old_ranks
-from unisono.launch.planning import LocalNode, make_plan, offer_of
+from unisono.launch.planning import LocalNode, make_plan, offer_of, refusal_alone
 from unisono.launch.preparation import find_resume_point, with_changes
 from unisono.launch.run_records import Table
 from unisono.launch.train_request import TrainRequest

@@ -2,6 +2,7 @@
 
 import contextlib
 import signal
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,7 +14,7 @@ from unisono.agree.reports import NodeReport, RankReport
 from unisono.causes import Verdict, find_cause
 from unisono.checkpoint.store import CheckpointStore, step_of
 from unisono.config import RunConfig
-from unisono.errors import UnisonoError
+from unisono.errors import Disagreed, UnisonoError
 from unisono.events import Message, Show
 from unisono.facts import package_versions
 from unisono.facts.environment import versions_digest
@@ -152,6 +153,12 @@ def write_agreement(run: RunDir, table: Table) -> None:
     write_json(run.agreement, body)
 
 
+def is_about_nodes(error: UnisonoError) -> bool:
+    """Whether it came of comparing nodes or ranks, be it a single node with what it needs; its verdict is then kept in the run's directory."""
+    phase = (error.verdict.phase if error.verdict is not None else None) or ""
+    return isinstance(error, Disagreed) or phase.startswith("agree.")
+
+
 def keep_refusal(run: RunDir, config: RunConfig, table: Table, error: UnisonoError, *, command: str) -> None:
     """Keeps why nodes or ranks did not agree: agreement.json, verdict.json, result.json. A finished run's result stays."""
     found = table.of_nodes or Agreement()
@@ -246,6 +253,17 @@ class Recorder:
         """The result and verdict of an earlier start are history from the first step on."""
         self._run.result.unlink(missing_ok=True)
         set_verdict(self._run, None)
+
+
+def as_warning(verdict: Verdict) -> Message:
+    """The message of a verdict that does not end the run."""
+    return {
+        "kind": "warning",
+        "time": time.time(),
+        "code": verdict.cause,
+        "text": verdict.summary,
+        "fix": "; ".join(verdict.fix),
+    }
 
 
 @dataclass(frozen=True)

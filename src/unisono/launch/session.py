@@ -13,10 +13,9 @@ from unisono.errors import ConfigError, Disagreed, UnisonoError, UsageError, as_
 from unisono.events import Message, Show, notify
 from unisono.facts import Environment, read_environment, read_machine, take_token
 from unisono.launch.head_run import HeadRun
-from unisono.launch.meeting_entry import is_about_nodes, party_of, report_early_refusal
-from unisono.launch.planning import LocalNode, look_around, prepare
+from unisono.launch.planning import LocalNode, look_around, party_of, prepare, report_early_refusal
 from unisono.launch.preparation import plan_start
-from unisono.launch.run_records import NOTHING_DONE, Ending, result_of
+from unisono.launch.run_records import NOTHING_DONE, Ending, is_about_nodes, result_of
 from unisono.launch.train_request import (
     TrainRequest,
     load_requested,

@@ -13,7 +13,7 @@ from typing import Any
 from unisono.causes import Verdict
 from unisono.errors import RankDied, UnisonoError
 from unisono.events import Message
-from unisono.facts import read_machine
+from unisono.facts import no_gpus, read_machine
 from unisono.facts.limits import oom_kills
 from unisono.facts.processes import read_stat, wait_channel
 from unisono.serve.protocol import ApiError
@@ -275,7 +275,7 @@ class ModelProcess:
             waits_in=wait_channel(self._task.pid),
             silent_s=self._silence.seconds,
             printed=self._task.tail,
-            host=read_machine(lambda: ([], "")).host,
+            host=read_machine(no_gpus).host,
         )
         self._died(RankDied.of(verdict.summary, fix=verdict.fix[0] if verdict.fix else ""), verdict)
 
@@ -338,7 +338,7 @@ class ModelProcess:
             crash=self._task.crash,
             tail=self._task.tail,
             oom_killed=(oom_kills() or 0) > self._kills_before,
-            host=read_machine(lambda: ([], "")).host,
+            host=read_machine(no_gpus).host,
         )
 
     def _refuse_all(self, error: ApiError) -> None:

@@ -24,8 +24,7 @@ from unisono.errors import (
     UsageError,
 )
 from unisono.events import Message
-from unisono.facts import read_environment, read_machine
-from unisono.facts.machine import Gpu
+from unisono.facts import no_gpus, read_environment, read_machine
 from unisono.supervise.child_process import ChildProcess, Programs, child_environment, task_command
 from unisono.supervise.fork_server import shared_fork_server
 from unisono.text import one_line, show_seconds
@@ -223,7 +222,7 @@ class TaskProcess:
 
 def _environment() -> dict[str, str]:
     environment = read_environment()
-    threads = environment.omp_num_threads or read_machine(_no_devices).cores
+    threads = environment.omp_num_threads or read_machine(no_gpus).cores
     return child_environment(threads=threads, without=environment.leftovers)
 
 
@@ -262,8 +261,3 @@ def tail_of(printed: IO[bytes]) -> str:
     size = os.fstat(printed.fileno()).st_size
     start = max(0, size - _TAIL_BYTES)
     return os.pread(printed.fileno(), _TAIL_BYTES, start).decode("utf-8", "replace")
-
-
-def _no_devices() -> tuple[list[Gpu], str]:
-    """A probe without accelerators: a task's number of threads does not depend on them."""
-    return [], ""

@@ -24,7 +24,7 @@ from unisono.data.rows import Message
 from unisono.data.template import ChatTemplate, choose_template, fallback_template, known_stop_ids
 from unisono.errors import ModelError, UsageError
 from unisono.events import Reporter
-from unisono.facts import read_machine
+from unisono.facts import no_gpus, read_machine
 from unisono.model.adapter import fit_base_to_adapter
 from unisono.model.file_settings import ADAPTER_FILE
 from unisono.model.files import odd_weights, read_contents, read_safetensors_header, weight_files
@@ -235,7 +235,7 @@ def dtype_of(target: Target, device: torch.device) -> str:
     stored = stored_dtype(target.base)
     if device.type == "cuda":
         return "float16" if stored == "bfloat16" and not torch.cuda.is_bf16_supported() else stored
-    return stored if stored == "bfloat16" and read_machine(lambda: ([], "")).cpu_bfloat16 else "float32"
+    return stored if stored == "bfloat16" and read_machine(no_gpus).cpu_bfloat16 else "float32"
 
 
 def _is_plain_lora(loaded: LoadedModel) -> bool:
