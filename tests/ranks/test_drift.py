@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.ranks.conftest import Done, Workshop
 from unisono.causes import Verdict
 from unisono.events import Message
-from unisono.launch.head_attempt import DriftReport, ReplicaDrift, name_drift
+from unisono.launch.attempt_end import DriftReport, ReplicaDrift, name_drift
 from unisono.plan import DeviceChoice, RankPlace, RunPlan
 from unisono.train.training_checks import _CHUNK, _checksums, weights_digest
 

@@ -3,17 +3,20 @@
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from unisono.agree.agreement import majority, odd_first, partition
+from unisono.agree.reports import Member, culprit_hosts, culprit_ranks, name_all
 from unisono.causes import Evidence, Verdict, find_cause
 from unisono.checkpoint.manifest import user_key
 from unisono.checkpoint.store import CheckpointStore
 from unisono.errors import Disagreed, UnisonoError
-from unisono.events import Show, notify
+from unisono.events import Message, Show, notify
 from unisono.facts.storage import Hung, RunsDisk, unless_stuck
 from unisono.files import open_plain, parse_json
 from unisono.launch.curve_drawing import Drawing
@@ -23,7 +26,7 @@ from unisono.launch.output_watch import OutputWatch
 from unisono.launch.planning import LocalNode
 from unisono.launch.run_records import Ending, Table, ending_of, is_about_nodes, write_agreement
 from unisono.launch.train_request import LostNodeSource, TrainRequest
-from unisono.plan import RunPlan
+from unisono.plan import RankPlace, RunPlan
 from unisono.remote_checkpoint.rescue import RescuedStep, needs_other_nodes, rescue
 from unisono.rendezvous.remote_fronts import step_evidence
 from unisono.rundir import RunDir
@@ -269,3 +272,130 @@ def _least_bytes(path: Path) -> int:
         except (ValueError, KeyError, TypeError, AttributeError):  # the header itself is cut
             return 8 + length
     return 8 + length + max(ends, default=0)
+
+
+# ---- drift of replicas
+
+
+_KEPT_STEPS = 16
+"""Steps for which only some ranks have reported; ranks of one group are never that far apart."""
+_SHOWN_GROUPS = 6
+
+
+@dataclass(frozen=True)
+class DriftReport:
+    """A rank's report after a step: the digest of its weights, and what determines its rounding."""
+
+    digest: str
+    arithmetic: str
+
+
+class ReplicaDrift:
+    """A companion for one start of the ranks."""
+
+    def __init__(self, plan: RunPlan, show: Show) -> None:
+        """Has heard nothing yet.
+
+        Args:
+            show: receives a warning if a difference is not an error.
+        """
+        self._plan = plan
+        self._show = show
+        self._drift_reports: dict[int, dict[int, DriftReport]] = defaultdict(dict)
+        self._equal_at: int | None = None
+        self._verdict: Verdict | None = None
+        self._warned = False
+
+    def on_message(self, rank: int, message: Message) -> None:
+        """Takes a digest; compares when all ranks have reported a step."""
+        if message["kind"] != "digest" or self._verdict is not None:
+            return
+        step = int(message["step"])
+        by_rank = self._drift_reports[step]
+        by_rank[rank] = DriftReport(str(message["digest"]), str(message["arithmetic"]))
+        if len(by_rank) == self._plan.world_size:
+            self._compare(step, self._drift_reports.pop(step))
+        while len(self._drift_reports) > _KEPT_STEPS:
+            self._drift_reports.pop(min(self._drift_reports))
+
+    def look(self) -> Verdict | None:
+        """The verdict, once there is one."""
+        return self._verdict
+
+    def finish(self) -> None:
+        """Nothing is held."""
+
+    def _compare(self, step: int, found: dict[int, DriftReport]) -> None:
+        if len({report.digest for report in found.values()}) == 1:
+            self._equal_at = step
+        elif len({report.arithmetic for report in found.values()}) == 1:
+            self._verdict = name_drift(self._plan.ranks, found, step=step, equal_at=self._equal_at)
+        elif not self._warned:
+            self._warned = True
+            self._show(_rounding_warning(found, step))
+
+
+def name_drift(
+    places: Sequence[RankPlace], found: Mapping[int, DriftReport], *, step: int, equal_at: int | None
+) -> Verdict:
+    """The replica whose weights differ from the rest. Without a majority no replica is blamed.
+
+    Args:
+        found: each rank's report; at least two of them differ.
+        step: after which they reported it.
+        equal_at: the last step after which all were equal, if there was one in this start.
+    """
+    who = [Member(place.node_rank, rank, place.host) for rank, place in enumerate(places)]
+    groups = partition((who[rank], report.digest) for rank, report in sorted(found.items()))
+    most = majority(groups)
+    odd = [one for group in groups if most is not None and group is not most for one in group.members]
+    since = f"they were equal after step {equal_at}" if equal_at is not None else "it is the first comparison"
+    if odd:
+        verb = "holds" if len(odd) == 1 else "hold"
+        summary = f"{name_all(odd)} {verb} different weights than the other ranks after step {step}; {since}"
+    else:
+        summary = (
+            f"ranks hold different weights after step {step}, and most of them do not agree on any; {since}"
+        )
+    evidence = [
+        Evidence(where=name_all(group.members), text=f"digest of the trained weights: {group.value}")
+        for group in odd_first(groups, odd)[:_SHOWN_GROUPS]
+    ]
+    return Verdict(
+        cause="replicas_diverged",
+        when="during",
+        summary=summary,
+        ranks=culprit_ranks(odd),
+        hosts=culprit_hosts(odd),
+        phase="update",
+        step=step,
+        evidence=tuple(evidence),
+        fix=_fix_of_drift(culprit_ranks(odd), equal_at),
+        confidence=1.0 if odd else 0.5,
+    )
+
+
+def _fix_of_drift(ranks: tuple[int, ...], equal_at: int | None) -> tuple[str, ...]:
+    """The catalogue's, after what is known of the checkpoints here: rank 0 writes them."""
+    known = find_cause("replicas_diverged")
+    general = known.remedy if known is not None else ()
+    if ranks and 0 not in ranks:
+        return ("checkpoints are of rank 0, which is with the majority: they are good", *general[1:])
+    if equal_at is not None:
+        return (
+            f"go back to a checkpoint of step {equal_at} or before: move the later folders out of checkpoints/, since they may hold weights that"
+            " have drifted, and run the same command",
+            *general[1:],
+        )
+    return general
+
+
+def _rounding_warning(found: Mapping[int, DriftReport], step: int) -> Message:
+    kinds = " and ".join(sorted({report.arithmetic for report in found.values()}))
+    return {
+        "kind": "warning",
+        "time": time.time(),
+        "code": "replicas_round_differently",
+        "text": f"the weights of the ranks are not bit-equal after step {step}: {kinds} round differently. Drift of a rank cannot be detected here",
+        "fix": "train on devices of one kind",
+    }

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
 
+from unisono.checkpoint.manifest import user_key
 from unisono.config import LoadedConfig
 from unisono.errors import UnfitError, UnisonoError, as_usage_error
 from unisono.events import Show, notify
 from unisono.facts.storage import RunsDisk, leave
-from unisono.launch.attempt_end import AttemptEnd, checkpoints_of, keep_result
-from unisono.launch.head_attempt import HeadAttempts
+from unisono.launch.attempt_end import AttemptEnd, ReplicaDrift, checkpoints_of, keep_result
 from unisono.launch.head_nodes import HeadNodes, together
 from unisono.launch.output_watch import OutputWatch
 from unisono.launch.planning import LocalNode
@@ -30,13 +30,16 @@ from unisono.launch.run_records import (
 )
 from unisono.launch.train_request import TrainRequest
 from unisono.plan import RunPlan
-from unisono.remote_checkpoint.storage import Uploads
+from unisono.remote_checkpoint.storage import Uploads, storage_observers
+from unisono.remote_checkpoint.verification import FirstCheckpoint, Verifier
 from unisono.rendezvous.head_address import refusals_reported
 from unisono.rendezvous.party import Party
 from unisono.rundir import RunDir
+from unisono.supervise.child_process import interface_name, rank_environments
 from unisono.supervise.interrupts import Interrupts, Stopped, exit_code_of
-from unisono.supervise.local_ranks import SharedMemory, snapshot_ranks
-from unisono.supervise.rank_supervisor import Attempt
+from unisono.supervise.local_ranks import LocalRanks, SharedMemory, snapshot_ranks
+from unisono.supervise.rank_logs import LogEvents
+from unisono.supervise.rank_supervisor import Attempt, run_attempt
 
 
 @dataclass
@@ -238,3 +241,88 @@ class HeadRun:
         result = result_of(ending, run_id="", output_dir=str(self.disk.root), restarts=[], seconds=seconds)
         self.show({"kind": "result", "time": time.time(), **result})
         leave(error.exit_code)
+
+
+@dataclass
+class HeadAttempts:
+    """Starts the ranks of this node, supervises those of all nodes, and gives back how that went; once per start.
+
+    Attributes:
+        others: the other nodes; None where there are none.
+        uploading: beside the ranks, over all their starts; None without checkpoint.storage.
+        log_events: what the logs of the latest start's ranks report.
+    """
+
+    request: TrainRequest
+    local_node: LocalNode
+    run: RunDir
+    disk: RunsDisk
+    interrupts: Interrupts
+    recorder: Recorder
+    table: Table
+    others: HeadNodes | None
+    uploading: Uploads | None
+    log_events: LogEvents = field(default_factory=lambda: LogEvents([]))
+
+    def start(self, plan: RunPlan, kept: SharedMemory, watch: OutputWatch) -> Attempt:
+        """Runs the ranks to their end.
+
+        Args:
+            plan: written to plan.json on every node already.
+            kept: the memory in which the ranks of this node keep their newest step.
+            watch: notices that the run's directory is removed or replaced.
+        """
+        server = self.others.hand_over(plan) if self.others is not None else None
+        first = FirstCheckpoint(
+            plan, programs=self.request.programs, leftovers=self.local_node.leftovers, show=self.recorder.show
+        )
+        self.log_events = LogEvents(plan.ranks)
+        key = user_key(self.local_node.environment.settings_dir)
+        shards = None
+        if server is not None:  # one node alone needs no channel
+            from unisono.remote_checkpoint.transfers import receiving_shards
+
+            shards = receiving_shards(plan, server, self.run.checkpoints)
+        return run_attempt(
+            plan,
+            local=self._local_ranks(plan, kept),
+            server=server,
+            interrupts=self.interrupts,
+            show=first.pass_on,
+            on_agreement=partial(self.recorder.keep_agreement, self.table),
+            shards=shards,
+            observers=[
+                watch,
+                first,
+                ReplicaDrift(plan, self.recorder.show),
+                self.log_events,
+                Verifier(self.run.checkpoints, key, self.recorder.show, self.request.rhythm),
+                *storage_observers(
+                    plan,
+                    self.uploading,
+                    programs=self.request.programs,
+                    leftovers=self.local_node.leftovers,
+                    show=self.recorder.show,
+                ),
+            ],
+        )
+
+    def _local_ranks(self, plan: RunPlan, kept: SharedMemory) -> LocalRanks:
+        interface = interface_name(self.request.probes.network.interfaces(), plan.nodes[0].address)
+        environments = rank_environments(
+            plan,
+            0,
+            variables=self.local_node.leftovers,
+            interface=interface,
+            debug_comm=self.request.debug_comm,
+        )
+        return LocalRanks(
+            plan.on_node(0),
+            self.run,
+            self.run.plan,
+            self.request.programs,
+            environments,
+            from_step=plan.resume.step if plan.resume else 0,
+            has_input=plan.world_size > 1,
+            shared_memory=kept,
+        )

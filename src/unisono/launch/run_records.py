@@ -237,6 +237,13 @@ class Recorder:
         self._note_kept(message)
         self._show(message)
 
+    def keep_agreement(self, table: Table, reports: Mapping[int, RankReport], agreement: Agreement) -> None:
+        """Adds what the ranks reported to agreement.json, and shows what does not prevent the start."""
+        table.add_ranks(reports, agreement)
+        self._disk.write("agreement.json", partial(write_agreement, self._run, table))
+        for verdict in agreement.warnings:
+            self.show(as_warning(verdict))
+
     def _note_kept(self, message: Message) -> None:
         """How many steps a death may cost is measured by the ranks, and belongs to the plan."""
         match message["kind"]:
