@@ -1,7 +1,12 @@
-"""The actor on a node: starts the node's front, passes on its output, and reads and writes files.
+"""The actor on a node, and the process guard that it starts: they start the node's front, pass on its output, and read and write files.
 
-Ray sends its code to the node, since unisono may be missing there or have a different version, and the actor reports that.
+Ray sends the actor's code to the node, since unisono may be missing there or have a different version, and the actor reports that.
 So it needs only the standard library.
+
+The process guard is `python -m unisono.cluster.ray_node_actor FOLDER`: it runs the node's front, and removes everything it leaves. Ray kills
+an actor at once, together with its child processes. So the guard detaches from the actor, and runs as long as the actor holds the other end
+of its stdin, whose lines are: the job's token; then `signal NAME`, or `end`. When stdin closes, the job is over or the actor is dead: a front
+that still runs is killed with its ranks, and the job's folder is removed. Its last line on stdout is {"kind": "front_ended", "code": N}.
 """
 
 import contextlib
@@ -9,6 +14,7 @@ import fcntl
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -19,6 +25,8 @@ from typing import IO, Any
 
 _MOST_LINES = 2_000
 _LOCK_FILE = ".held"
+_PATIENCE_S = 60.0
+"""For the front to exit on request: a checkpoint in progress is finished."""
 _PROCESS_VARIABLES = ("UNISONO_TOKEN", "XDG_CONFIG_HOME")
 
 
@@ -113,7 +121,7 @@ class NodeActor:
         environment = {name: value for name, value in os.environ.items() if not _is_of_ray(name)}
         environment |= {**variables, "XDG_CONFIG_HOME": str(settings)}
         process = subprocess.Popen(
-            [sys.executable, "-m", "unisono.cluster.ray_process_guard", str(self._place)],
+            [sys.executable, "-m", "unisono.cluster.ray_node_actor", str(self._place)],
             cwd=self._place,
             env=environment,
             stdin=subprocess.PIPE,
@@ -219,3 +227,72 @@ def _is_abandoned(folder: Path) -> bool:
         return True
     finally:
         os.close(fd)
+
+
+# ---- the process guard
+
+
+def main(folder: Path) -> int:
+    """The front's exit code, after its end and that of the actor."""
+    token = sys.stdin.buffer.readline()
+    front = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "unisono.cluster.ray_node_main",
+            str(folder / "request.json"),
+            str(os.getpid()),
+        ],
+        stdin=subprocess.PIPE,
+        cwd=folder,
+        start_new_session=True,
+    )
+    assert front.stdin is not None
+    front.stdin.write(token)
+    front.stdin.flush()
+    commands = threading.Thread(target=_follow_commands, args=(front, folder), daemon=True)
+    commands.start()
+    code = front.wait()
+    with contextlib.suppress(OSError):  # the actor is dead, but the folder still has to be removed
+        print(json.dumps({"kind": "front_ended", "code": code}), flush=True)  # noqa: T201 - the protocol of this process
+    devnull = os.open(os.devnull, os.O_RDWR)
+    os.dup2(devnull, sys.stdout.fileno())  # the actor has read everything
+    os.dup2(devnull, sys.stderr.fileno())
+    commands.join()  # the driver fetches the front's files in the meantime
+    return code
+
+
+def _follow_commands(front: "subprocess.Popen[bytes]", folder: Path) -> None:
+    """Executes the commands on stdin until it closes; then removes everything."""
+    for line in sys.stdin.buffer:
+        word, _, rest = line.decode("utf-8", "replace").strip().partition(" ")
+        if word == "signal" and front.poll() is None:
+            front.send_signal(signal.Signals.__members__.get(rest, signal.SIGTERM))
+        elif word == "end":
+            _end(front)
+    front.kill()  # the kernel ends its ranks and tasks with it
+    front.wait()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _end(front: "subprocess.Popen[bytes]") -> None:
+    assert front.stdin is not None
+    front.stdin.close()  # its lifeline
+    try:
+        front.wait(_PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        front.kill()
+
+
+def _detach() -> None:
+    """Continues as a detached process, with signals unblocked: Ray's workers and their children block SIGINT."""
+    if os.fork():
+        os._exit(0)
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+if __name__ == "__main__":
+    _detach()
+    sys.exit(main(Path(sys.argv[1])))
