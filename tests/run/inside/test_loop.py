@@ -1,6 +1,6 @@
 """Where a step of a training loop begins, as it shows from outside. Run: pytest tests/run/inside/test_loop.py"""
 
-from unisono.integrations.inside.step_reachability import StepStarts
+from unisono.integrations.inside import StepStarts
 
 ALL_GATHER, BARRIER = (4, 512), (3, 0)
 

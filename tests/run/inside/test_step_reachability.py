@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from unisono.integrations.inside.step_reachability import StepReachability
+from unisono.integrations.inside import StepReachability
 
 Told = dict[str, bool | None]
 

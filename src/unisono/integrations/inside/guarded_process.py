@@ -38,7 +38,7 @@ from unisono.integrations.border import (
     registrations,
     start_of,
 )
-from unisono.integrations.inside.step_reachability import StepReachability, StepStarts
+from unisono.integrations.inside import StepReachability, StepStarts
 from unisono.torch_internals import flight_record, recorders
 from unisono.watch import Beats, Pulse, beat_while_collecting
 
