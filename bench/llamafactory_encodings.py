@@ -322,9 +322,9 @@ def encode(job: dict[str, Any]) -> tuple[list[Any], bool]:
     from transformers import AutoTokenizer
 
     from unisono.config.lf_template import find_lf_template
+    from unisono.data import RowError
     from unisono.data.lf_encoder import LfEncoder
     from unisono.data.preference_rows import read_exchange
-    from unisono.data.rows import RowError
     from unisono.data.token_table import EncodedUnit
     from unisono.errors import DataError
 

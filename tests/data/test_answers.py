@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from unisono.data import Conversation, RowError
 from unisono.data.answer_spans import _by_marks, _by_prefixes
 from unisono.data.encode import Encoder
 from unisono.data.prepare import load_tokenizer
-from unisono.data.rows import Conversation, RowError
 from unisono.data.token_table import Encoded
 from unisono.errors import DataError
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from unisono.config.schema import TagsSection
+from unisono.data import Completion, Conversation, RowError, Text
 from unisono.data.formats import FormatName, detect, to_example
-from unisono.data.rows import Completion, Conversation, RowError, Text
 
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
 USER, ASSISTANT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}

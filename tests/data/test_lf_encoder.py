@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from unisono.config.lf_template import find_lf_template, lf_template_of, template_names
+from unisono.data import Exchange, RowError
 from unisono.data.ingest import balance, fit
 from unisono.data.lf_encoder import LfEncoder
 from unisono.data.lf_pieces import NO_TOKEN, PieceTokens
 from unisono.data.preference_rows import read_exchange
-from unisono.data.rows import Exchange, RowError
 from unisono.data.token_table import Encoded, EncodedUnit
 from unisono.errors import DataError
 

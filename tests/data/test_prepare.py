@@ -18,10 +18,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from unisono.config.schema import RunConfig
-from unisono.data import encode
+from unisono.data import RowError, Text, encode
 from unisono.data.encode import Encoder
 from unisono.data.prepare import load_tokenizer, prepare_data
-from unisono.data.rows import RowError, Text
 from unisono.data.token_table import Encoded, TokenTable, collate
 from unisono.errors import DataError, ModelError
 from unisono.events import Reporter

@@ -16,9 +16,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from unisono.data import BadRow, RawRow, RowError, RowFile
 from unisono.data.formats import COLUMNS, FormatName, detect, to_example
 from unisono.data.readers import READERS, kind_of, read_rows
-from unisono.data.rows import BadRow, RawRow, RowError, RowFile
 from unisono.errors import DataError, Problem
 
 ROWS: list[dict[str, Any]] = [

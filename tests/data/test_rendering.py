@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 
 from tests import front_server
-from unisono.data import template
+from unisono.data import Conversation, RowError, template
 from unisono.data.encode import Encoder
 from unisono.data.prepare import load_tokenizer
-from unisono.data.rows import Conversation, RowError
 from unisono.data.template import choose_template
 from unisono.errors import DataError, Problem
 

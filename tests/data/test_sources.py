@@ -18,8 +18,8 @@ import fsspec
 import pytest
 
 from unisono.config.schema import DataSection, SourceSection
+from unisono.data import RawRow
 from unisono.data.readers import read_rows
-from unisono.data.rows import RawRow
 from unisono.data.sources import Source, fetch_hub, find_sources
 from unisono.errors import DataError, Problem
 

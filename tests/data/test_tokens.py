@@ -12,9 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from unisono.data import Conversation
 from unisono.data.encode import Encoder, encode_texts
 from unisono.data.prepare import load_tokenizer
-from unisono.data.rows import Conversation
 from unisono.data.token_table import Encoded
 
 TokenizerDir = Callable[..., Path]

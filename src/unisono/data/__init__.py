@@ -1,4 +1,267 @@
 """Turns files into token tables, and accounts for every row of every source.
 
-Nothing is imported here: `data.token_table` needs only numpy and pyarrow, so that a second start is fast.
+Here are the rows between file and model, and the ledger (data.json). Only the standard library is imported: `data.token_table` needs only numpy
+and pyarrow, so that a second start is fast.
+
+For each source, and in total, rows = used + dropped + bad. Cut, split and eval are parts of used.
+
+A row of a file is counted once: with weight 2 it is used once, although it is trained on twice per epoch; with weight 0.5 the
+unselected half is dropped, with the reason `weight`. `tokens` and `loss_tokens` count what the model sees in one epoch of training
+and one evaluation, so they depend on the weight. `tokens_cut` are tokens of used rows that the model never sees.
 """
+
+import json
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import IO, Any, Literal, Self
+
+Message = dict[str, Any]
+"""A message of a conversation in OpenAI's format: role, content, tool_calls."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The location of a row. Lines and rows are counted from 1.
+
+    Attributes:
+        file: as spelled in the config.
+        number: the line, or the row in files without lines.
+        by_line: whether `number` is a line.
+    """
+
+    file: str
+    number: int
+    by_line: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.number}" if self.by_line else f"{self.file}#{self.number}"
+
+
+@dataclass(frozen=True, slots=True)
+class RawRow:
+    """A row as read from its file: column names and values."""
+
+    place: Place
+    value: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class BadRow:
+    """A row that cannot be used.
+
+    Attributes:
+        place: of the row.
+        why: the reason, in one line.
+        fix: what the user can do about it.
+        column: of the character at which reading failed, from 1; 0 if unknown.
+    """
+
+    place: Place
+    why: str
+    fix: str = ""
+    column: int = 0
+
+    @property
+    def where(self) -> str:
+        """`file:line` or `file:line:column`."""
+        return f"{self.place}:{self.column}" if self.column else str(self.place)
+
+
+Row = RawRow | BadRow
+
+
+@dataclass(frozen=True, slots=True)
+class RowFile:
+    """A file of rows.
+
+    Attributes:
+        path: on this machine.
+        name: as spelled in the config, for messages and the ledger.
+        kind: the suffix that selects the reader, without the dot.
+    """
+
+    path: Path
+    name: str
+    kind: str
+
+    @property
+    def by_line(self) -> bool:
+        """Whether its rows are located by lines."""
+        return self.kind in ("jsonl", "ndjson", "csv", "tsv", "txt")
+
+
+class RowError(Exception):
+    """The error of one row, raised where its place is not known."""
+
+    def __init__(self, why: str, fix: str = "", *, column: int = 0) -> None:
+        super().__init__(why)
+        self.why = why
+        self.fix = fix
+        self.column = column
+
+    def at(self, place: Place) -> BadRow:
+        """The error as a bad row with a place."""
+        return BadRow(place, self.why, self.fix, self.column)
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Messages for a chat template."""
+
+    messages: list[Message]
+    tools: list[Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A prompt and its answer as plain strings."""
+
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Plain text."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A turn as text. `content` of a function turn is JSON: a call {name, arguments}, or a list of calls."""
+
+    role: Literal["user", "assistant", "function", "observation"]
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A conversation up to a question, and its answers.
+
+    Attributes:
+        prompt: questions and answers in turn, beginning and ending with a question (or an observation).
+        answers: one; none if there is only text; of a preference pair two, the chosen one and the rejected one.
+        system: the system message, or "".
+        tools: function schemas as JSON, or "".
+        desirable: whether the answer is a good one; None if the row does not say.
+    """
+
+    prompt: list[Turn]
+    answers: list[Turn]
+    system: str = ""
+    tools: str = ""
+    desirable: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Preference:
+    """A prompt with its answers.
+
+    Attributes:
+        answers: the prompt with each answer: the chosen one and the rejected one, or one with a label.
+        desirable: whether the answer is a good one; None for a pair.
+    """
+
+    answers: list["Conversation | Completion"]
+    desirable: bool | None = None
+
+
+Example = Conversation | Completion | Text | Exchange | Preference
+
+
+_COUNTS = ("rows", "used", "cut", "split", "bad", "eval", "tokens", "tokens_cut", "loss_tokens")
+
+
+@dataclass
+class SourceCounts:
+    """The counts of one source's rows."""
+
+    path: str
+    weight: float = 1.0
+    rows: int = 0
+    used: int = 0
+    cut: int = 0
+    split: int = 0
+    bad: int = 0
+    eval: int = 0
+    tokens: int = 0
+    tokens_cut: int = 0
+    loss_tokens: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+
+    def to_json(self) -> dict[str, Any]:
+        """The source's entry in data.json."""
+        body: dict[str, Any] = {"path": self.path, "weight": self.weight}
+        return (
+            body
+            | {name: getattr(self, name) for name in _COUNTS}
+            | {"dropped": dict(sorted(self.dropped.items()))}
+        )
+
+
+class Ledger:
+    """The counts, and a list of all rows that were dropped or changed; the list is in a file, not in memory."""
+
+    def __init__(self, notes: Path) -> None:
+        """Starts a ledger whose list of rows is kept in the file `notes` until `write`."""
+        self.sources: list[SourceCounts] = []
+        self.first_bad = ""
+        self._path = notes
+        self._notes: IO[str] = notes.open("w", encoding="utf-8")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._notes.close()
+
+    def note(self, place: Place, what: str, why: str) -> None:
+        """Records what happened to a row: bad, dropped, cut or split."""
+        if what == "bad" and not self.first_bad:
+            self.first_bad = f"{place}: {why}"
+        entry = {"file": place.file, "line": place.number, "what": what, "why": why}
+        self._notes.write(json.dumps(entry, ensure_ascii=True) + "\n")
+
+    def total(self) -> dict[str, Any]:
+        """The sums over all sources."""
+        dropped: Counter[str] = sum((source.dropped for source in self.sources), Counter())
+        sums: dict[str, Any] = {
+            name: sum(getattr(source, name) for source in self.sources) for name in _COUNTS
+        }
+        return sums | {"dropped": dict(sorted(dropped.items()))}
+
+    def write(self, path: Path) -> None:
+        """Writes data.json to a new file: one line each for `sources` and `total`, then one for each row."""
+        self._notes.flush()
+        with path.open("w", encoding="utf-8") as out, self._path.open(encoding="utf-8") as notes:
+            out.write(
+                f'{{"schema": 1,\n"sources": {json.dumps([source.to_json() for source in self.sources])},\n'
+            )
+            out.write(f'"total": {json.dumps(self.total())},\n"rows": [\n')
+            for number, line in enumerate(notes):
+                out.write((",\n" if number else "") + line.rstrip("\n"))
+            out.write("\n]}\n")
+
+
+def read_counts(path: Path) -> dict[str, Any]:
+    """`sources` and `total` of a ledger written by Ledger.write, without reading its rows, which may be millions."""
+    with path.open(encoding="utf-8") as stream:
+        head = "".join(islice(stream, 3))
+    return json.loads(head.rstrip().removesuffix(",") + "}")
+
+
+def first_notes(path: Path, *, limit: int) -> list[dict[str, Any]]:
+    """The first dropped or changed rows of such a ledger."""
+    with path.open(encoding="utf-8") as stream:
+        lines = (line.strip().removesuffix(",") for line in islice(stream, 4, 4 + limit))
+        return [json.loads(line) for line in lines if line.startswith("{")]
+
+
+def flat_total(total: dict[str, Any]) -> dict[str, int]:
+    """The total with `dropped` as a single number, for the plan."""
+    return {
+        name: sum(value.values()) if isinstance(value, dict) else int(value) for name, value in total.items()
+    }

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from unisono.data import Conversation, Message, RowError
 from unisono.data.formats import all_text
-from unisono.data.rows import Conversation, Message, RowError
 from unisono.data.template import ChatTemplate, common_beginning
 from unisono.text import one_line
 

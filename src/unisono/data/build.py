@@ -17,10 +17,10 @@ import numpy.typing as npt
 from unisono.config.lf_template import lf_name, lf_template_of
 from unisono.config.schema import MixSection, RunConfig, SourceSection
 from unisono.config.sections import PREFERENCE, RATINGS, sides_of
+from unisono.data import Ledger, Place
 from unisono.data.encode import Encoder, RowEncoder
 from unisono.data.ingest import Ingest, Progress, UsableRows, expected_rows, explain_fit
 from unisono.data.lf_encoder import LfEncoder
-from unisono.data.rows import Ledger, Place
 from unisono.data.sources import Source
 from unisono.data.token_table import Split, TokenWriter, write_meta, write_split
 from unisono.errors import DataError

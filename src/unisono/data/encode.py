@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from unisono.config.schema import SourceSection
+from unisono.data import Completion, Conversation, Example, Exchange, Preference, RowError, Text
 from unisono.data.answer_spans import Span, render_answers
 from unisono.data.formats import FormatName, to_example
 from unisono.data.preference_rows import read_preference, with_answer_of
-from unisono.data.rows import Completion, Conversation, Example, Exchange, Preference, RowError, Text
 from unisono.data.template import (
     CHARACTERS,
     ChatTemplate,

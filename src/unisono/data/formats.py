@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from unisono.config.schema import TagsSection
-from unisono.data.rows import Completion, Conversation, Example, Exchange, Message, Preference, RowError, Text
+from unisono.data import Completion, Conversation, Example, Exchange, Message, Preference, RowError, Text
 from unisono.text import nearest, one_line
 
 FormatName = Literal["alpaca", "sharegpt", "messages", "openai", "text", "prompt-completion", "preference"]

@@ -11,11 +11,7 @@ import numpy as np
 
 from unisono.config.schema import DataSection
 from unisono.config.sections import PAIRS, PREFERENCE, RATINGS
-from unisono.data.encode import RowEncoder
-from unisono.data.formats import COLUMNS, FormatName, detect, shown
-from unisono.data.preference_rows import is_rated, sides_in
-from unisono.data.readers import read_rows
-from unisono.data.rows import (
+from unisono.data import (
     BadRow,
     Example,
     Exchange,
@@ -28,6 +24,10 @@ from unisono.data.rows import (
     RowFile,
     SourceCounts,
 )
+from unisono.data.encode import RowEncoder
+from unisono.data.formats import COLUMNS, FormatName, detect, shown
+from unisono.data.preference_rows import is_rated, sides_in
+from unisono.data.readers import read_rows
 from unisono.data.sources import Source
 from unisono.data.token_table import Encoded, EncodedUnit, TokenWriter
 from unisono.errors import DataError, Problem

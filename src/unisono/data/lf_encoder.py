@@ -23,6 +23,7 @@ from unisono.config.lf_template import (
     stop_ids,
 )
 from unisono.config.schema import SourceSection
+from unisono.data import Example, Exchange, Message, RowError, Turn
 from unisono.data.encode import LossOn
 from unisono.data.formats import FormatName, all_text, refuse_surrogates
 from unisono.data.ingest import balance
@@ -38,7 +39,6 @@ from unisono.data.lf_pieces import (
     local_day,
 )
 from unisono.data.preference_rows import JOINT, read_exchange
-from unisono.data.rows import Example, Exchange, Message, RowError, Turn
 from unisono.data.template import CHARACTERS, ChatTemplate
 from unisono.data.token_table import Encoded, EncodedUnit
 from unisono.errors import DataError

@@ -12,8 +12,8 @@ from datetime import date, datetime
 from typing import Any, Generic, TypeVar
 
 from unisono.config.lf_template import CONTENT, LfTemplate, Slots, Token
+from unisono.data import Exchange, RowError, Turn
 from unisono.data.encode import encode_texts
-from unisono.data.rows import Exchange, RowError, Turn
 
 DEFAULT_TOOLS = (
     "You have access to the following tools:\n{tools}"

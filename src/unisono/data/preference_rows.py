@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from unisono.config.schema import TagsSection
+from unisono.data import Completion, Conversation, Exchange, Message, Preference, RowError, Turn
 from unisono.data.formats import (
     Renamed,
     RowColumns,
@@ -24,7 +25,6 @@ from unisono.data.formats import (
     system_of,
     tools_of,
 )
-from unisono.data.rows import Completion, Conversation, Exchange, Message, Preference, RowError, Turn
 from unisono.text import one_line
 
 _TURNS = ("messages", "conversations")

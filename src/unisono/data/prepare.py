@@ -30,9 +30,9 @@ from unisono.child import loading_modules
 from unisono.config.lf_template import LF_VERSION, lf_name
 from unisono.config.schema import RunConfig
 from unisono.config.sections import rows_of
+from unisono.data import flat_total
 from unisono.data.encode import ENCODER_VERSION
 from unisono.data.lf_pieces import local_day
-from unisono.data.rows import flat_total
 from unisono.data.sources import Source, find_sources
 from unisono.data.token_table import TokenTable
 from unisono.errors import DataError, ModelError, UnfitError, storage_reason, storage_remedy, storage_words

@@ -14,7 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from unisono.data.rows import BadRow, Place, RawRow, Row, RowFile
+from unisono.data import BadRow, Place, RawRow, Row, RowFile
 from unisono.errors import DataError
 from unisono.facts.limits import available_memory
 from unisono.files import HEAD_BYTES, SAMPLE_BYTES, decode_text, foreign_contents, guess_encoding, not_utf8

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from unisono.config.schema import DataSection, SourceSection, sources_of
+from unisono.data import RowFile
 from unisono.data.readers import READERS, kind_of
-from unisono.data.rows import RowFile
 from unisono.errors import DataError, Problem
 from unisono.facts import read_environment
 from unisono.facts.environment import hub_silence, read_hub

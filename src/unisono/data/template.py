@@ -18,8 +18,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from unisono.data import Conversation, Message, RowError
 from unisono.data.formats import all_text, holds_surrogate
-from unisono.data.rows import Conversation, Message, RowError
 from unisono.errors import DataError
 from unisono.files import decode_text, expand, fault_of, read_json
 from unisono.text import one_line

@@ -17,8 +17,8 @@ import torch
 
 from unisono.config.schema import RunConfig, sources_of
 from unisono.config.sections import DIFFUSION
+from unisono.data import Ledger, Place, SourceCounts, flat_total
 from unisono.data.prepare import digest_text, writing_table
-from unisono.data.rows import Ledger, Place, SourceCounts, flat_total
 from unisono.data.token_table import Encoded, Ints, Split, TokenWriter, write_meta, write_split
 from unisono.diffusion.latents import PICTURES, Places, encode_caption, encode_pixels, fill, pixels_of
 from unisono.diffusion.picture_folders import (

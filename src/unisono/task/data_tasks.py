@@ -13,11 +13,11 @@ from unisono.child import loading_modules
 from unisono.config.lf_template import adapt_tokenizer, lf_template_of
 from unisono.config.schema import RunConfig
 from unisono.config.sections import DIFFUSION, PREFERENCE
+from unisono.data import RawRow, first_notes, read_counts
 from unisono.data.lf_pieces import NO_TOKEN
 from unisono.data.preference_rows import is_rated, sides_in
 from unisono.data.prepare import load_tokenizer, prepare_data
 from unisono.data.readers import read_rows
-from unisono.data.rows import RawRow, first_notes, read_counts
 from unisono.data.sources import find_sources
 from unisono.data.token_table import TokenTable
 from unisono.errors import DataError, ModelError, UsageError

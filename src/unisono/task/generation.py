@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from unisono.data import BadRow, RawRow, RowError, RowFile
 from unisono.data.encode import encode_texts
 from unisono.data.readers import kind_of, read_rows
-from unisono.data.rows import BadRow, RawRow, RowError, RowFile
 from unisono.data.template import ChatTemplate
 from unisono.errors import DataError, Problem, UsageError
 from unisono.events import Reporter

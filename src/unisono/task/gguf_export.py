@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from unisono.data.rows import RowError
+from unisono.data import RowError
 from unisono.data.template import ChatTemplate, common_beginning
 from unisono.errors import ModelError, UnfitError, UsageError
 from unisono.events import Reporter

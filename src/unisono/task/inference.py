@@ -18,9 +18,9 @@ import torch
 from unisono.child import without_bitsandbytes
 from unisono.config.lf_template import adapt_tokenizer, lf_name, lf_template_of
 from unisono.config.schema import RunConfig
+from unisono.data import Message
 from unisono.data.encode import encode_texts
 from unisono.data.lf_encoder import LfChatTemplate, lf_chat_template
-from unisono.data.rows import Message
 from unisono.data.template import ChatTemplate, choose_template, fallback_template, known_stop_ids
 from unisono.errors import ModelError, UsageError
 from unisono.events import Reporter

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from unisono.data import RowError
 from unisono.data.formats import messages_of
-from unisono.data.rows import RowError
 from unisono.data.template import ChatTemplate
 from unisono.errors import DataError, UnisonoError
 from unisono.events import Message, Reporter
