@@ -257,22 +257,18 @@ def evidence_of(groups: Sequence[Group[Value]], stage: Stage, text: Callable[[Va
     return found
 
 
-def remedy_for(rule: Rule, people: Sequence[Member], *, stage: Stage = NODES) -> list[str]:
+def remedy_for(rule: Rule, people: Sequence[Member]) -> list[str]:
     """The rule's remedy with the members filled in."""
-    name = stage.name(people) if people else "every node"
+    name = NODES.name(people) if people else "every node"
     return [line.replace("{who}", name) for line in rule.remedy]
 
 
-def unknown_for(
-    rule: Rule, people: Sequence[Member], reason: str, *, stage: Stage = NODES, fix: str = ""
-) -> Agreement:
+def unknown_for(rule: Rule, people: Sequence[Member], reason: str) -> Agreement:
     """A check with status unknown for `people`; empty if there are none."""
     if not people:
         return Agreement()
-    where = stage.name(people)
-    return Agreement.noted(
-        rule.id, "unknown", f"{rule.subject}: not known on {where}: {reason}", where=where, fix=fix
-    )
+    where = NODES.name(people)
+    return Agreement.noted(rule.id, "unknown", f"{rule.subject}: not known on {where}: {reason}", where=where)
 
 
 _KEYS_IN_EVIDENCE = 12

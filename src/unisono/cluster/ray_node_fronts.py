@@ -84,7 +84,7 @@ class JobNode:
         """Whether no more output will come from it."""
         return self._over or bool(self.lost)
 
-    def call(self, method: str, *arguments: object, timeout_s: float = _ANSWER_S) -> Any:
+    def call(self, method: str, *arguments: object) -> Any:
         """The result of a method of the actor.
 
         Raises:
@@ -96,9 +96,9 @@ class JobNode:
         limit = time.monotonic() + _BACK_S
         while True:
             try:
-                return ray.get(getattr(self.actor, method).remote(*arguments), timeout=timeout_s)
+                return ray.get(getattr(self.actor, method).remote(*arguments), timeout=_ANSWER_S)
             except ray.exceptions.GetTimeoutError as error:
-                raise ActorLost(f"no answer to `{method}` in {timeout_s:.0f} s", self) from error
+                raise ActorLost(f"no answer to `{method}` in {_ANSWER_S:.0f} s", self) from error
             except ray.exceptions.RayTaskError:
                 raise  # it is also an instance of the method's own error
             except ray.exceptions.ActorUnavailableError as error:

@@ -95,15 +95,14 @@ class RowFile:
 class RowError(Exception):
     """The error of one row, raised where its place is not known."""
 
-    def __init__(self, why: str, fix: str = "", *, column: int = 0) -> None:
+    def __init__(self, why: str, fix: str = "") -> None:
         super().__init__(why)
         self.why = why
         self.fix = fix
-        self.column = column
 
     def at(self, place: Place) -> BadRow:
         """The error as a bad row with a place."""
-        return BadRow(place, self.why, self.fix, self.column)
+        return BadRow(place, self.why, self.fix)
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,11 +45,11 @@ class Chunk:
     line: int
 
 
-def read_chunks(stream: BinaryIO, *, size: int = CHUNK_BYTES) -> Iterator[Chunk]:
-    """The log in chunks of about `size` bytes, each ending at a line's end. A corrupt stream (.gz) ends at the error."""
+def read_chunks(stream: BinaryIO) -> Iterator[Chunk]:
+    """The log in chunks of about CHUNK_BYTES, each ending at a line's end. A corrupt stream (.gz) ends at the error."""
     rest, offset, line = b"", 0, 1
-    block = _read(stream, size)
-    while block and len(block) < _HEAD_BYTES and (more := _read(stream, size)):
+    block = _read(stream)
+    while block and len(block) < _HEAD_BYTES and (more := _read(stream)):
         block += more  # the same head decides, whatever the sizes of the reads
     head = block[:_HEAD_BYTES]
     wide = head[:2] in _UTF16 or head.count(0) > _NULS * len(head)
@@ -66,13 +66,13 @@ def read_chunks(stream: BinaryIO, *, size: int = CHUNK_BYTES) -> Iterator[Chunk]
         rest = data[end:]
         if over:
             return
-        block = _read(stream, size)
+        block = _read(stream)
 
 
-def _read(stream: BinaryIO, size: int) -> bytes:
+def _read(stream: BinaryIO) -> bytes:
     """The next bytes; empty if the stream is over or corrupt: bytes before the error are kept."""
     try:
-        return stream.read(size)
+        return stream.read(CHUNK_BYTES)
     except (EOFError, OSError, ValueError, ArithmeticError):
         return b""
 

@@ -86,14 +86,14 @@ def lines_naming(view: View, cause: str) -> Named | None:
     return Named(cause, tuple(events), quiet=cause not in SPEAKS_QUIETLY) if events else None
 
 
-def named_hypothesis(view: View, stated: Named, *, why: str = "") -> Hypothesis:
+def named_hypothesis(view: View, stated: Named) -> Hypothesis:
     """The hypothesis for lines that state their cause."""
     ranks = () if stated.cause in ALIKE and not _alone(view, stated) else culprits(view, stated.events)
     hosts = _hosts(view, stated, ranks)
     title = find_cause(stated.cause)
     return Hypothesis(
         cause=stated.cause,
-        why=why or _sentence(title.title if title else stated.cause, ranks, hosts),
+        why=_sentence(title.title if title else stated.cause, ranks, hosts),
         evidence=stated.events[:8],
         ranks=ranks,
         hosts=hosts,
@@ -182,9 +182,6 @@ NOT_OWNERS = frozenset({
 """Pointed to by lines that explain no exception."""
 _NCCL = re.compile(
     r"NCCL error in|ncclSystemError|ncclInternalError|ncclUnhandledCudaError|DistBackendError|HCCL|c10d::|torch\.distributed\.Dist\w+Error"
-)
-_BLAMED_ON = re.compile(
-    r"^(?:CUDA error: (?:unspecified launch failure|an illegal memory access|misaligned address|an illegal instruction|device-side assert)|CUDA error: unknown)"
 )
 
 

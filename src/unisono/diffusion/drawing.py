@@ -140,14 +140,14 @@ def save_picture(image: Any, path: Path, drawing: Drawing, *, model: str, schedu
         image.save(stream, format="PNG", pnginfo=info)
 
 
-def save_strip(folder: Path, *, name: str = "strip.png") -> Path | None:
-    """One picture of all samples of a run: a row for each prompt, a column for each step. None if there are no samples."""
+def save_strip(folder: Path) -> None:
+    """One picture of all samples of a run: a row for each prompt, a column for each step; nothing if there are no samples."""
     image_module = need_pillow()
     files = sorted(folder.glob("step-*-*.png"))
     steps = sorted({file.name.split("-")[1] for file in files})
     prompts = sorted({file.stem.split("-")[2] for file in files})
     if not files:
-        return None
+        return
     pixels = {}
     for file in files:
         with image_module.open(file) as opened:
@@ -161,10 +161,8 @@ def save_strip(folder: Path, *, name: str = "strip.png") -> Path | None:
             if cell is not None:
                 top, left = row * height, column * width
                 whole[top : top + cell.shape[0], left : left + cell.shape[1]] = cell
-    path = folder / name
-    with whole_file(path) as temporary, temporary.open("wb") as stream:
+    with whole_file(folder / "strip.png") as temporary, temporary.open("wb") as stream:
         image_module.fromarray(whole).save(stream, format="PNG")
-    return path
 
 
 class Sampler:

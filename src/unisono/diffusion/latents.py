@@ -160,9 +160,9 @@ def fill(
 class Kept:
     """Entries of the cache in memory, the latest ones, up to a number of bytes."""
 
-    def __init__(self, most_bytes: int = _IN_MEMORY_BYTES) -> None:
+    def __init__(self) -> None:
         self._entries: OrderedDict[str, Tensors] = OrderedDict()
-        self._bytes, self._most = 0, most_bytes
+        self._bytes = 0
 
     def get(self, key: str, make: Callable[[], Tensors]) -> Tensors:
         """The tensors of a key, made if they are not in memory."""
@@ -170,7 +170,7 @@ class Kept:
         if found is None:
             found = self._entries[key] = make()
             self._bytes += _bytes_of(found)
-            while self._bytes > self._most and len(self._entries) > 1:
+            while self._bytes > _IN_MEMORY_BYTES and len(self._entries) > 1:
                 self._bytes -= _bytes_of(self._entries.popitem(last=False)[1])
         else:
             self._entries.move_to_end(key)

@@ -5,7 +5,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -284,7 +284,6 @@ def attempt_local(
     backend: str,
     deadline_s: float,
     programs: Programs,
-    on_progress: Callable[[str], None] = lambda _: None,
     record: Path | None = None,
 ) -> AttemptOutcome:
     """One collective over this machine's ranks.
@@ -293,9 +292,7 @@ def attempt_local(
         places: of each rank.
         backend: `nccl` or `gloo`.
         deadline_s: counts from when all are ready.
-        on_progress: receives progress.
     """
-    began = time.monotonic()
     children = [AttemptRank(rank, place, f"rank {rank}") for rank, place in enumerate(places)]
     try:
         with AttemptRanks(
@@ -304,7 +301,6 @@ def attempt_local(
             port, problem = ranks.ready()
             if problem:
                 return AttemptOutcome(ok=False, text=problem)
-            on_progress(f"{len(children)} processes are ready after {time.monotonic() - began:.0f} s")
             return ranks.run("127.0.0.1", port)
     except UnisonoError as error:
         return AttemptOutcome(ok=False, text=error_text(error))

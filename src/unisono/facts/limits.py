@@ -226,11 +226,11 @@ class CoreDumps:
     pattern: str
 
 
-def read_core_dumps(*, pattern: Path = _PATTERN) -> CoreDumps:
+def read_core_dumps() -> CoreDumps:
     """Reads the current values."""
     soft = resource.getrlimit(resource.RLIMIT_CORE)[0]
     try:
-        text = pattern.read_text().strip()
+        text = _PATTERN.read_text().strip()
     except OSError:
         text = ""
     return CoreDumps(None if soft == resource.RLIM_INFINITY else soft, not text.startswith("|"), text)

@@ -136,9 +136,9 @@ class SlurmAnswer:
         return "; ".join(line for line in lines if line)
 
 
-def has_slurm(command: str = "sbatch") -> bool:
-    """Whether a command of Slurm's is installed here."""
-    return shutil.which(command) is not None
+def has_slurm() -> bool:
+    """Whether Slurm's commands are installed here."""
+    return shutil.which("sbatch") is not None
 
 
 def run_slurm(

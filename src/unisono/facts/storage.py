@@ -187,15 +187,12 @@ class Hung(Exception):  # noqa: N818 - named for what happened, as RankDied is
     """A file operation has not moved for too long. Its thread is left behind."""
 
 
-def unless_stuck(
-    work: Callable[[], Result], *, thread: BackgroundThread | None = None, stuck_s: float = STUCK_S
-) -> Result:
+def unless_stuck(work: Callable[[], Result], *, thread: BackgroundThread | None = None) -> Result:
     """The result of `work`, however long it takes while its thread moves.
 
     Args:
         work: what to do; its exceptions are raised here.
         thread: that does it, after its earlier jobs; a new one by default.
-        stuck_s: seconds without a sign of life after which `work` is given up.
 
     Raises:
         Hung: if the thread does not move.
@@ -207,8 +204,8 @@ def unless_stuck(
         look = read_thread(os.getpid(), thread.thread_id)
         if look is None or look.moves != moves:
             moves, since = look.moves if look else None, time.monotonic()
-        elif time.monotonic() - since > stuck_s:
-            raise Hung(f"nothing has moved for {stuck_s:.0f} s: {look}")
+        elif time.monotonic() - since > STUCK_S:
+            raise Hung(f"nothing has moved for {STUCK_S:.0f} s: {look}")
     return job.result()
 
 

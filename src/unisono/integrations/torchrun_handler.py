@@ -263,23 +263,19 @@ _LAUNCHER = "torch.distributed.launcher.api"
 _RUN = "torch.distributed.run"
 
 
-def launcher_nproc(frame: FrameType | None = None) -> int | None:
-    """Number of ranks that the launcher is about to start on this node; None if unknown.
-
-    Args:
-        frame: the innermost call; the default is the caller's.
-    """
-    return _of_config("nproc_per_node", frame or sys._getframe(1))  # noqa: SLF001 - see above
+def launcher_nproc() -> int | None:
+    """Number of ranks that the launcher is about to start on this node, whose call is on the stack; None if unknown."""
+    return _of_config("nproc_per_node", sys._getframe(1))  # noqa: SLF001 - see above
 
 
-def launcher_restarts(frame: FrameType | None = None) -> int | None:
+def launcher_restarts() -> int | None:
     """Number of restarts of the launcher; None if unknown."""
-    return _of_config("max_restarts", frame or sys._getframe(1))  # noqa: SLF001 - see above
+    return _of_config("max_restarts", sys._getframe(1))  # noqa: SLF001 - see above
 
 
-def launcher_node_rank(frame: FrameType | None = None) -> int | None:
+def launcher_node_rank() -> int | None:
     """The node rank from torchrun's `--node-rank` or PET_NODE_RANK; None if torchrun's command was not used."""
-    args = _local_of(frame or sys._getframe(1), _RUN, "run", "args")  # noqa: SLF001 - see above
+    args = _local_of(sys._getframe(1), _RUN, "run", "args")  # noqa: SLF001 - see above
     rank = getattr(args, "node_rank", None)
     return rank if isinstance(rank, int) else None
 

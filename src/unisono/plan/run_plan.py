@@ -366,11 +366,11 @@ _SHARE_KEPT = 0.4  # with gradient checkpointing: the inputs of blocks, and the 
 _HEAD_CHUNK = 128  # rows of logits alive at a time; see model.forward
 
 
-def trainable_parameters(model: ModelFacts, *, adapter_rank: int | None, all_linear: bool = True) -> int:
+def trainable_parameters(model: ModelFacts, *, adapter_rank: int | None) -> int:
     """The number of trained parameters: an adapter's r·(in + out) over the matrices, or all."""
     if adapter_rank is None:
         return model.parameters
-    return adapter_rank * model.linear_in_out if all_linear else adapter_rank * model.linear_in_out // 2
+    return adapter_rank * model.linear_in_out
 
 
 def estimate_memory(

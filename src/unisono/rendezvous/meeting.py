@@ -66,23 +66,19 @@ class Meeting:
         party: Party,
         *,
         welcome: dict[str, Any] | None = None,
-        run_nonce: str = "",
-        epoch: int = 0,
         record: RecordAgreement | None = None,
     ) -> None:
         """Opens the port.
 
         Args:
             welcome: sent to every node that joins, beside `head_host`.
-            run_nonce: of this start; generated if empty.
-            epoch: which attempt of the run this is.
             record: see RecordAgreement.
 
         Raises:
             Disagreed: if the head's name or port cannot be used here.
         """
         self.party = party
-        self.run_nonce = run_nonce or secrets.token_hex(16)
+        self.run_nonce = secrets.token_hex(16)
         self.agreement = Agreement()
         self.roll = RollCall(party.topology.nodes)
         self.began = self._last_change = time.monotonic()
@@ -100,7 +96,6 @@ class Meeting:
             nodes=party.topology.nodes,
             welcome=self.welcome,
             run_nonce=self.run_nonce,
-            epoch=epoch,
         )
         self.roll.record_joined(Joined(0, party.host, self.server.address[0]))
 
@@ -212,14 +207,12 @@ class Meeting:
         self,
         verdicts: Sequence[Verdict],
         *,
-        exit_code: int = Disagreed.exit_code,
         nodes: Sequence[int] | None = None,
     ) -> NoReturn:
         """Sends all nodes, including late ones, the reason why nothing starts, and raises it here.
 
         Args:
             verdicts: the decisive one first.
-            exit_code: of all nodes.
             nodes: the nodes it is about; None: those on the hosts in the verdicts.
 
         Raises:
@@ -240,7 +233,7 @@ class Meeting:
         self.agreement = self.agreement.merged(*(Agreement.found("joining", verdict) for verdict in new))
         self._record_agreement()
         meeting_rules.show_verdicts(self.party.show, timed[0], [verdict.summary for verdict in timed[1:]])
-        self.end(end_message(timed, exit_code=exit_code))
+        self.end(end_message(timed, exit_code=Disagreed.exit_code))
         error = disagreement(timed)
         error.already_shown = True
         raise error

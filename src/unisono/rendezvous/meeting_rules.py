@@ -212,12 +212,11 @@ def bad_report(node_rank: int, host: str, why: str) -> Verdict:
     )
 
 
-def node_count_mismatch(why: str, *, hosts: Sequence[str] = ()) -> Verdict:
+def node_count_mismatch(why: str) -> Verdict:
     """The verdict on a node that has the token but a different number of nodes."""
     return Verdict(
         cause="world_mismatch",
         when="before",
-        hosts=tuple(hosts),
         phase="agree.call",
         summary=why,
         fix=("set the same --nodes on all nodes, and a different --node-rank on each, from 0",),

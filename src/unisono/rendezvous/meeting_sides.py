@@ -55,8 +55,6 @@ def hold_meeting(
     make_report: MakeReport,
     *,
     welcome: dict[str, Any] | None = None,
-    run_nonce: str = "",
-    epoch: int = 0,
     record: RecordAgreement | None = None,
     start_others: Callable[[tuple[str, int]], SshFronts] | None = None,
     compare: Callable[[Sequence[NodeReport]], Agreement] = compare_nodes,
@@ -70,8 +68,6 @@ def hold_meeting(
     Args:
         make_report: makes its report, in a background thread.
         welcome: sent to every node that joins; `nonce_file` is the name of the file from `facts.storage.leave_nonce`.
-        run_nonce: of this start; generated if empty.
-        epoch: which attempt of the run this is.
         record: called with the reports and the agreement after each comparison, including the one that ends the meeting.
         start_others: with --hosts: starts the other fronts, which connect to the given address (`ssh.start_others`).
         tries_collective: whether one process of each node takes part in a collective; all nodes must pass the same value.
@@ -81,7 +77,7 @@ def hold_meeting(
         Disagreed: with the verdict that was sent to all nodes.
     """
     try:
-        meeting = Meeting(party, welcome=welcome, run_nonce=run_nonce, epoch=epoch, record=record)
+        meeting = Meeting(party, welcome=welcome, record=record)
     except Disagreed as error:  # the others connect to an address on which this machine can still answer
         if error.verdict is not None and error.verdict.cause == "hostname_loopback":
             report_refusal(party, error)

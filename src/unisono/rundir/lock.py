@@ -29,6 +29,7 @@ from unisono.text import one_line
 BEAT_S = 5.0
 _BEATS_OF_PATIENCE = 3
 _LAST_BEAT_S = 5.0
+_END_POLL_S = 0.05
 _WRITING_S = 1.0  # a holder writes its name immediately after locking
 
 
@@ -295,9 +296,7 @@ def recorded_holder(path: Path) -> Holder | None:
 
 
 @contextlib.contextmanager
-def locked_if_ended(
-    path: Path, holder: Holder, *, limit_s: float, watch_s: float = 0.0, poll_s: float = 0.05
-) -> Iterator[bool]:
+def locked_if_ended(path: Path, holder: Holder, *, limit_s: float, watch_s: float = 0.0) -> Iterator[bool]:
     """Yields whether `holder` has ended and its lock was not taken over; then nobody can take it within the context. The file is unchanged.
 
     For a process of the holder's run that records how the run ended.
@@ -306,19 +305,18 @@ def locked_if_ended(
         holder: as recorded in the file while it ran.
         limit_s: how long to wait for its end: the kernel closes connections and locks of an exiting process one by one.
         watch_s: how long to watch for heartbeats, if only the lock shows the end, since locks may be local to a node.
-        poll_s: the interval of checks.
     """
     fd = _open_existing(path)
     if fd is None:
         yield False
         return
     try:
-        yield _has_ended(fd, path, holder, limit_s=limit_s, watch_s=watch_s, poll_s=poll_s)
+        yield _has_ended(fd, path, holder, limit_s=limit_s, watch_s=watch_s)
     finally:
         os.close(fd)
 
 
-def _has_ended(fd: int, path: Path, holder: Holder, *, limit_s: float, watch_s: float, poll_s: float) -> bool:
+def _has_ended(fd: int, path: Path, holder: Holder, *, limit_s: float, watch_s: float) -> bool:
     limit = time.monotonic() + limit_s
     while True:
         try:
@@ -327,14 +325,14 @@ def _has_ended(fd: int, path: Path, holder: Holder, *, limit_s: float, watch_s: 
         except BlockingIOError:
             if time.monotonic() > limit:
                 return False
-            time.sleep(poll_s)
+            time.sleep(_END_POLL_S)
         except OSError:
             return False
     if _parse(os.pread(fd, 4096, 0)) != holder:  # a different start has taken it
         return False
     first, limit = _beat_of(fd), time.monotonic() + watch_s
     while time.monotonic() < limit:
-        time.sleep(poll_s)
+        time.sleep(_END_POLL_S)
         if _beat_of(fd) != first:
             return False
     return _is_at(fd, path)

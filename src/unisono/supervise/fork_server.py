@@ -105,17 +105,14 @@ class ForkServer:
     Where nothing can be forked, that is said once, and `start` gives None: the caller starts a fresh interpreter.
     """
 
-    def __init__(
-        self, notify: Callable[[str], None], *, only_shared: bool = False, waits: bool = True
-    ) -> None:
+    def __init__(self, notify: Callable[[str], None], *, only_shared: bool = False) -> None:
         """Starts nothing yet.
 
         Args:
             only_shared: whether processes are forked by a shared server, or not at all.
-            waits: whether ranks wait for the server's imports. A front that has to answer other nodes must not.
         """
         self._only_shared = only_shared
-        self.waits = waits
+        self.waits = True  # ranks wait for its imports. A front that has to answer other nodes must not
         self._notify = notify
         self._server: subprocess.Popen[bytes] | _SharedServer | None = None
         self._control: socket.socket | None = None

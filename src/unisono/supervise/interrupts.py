@@ -56,12 +56,11 @@ class Interrupts:
         twice: whether a second signal followed: leave at once.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self) -> None:
         self.first: signal.Signals | None = None
         self.where = ""
         self.at = 0.0
         self.twice = False
-        self._clock = clock
         self._own_at: float | None = None
         self._raises = True
         self._before: dict[signal.Signals, Any] = {}
@@ -84,7 +83,7 @@ class Interrupts:
             again: whether it is the second one there.
         """
         if self.first is None:
-            self.first, self.where, self.at = number, where, self._clock()
+            self.first, self.where, self.at = number, where, time.monotonic()
         self.twice = self.twice or again
 
     def collect(self) -> None:
@@ -112,7 +111,7 @@ class Interrupts:
         return exit_code_of(self.first) if self.first else 0
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
-        now = self._clock()
+        now = time.monotonic()
         if self._own_at is not None:
             self.twice = self.twice or now - self._own_at >= AGAIN_AFTER_S
             return

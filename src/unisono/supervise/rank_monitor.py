@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from unisono.causes import Verdict
 from unisono.events import Message
-from unisono.facts.machine import GpuUtilization, gpu_utilization
+from unisono.facts.machine import gpu_utilization
 from unisono.facts.network import retransmitting_connections
 from unisono.facts.processes import (
     ThreadCounters,
@@ -67,16 +67,15 @@ class RankMonitor:
     It reads shared memory and files of the kernel, and neither needs the ranks to do anything nor waits for them.
     """
 
-    def __init__(self, local: NodeRanks, node_rank: int, *, use: GpuUtilization | None = None) -> None:
+    def __init__(self, local: NodeRanks, node_rank: int) -> None:
         """Starts without any view.
 
         Args:
             local: the ranks; they need not have been started yet.
-            use: utilization of devices; the default asks the driver, if there is one.
         """
         self._local = local
         self._node_rank = node_rank
-        self._use = use or gpu_utilization()
+        self._use = gpu_utilization()
         self._seen: dict[int, _Seen] = {}
         self._last: float | None = None
         self._collections: dict[int, StackCollection] = {}

@@ -133,7 +133,6 @@ class Timeline:
         beats: Callable[[], Mapping[int, BeatMemory]],
         *,
         is_sent: bool = False,
-        clock: Callable[[], float] = time.time,
     ) -> None:
         """Opens nothing yet.
 
@@ -142,12 +141,10 @@ class Timeline:
             node_rank: of this node.
             beats: gives those of the present ranks; called in the thread.
             is_sent: whether `take_news` is called, to send the lines to the head.
-            clock: UTC seconds.
         """
         self._run_dir = run
         self._node_rank = node_rank
         self._beats = beats
-        self._clock = clock
         self._ranks: dict[int, RankTime] = {}
         self._files: dict[int, _File] = {}
         self._news: deque[bytes] | None = deque(maxlen=_MOST_NEWS) if is_sent else None
@@ -175,7 +172,7 @@ class Timeline:
 
     def warn(self, ranks: Sequence[int], text: str) -> None:
         """Writes that ranks may have stalled, at the first of them; an empty text ends an earlier warning."""
-        entry = {"schema": 1, "time": round(self._clock(), 3), "rank": min(ranks, default=0), "phase": ""}
+        entry = {"schema": 1, "time": round(time.time(), 3), "rank": min(ranks, default=0), "phase": ""}
         entry |= {"step": 0, "seconds": 0.0, "warning": text}
         self._copied.append((self._node_rank, [_line(entry)], 0))
         self._written_at = 0.0  # it is written with the next sample
@@ -209,7 +206,7 @@ class Timeline:
 
     def sample(self) -> None:
         """Looks at each rank once."""
-        now, ns = self._clock(), time.monotonic_ns()
+        now, ns = time.time(), time.monotonic_ns()
         for rank, memory in self._present():
             glance = _glance_at(memory)
             if glance is None:
@@ -244,7 +241,7 @@ class Timeline:
                 self.sample()
                 if time.monotonic() - self._written_at > _WRITE_S:
                     self._write()
-            now, present = self._clock(), dict(self._present())
+            now, present = time.time(), dict(self._present())
             for rank, known in self._ranks.items():
                 memory = present.get(rank)
                 glance = _glance_at(memory) if memory is not None else None

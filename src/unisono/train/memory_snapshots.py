@@ -38,15 +38,13 @@ _OFF = "; if a rank dies, the run resumes from its last checkpoint"
 class MemorySnapshots:
     """This rank's newest steps in memory. Every rank of an adapter run has one; not every rank has memory for it."""
 
-    def __init__(self, fd: int | None, *, limit: float = LIMIT) -> None:
+    def __init__(self, fd: int | None) -> None:
         """Keeps nothing yet.
 
         Args:
             fd: memory that this process inherited from its front; None: this rank keeps nothing, and only takes part in the decisions.
-            limit: the maximum cost of keeping a step, as a share of a step's time.
         """
         self._fd = fd
-        self._limit = limit
         self._slots: _TensorSlots | None = None
         self._lines: list[dict[str, Any]] = []
         self._sequence = 0
@@ -124,7 +122,7 @@ class MemorySnapshots:
     def _decide(self, run: Run, share: float) -> int | None:
         """Which steps are kept, by the cost on the slowest rank. All ranks must call it, and get the same."""
         self._every = 1
-        while run.group.any(share > self._limit * self._every):
+        while run.group.any(share > LIMIT * self._every):
             self._every *= 2
             if self._every > MOST_EVERY:
                 return None
@@ -162,11 +160,11 @@ class MemorySnapshots:
         run.report.send("kept", cost_s=cost, step_time_s=step, bytes=size, every=every)
         figures = f"{cost / step:.1%} of a step here ({1e3 * cost:.3g} of {1e3 * step:.3g} ms)"
         if every is None:
-            limit = f"even one step in {MOST_EVERY} would cost more than {self._limit:.0%}"
+            limit = f"even one step in {MOST_EVERY} would cost more than {LIMIT:.0%}"
             self._turn_off(run, f"keeping a step in memory costs {figures}, and {limit}: turned off{_OFF}")
         elif every > expected and run.group.is_main:
             price = f"{every - 1} finished step{'s' if every > 2 else ''}"
-            text = f"keeping a step in memory costs {figures}: one step in {every} is kept, for at most {self._limit:.0%}"
+            text = f"keeping a step in memory costs {figures}: one step in {every} is kept, for at most {LIMIT:.0%}"
             run.report.send("note", text=f"{text}; if a rank dies, up to {price} may be lost")
 
     def _turn_off(self, run: Run, text: str) -> None:

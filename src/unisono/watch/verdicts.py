@@ -222,7 +222,6 @@ def verdict(
     since_s: float,
     evidence: Iterable[Evidence] = (),
     confidence: float = 1.0,
-    fix: Sequence[str] = (),
     severity: str = "fatal",
     hosts: Sequence[str] = (),
 ) -> Verdict:
@@ -233,7 +232,6 @@ def verdict(
         since_s: seconds since it began.
         evidence: in addition to that of every rank.
         confidence: 0 to 1.
-        fix: the first lines, before those of the catalogue.
         severity: as in Verdict.
         hosts: culprits, if they are nodes and not ranks.
     """
@@ -256,7 +254,7 @@ def verdict(
             "phase": beats[0].phase if beats else None,
             "step": (beats[0].step or None) if beats else None,
             "evidence": tuple(found),
-            "fix": (*fix, *(_OWN_RUN_FIXES.get(cause) or (known.remedy if known else ()))),
+            "fix": tuple(_OWN_RUN_FIXES.get(cause) or (known.remedy if known else ())),
             "confidence": confidence,
             "named_after_s": since_s,
         }
