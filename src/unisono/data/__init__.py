@@ -12,11 +12,13 @@ and one evaluation, so they depend on the weight. `tokens_cut` are tokens of use
 
 import json
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, Literal, Self
+from typing import IO, Any, Literal, Self, TypeVar
 
+Item = TypeVar("Item")
 Message = dict[str, Any]
 """A message of a conversation in OpenAI's format: role, content, tool_calls."""
 
@@ -264,3 +266,17 @@ def flat_total(total: dict[str, Any]) -> dict[str, int]:
     return {
         name: sum(value.values()) if isinstance(value, dict) else int(value) for name, value in total.items()
     }
+
+
+def grouped(items: Iterable[tuple[Item, int]], *, most: int) -> Iterator[list[Item]]:
+    """Items with their sizes, in order, in groups of up to `most` in sum, and at least one item."""
+    group: list[Item] = []
+    total = 0
+    for item, size in items:
+        if group and total + size > most:
+            yield group
+            group, total = [], 0
+        group.append(item)
+        total += size
+    if group:
+        yield group

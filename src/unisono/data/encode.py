@@ -1,6 +1,6 @@
 """From examples to tokens, with the tokens that count in the loss."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from unisono.config.schema import SourceSection
-from unisono.data import Completion, Conversation, Example, Exchange, Preference, RowError, Text
+from unisono.data import Completion, Conversation, Example, Exchange, Preference, RowError, Text, grouped
 from unisono.data.answer_spans import Span, render_answers
 from unisono.data.formats import FormatName, to_example
 from unisono.data.preference_rows import read_preference, with_answer_of
@@ -238,7 +238,7 @@ class Encoder:
         encoded: dict[int, Encoded | RowError] = {}
         for whole in (False, True):
             chosen = [(i, job) for i, job in enumerate(jobs) if isinstance(job, _Job) and job.whole is whole]
-            for group in _groups(chosen):
+            for group in grouped(((one, len(one[1].text)) for one in chosen), most=_BATCH_CHARACTERS):
                 texts = encode_texts(self.tokenizer, [job.text for _, job in group], special=whole)
                 for (i, job), tokens in zip(group, texts, strict=True):
                     encoded[i] = self._finish(job, tokens)
@@ -441,20 +441,6 @@ def _shared(one: npt.NDArray[np.int32], other: npt.NDArray[np.int32]) -> int:
     """The length of the common beginning of two rows of the same length."""
     different = np.flatnonzero(one != other)
     return int(different[0]) if len(different) else len(one)
-
-
-def _groups(jobs: list[tuple[int, _Job]]) -> Iterator[list[tuple[int, _Job]]]:
-    """The jobs in order, in groups of up to _BATCH_CHARACTERS characters, at least one each."""
-    group: list[tuple[int, _Job]] = []
-    size = 0
-    for number, job in jobs:
-        if group and size + len(job.text) > _BATCH_CHARACTERS:
-            yield group
-            group, size = [], 0
-        group.append((number, job))
-        size += len(job.text)
-    if group:
-        yield group
 
 
 def _text_job(example: Text) -> _Job:

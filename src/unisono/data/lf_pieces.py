@@ -6,13 +6,13 @@ each piece is tokenized for itself. Tools, and calls of them, have one format pe
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from datetime import date, datetime
 from typing import Any, Generic, TypeVar
 
 from unisono.config.lf_template import CONTENT, LfTemplate, Slots, Token
-from unisono.data import Exchange, RowError, Turn
+from unisono.data import Exchange, RowError, Turn, grouped
 from unisono.data.encode import encode_texts
 
 DEFAULT_TOOLS = (
@@ -416,7 +416,7 @@ class PieceTokens:
             dict.fromkeys(piece for row in rows for piece in row if isinstance(piece, str) and piece)
         )
         known: dict[Piece, Ids] = {"": []}
-        for group in _groups(texts):
+        for group in grouped(((text, len(text)) for text in texts), most=_BATCH_CHARACTERS):
             known.update(zip(group, self._encoded(group), strict=True))
         for row in rows:
             for piece in row:
@@ -446,16 +446,3 @@ class PieceTokens:
         if found is None:
             self.absent.append(token.name)
         return [NO_TOKEN if found is None else found]
-
-
-def _groups(texts: list[str]) -> Iterator[list[str]]:
-    group: list[str] = []
-    size = 0
-    for text in texts:
-        if group and size + len(text) > _BATCH_CHARACTERS:
-            yield group
-            group, size = [], 0
-        group.append(text)
-        size += len(text)
-    if group:
-        yield group

@@ -15,6 +15,7 @@ import torch
 
 from unisono.config.schema import AdapterSection, DataSection, ModelSection, RunConfig
 from unisono.config.sections import PAIRS, PREFERENCE, Objective, PreferenceSection, keys_of
+from unisono.data import grouped
 from unisono.data.token_table import TokenTable
 from unisono.errors import DataError
 from unisono.events import Reporter
@@ -268,17 +269,7 @@ def _named_model(opened: InferenceModel, named: str, config: RunConfig) -> Loade
 def _groups(table: TokenTable, sequences: Sequence[int]) -> Iterator[list[int]]:
     """Sequences in order, in groups of up to `_TOKENS` tokens and at least one sequence."""
     lengths = table.sequence_tokens()
-    group: list[int] = []
-    size = 0
-    for sequence in sequences:
-        length = int(lengths[sequence])
-        if group and size + length > _TOKENS:
-            yield group
-            group, size = [], 0
-        group.append(sequence)
-        size += length
-    if group:
-        yield group
+    return grouped(((sequence, int(lengths[sequence])) for sequence in sequences), most=_TOKENS)
 
 
 def answer_all(opened: InferenceModel, questions: Sequence[Question], report: Reporter) -> list[str]:

@@ -22,6 +22,7 @@ from safetensors.torch import save
 from unisono.agree.agreement import odd_first, odd_out, partition
 from unisono.agree.reports import Member
 from unisono.causes import Evidence, Verdict
+from unisono.data import grouped
 from unisono.data.token_table import Split, TokenTable
 from unisono.errors import Disagreed, Problem
 from unisono.files import whole_file
@@ -162,7 +163,7 @@ def _compute(run: Run, forward: Forward, tables: dict[Split, TokenTable]) -> Val
         for split, table in tables.items():
             values = torch.zeros(table.rows, len(_SIDES), device=run.device)
             most = _TOKENS if forward.head == "chunked" else _TOKENS_WITH_LOGITS
-            groups = list(_groups(table, most=most))
+            groups = list(grouped(enumerate(table.row_lengths().tolist()), most=most))
             for first in range(0, len(groups), run.group.world_size):
                 faults.pause(run.plan, run.group.rank, run.state.step, "reference")
                 turn = groups[first : first + run.group.world_size]
@@ -180,20 +181,6 @@ def _compute(run: Run, forward: Forward, tables: dict[Split, TokenTable]) -> Val
             run.group.sum(values)
             found[split] = values.cpu()
     return found
-
-
-def _groups(table: TokenTable, *, most: int) -> Iterator[list[int]]:
-    """All units in order, in groups of up to `most` tokens and at least one unit."""
-    group: list[int] = []
-    size = 0
-    for unit, length in enumerate(table.row_lengths().tolist()):
-        if group and size + length > most:
-            yield group
-            group, size = [], 0
-        group.append(unit)
-        size += length
-    if group:
-        yield group
 
 
 @contextlib.contextmanager
