@@ -26,7 +26,7 @@ from unisono.errors import (
     storage_words,
 )
 from unisono.events import Reporter
-from unisono.files import fsync_dir, read_json, write_json
+from unisono.files import fsync_dir, fsync_tree, read_json, write_json
 from unisono.model.forward import head_values
 from unisono.model.load import SCORE, load_base, load_tokenizer
 from unisono.model.quantization import is_quantized
@@ -203,9 +203,7 @@ def whole_directory(out: Path) -> Iterator[Path]:
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         yield temporary
-        for file in temporary.rglob("*"):
-            _sync(file)
-        fsync_dir(temporary)
+        fsync_tree(temporary)
         temporary.rename(out)  # over an empty directory, too
         fsync_dir(out.parent)
     except BaseException as error:  # Ctrl-C must not leave a partial export, either; raised again
@@ -220,14 +218,6 @@ def whole_directory(out: Path) -> Iterator[Path]:
                 ),
             ) from error
         raise
-
-
-def _sync(file: Path) -> None:
-    fd = os.open(file, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def free_place(name: str) -> Path:

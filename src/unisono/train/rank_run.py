@@ -1,7 +1,6 @@
 """One rank's run, from its plan to the result: set up, train, write the final weights, report."""
 
 import contextlib
-import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -26,7 +25,7 @@ from unisono.errors import (
 )
 from unisono.events import Reporter
 from unisono.facts import read_environment
-from unisono.files import fsync_dir
+from unisono.files import fsync_dir, fsync_tree
 from unisono.plan import RunPlan
 from unisono.rundir.records import best_evaluated
 from unisono.text import show_bytes
@@ -235,7 +234,7 @@ def write_result(run: Run) -> Path | None:
         require_directory(run)
         shutil.rmtree(temporary, ignore_errors=True)
         write_model_manifest(temporary, write_weights(run.forward.loaded, run.plan, temporary))
-        _sync(temporary)
+        fsync_tree(temporary)
         _put_in_place(temporary, target)
     return target
 
@@ -275,14 +274,3 @@ def _refuse_on_storage_error(run: Run, temporary: Path, target: Path) -> Iterato
             f"{storage_remedy(error, else_='fix the storage')}; {again}",
         )
         raise UnfitError(problem, verdict=storage_verdict(error, problem, phase="finish")) from error
-
-
-def _sync(directory: Path) -> None:
-    for file in directory.rglob("*"):
-        if file.is_file():
-            fd = os.open(file, os.O_RDONLY)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
-    fsync_dir(directory)
