@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from unisono.data import grouped
 from unisono.data.build import pack
 
 LENGTHS = st.integers(1, 200).flatmap(
@@ -50,3 +51,15 @@ def test_realistic_rows_fill_more_than_99_percent() -> None:
 def test_a_row_that_is_longer_than_a_bin_is_refused() -> None:
     with pytest.raises(ValueError, match="9 tokens, more than the limit of 8"):
         pack([3, 9], limit=8)
+
+
+@given(st.lists(st.integers(0, 9)), st.integers(1, 20))
+def test_groups_keep_the_order_and_only_a_single_item_may_exceed_the_limit(
+    sizes: list[int], most: int
+) -> None:
+    groups = list(grouped(enumerate(sizes), most=most))
+    assert [item for group in groups for item in group] == list(range(len(sizes)))
+    totals = [sum(sizes[item] for item in group) for group in groups]
+    assert all(total <= most or len(group) == 1 for total, group in zip(totals, groups, strict=True))
+    longer = [total + sizes[after[0]] for total, after in zip(totals, groups[1:], strict=False)]
+    assert all(total > most for total in longer), "no group could have been longer"
