@@ -160,7 +160,6 @@ class FollowedRun:
         self.samples: deque[dict[str, Any]] = deque(maxlen=_MOST_SAMPLES)
         self.log: deque[LogLine] = deque(maxlen=_MOST_LOG_LINES)
         self.log_skipped: list[str] = []
-        self.is_log_whole = True
         self._metrics = Tail(self._metrics_path(), self.root, self._metrics_bytes)
         self._events: dict[Path, Tail] = {}
         self._timelines: dict[Path, Tail] = {}

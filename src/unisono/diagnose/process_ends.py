@@ -77,11 +77,6 @@ class Tracebacks:
         """Whether the next lines are wanted, whatever is in them."""
         return bool(self._open) or any(not one.over for one in self._last.values())
 
-    @staticmethod
-    def begins(text: str) -> bool:
-        """Whether this line begins one."""
-        return bool(_HEADER.search(text))
-
     def feed(self, key: str, text: str, event: Event) -> bool:
         """Takes a line without its prefixes; `key` distinguishes the processes of a log. True: it was part of a traceback."""
         text = text.rstrip()

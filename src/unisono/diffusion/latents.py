@@ -258,7 +258,6 @@ class PictureLoader:
         body = read_json(table / PICTURES)
         self._config = config
         self._entries: list[dict[str, Any]] = body["pictures"]
-        self._factor, self._is_xl = int(body["factor"]), bool(body["is_xl"])
         self._places = Places(table.parent.parent / "pictures", body["encoder"], body["text"])
         self._captions_are_cached = not needs_text_encoders(config)
         self._vae = None
