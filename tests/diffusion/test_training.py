@@ -3,8 +3,10 @@
 Run: pytest tests/diffusion/test_training.py
 """
 
+import json
 import subprocess
 import sys
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,23 @@ def test_neither_micro_batch_nor_cache_changes_losses(
     more = {"diffusion": common | change["diffusion"]} if "diffusion" in change else change
     other = studio.alone(studio.plan("diffusion", **more))
     assert other.losses == pytest.approx(done.losses, rel=1e-5)
+
+
+def test_the_pictures_of_a_step_have_one_size(studio: Studio, tmp_path: Path) -> None:
+    plan = studio.plan("diffusion", batch={"global": 4, "micro": 2}, duration="2 epochs")
+    studio.alone(plan.model_copy(update={"faults": {"write_rows": str(tmp_path)}}))
+    entries = json.loads((Path(plan.data.cache_dir) / "pictures.json").read_text())["pictures"]
+    size_of = {entry["name"]: tuple(entry["size"]) for entry in entries}
+    steps: dict[int, list[str]] = defaultdict(list)
+    for line in map(json.loads, (tmp_path / "rank-00000.jsonl").read_text().splitlines()):
+        steps[line["step"]] += [name for name, _ in line["rows"]]
+    names = [name for _, all_ in sorted(steps.items()) for name in all_]
+    assert Counter(names[:20]) == Counter(names[20:])  # of the two epochs, each with every use once
+    assert {len(all_) for all_ in steps.values()} == {4}
+    uses = Counter(size_of[name] for name in names[:20])
+    assert len(uses) >= 3
+    pure = [step for step, all_ in steps.items() if len({size_of[name] for name in all_}) == 1]
+    assert len(pure) >= 2 * sum(number // 4 for number in uses.values())
 
 
 def test_a_resumed_run_is_bit_equal(studio: Studio, done: Done) -> None:

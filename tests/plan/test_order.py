@@ -1,8 +1,9 @@
-"""The order of sequences is a function of (seed, epoch) alone, and loses and repeats nothing.
+"""The order of sequences is a function of (seed, epoch) alone, with groups also of these and the batch, and loses and repeats nothing.
 
 Run: pytest tests/plan
 """
 
+import itertools
 import random
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import sys
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unisono.plan import Stream, permutation, steps_for_tokens
+from unisono.plan import Stream, grouped, permutation, steps_for_tokens
 
 FOREVER = [1, 4, 2, 0, 8, 7, 6, 5, 9, 3]
 sizes = st.integers(1, 200)
@@ -68,6 +69,25 @@ def test_a_stream_may_be_entered_anywhere(n: int, seed: int, positions: list[int
     assert [stream.at(position) for position in positions] == [
         Stream(n, seed).at(position) for position in positions
     ]
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=80), st.integers(1, 12), seeds, epochs)
+def test_steps_are_of_one_group_as_far_as_it_goes(
+    groups: list[int], batch: int, seed: int, epoch: int
+) -> None:
+    """Each epoch has every sequence once; a step is mixed only if what is left of the groups makes it."""
+    n, done = len(groups), epoch * len(groups) % batch
+    order = grouped(permutation(n, seed=seed, epoch=epoch), groups, batch=batch, done=done)
+    assert sorted(order) == list(range(n))
+    head = (batch - done) % batch
+    full = [order[i : i + batch] for i in range(head, n - batch + 1, batch)]
+    pure = [step for step in full if len({groups[i] for i in step}) == 1]
+    assert len(pure) >= min(len(full), sum(groups.count(group) // batch for group in set(groups)))
+    for step in full:  # within a mixed step each group is contiguous, except for whole steps that did not fit
+        changes = sum(groups[a] != groups[b] for a, b in itertools.pairwise(step))
+        assert changes < 2 * len(set(groups))
+    stream = Stream(n, seed, groups, batch)
+    assert [stream.at(epoch * n + place) for place in range(n)] == order
 
 
 @settings(deadline=None)

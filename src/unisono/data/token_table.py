@@ -6,7 +6,7 @@ A table is a directory:
                             predicted, 2 where the end of sequence is predicted in its place, else 0.
                             Every record batch but the last has ROWS_PER_BATCH rows
     train-rows.arrow        one entry per row of the split: `stored` (row in tokens.arrow), `length`, `loss`, `file`, `number`; of rated
-                            answers also `label`, 1 for a desirable one; of pictures `picture`, and `number` is 0. With two sides, a pair or a rated answer with a mismatched one,
+                            answers also `label`, 1 for a desirable one; of pictures `picture` and `group`, a number for each size, and `number` is 0. With two sides, a pair or a rated answer with a mismatched one,
                             these are the rows `stored` and `stored` + 1 of tokens.arrow, and `length` and `loss` are sums over both
     train-sequences.arrow   one entry per sequence: `rows` lists of int64 (entries of train-rows), `tokens`, `loss_tokens`
     eval-rows.arrow, eval-sequences.arrow   the same for the evaluation, if there is one
@@ -386,7 +386,7 @@ def write_split(
     Args:
         directory: of the table.
         split: train or eval.
-        rows: `stored`, `length`, `loss`, `file`, `number`, and `label` of rated answers, one entry per row.
+        rows: `stored`, `length`, `loss`, `file`, `number`, and `label` of rated answers, `group` if a step has rows of one group (`plan.grouped`), one entry per row.
         sequences: rows of each sequence.
     """
     _write(directory / f"{split}-rows.arrow", {name: _column(values) for name, values in rows.items()})

@@ -349,8 +349,10 @@ def lora_config(section: AdapterSection, names: list[str]) -> Any:
 def choose_picture_forward(
     loaded: LoadedModel, config: RunConfig, *, directory: Path, dtype: str, gradient_checkpointing: bool
 ) -> PictureForward:
-    """The forward of a loaded denoiser."""
+    """The forward of a loaded denoiser, whose LoRA layers compute weight and adapter in one product where they can."""
     from diffusers import DDPMScheduler
+
+    from unisono.model.layers import speed_up_lora
 
     pipeline = read_pipeline(directory)
     denoiser = loaded.base
@@ -359,6 +361,7 @@ def choose_picture_forward(
         if trains_text(config):
             for encoder in denoiser.text_encoders:
                 encoder.gradient_checkpointing_enable({"use_reentrant": False})
+    speed_up_lora(denoiser)
     with quiet():
         scheduler = DDPMScheduler.from_pretrained(str(pipeline.root / "scheduler"), local_files_only=True)
     device = next(denoiser.parameters()).device

@@ -47,6 +47,7 @@ from unisono.text import Duration, show_bytes
 
 _EVAL = -1  # the epoch whose permutation selects the pictures that are split off
 _SHOWN = 20
+_ORDER = "grouped"  # changes when the same pictures would come in another order
 _MOST_DECODED = 200_000
 
 
@@ -268,7 +269,9 @@ def prepare_pictures(
     entries = [
         _entry(picture, latent) for picture, latent in zip(rows.train + rows.eval, latents, strict=True)
     ]
-    contents = json.dumps([[_without_places(entry) for entry in entries], rows.sequences, len(rows.train)])
+    contents = json.dumps(
+        [[_without_places(entry) for entry in entries], rows.sequences, len(rows.train), _ORDER]
+    )
     rows_digest = digest_text(contents)
     files_digest = digest_text(json.dumps([[p.digest, p.caption] for p in rows.train + rows.eval]))
     key = hashlib.sha256(
@@ -348,15 +351,17 @@ def _write_table(
     tokenizer = load_tokenizers(pipeline)[0]
     factor, border = pipeline.factor, len(rows.train)
     lengths = [_positions(entry, factor) for entry in entries]
+    sizes = sorted({tuple(entry["size"]) for entry in entries})
+    groups = [sizes.index(tuple(entry["size"])) for entry in entries]
     with writing_table(directory) as temporary:
         with TokenWriter(temporary / "tokens.arrow") as writer:
             for entry in entries:
                 ids = np.asarray(tokenizer(entry["caption"], truncation=True)["input_ids"], dtype=np.int32)
                 writer.add(Encoded(ids, np.arange(len(ids)) > 0))
-        found = {"train": _write_rows(temporary, "train", range(border), lengths, rows.sequences)}
+        found = {"train": _write_rows(temporary, "train", range(border), lengths, groups, rows.sequences)}
         if rows.eval:
             held = range(border, len(entries))
-            found["eval"] = _write_rows(temporary, "eval", held, lengths, list(range(len(held))))
+            found["eval"] = _write_rows(temporary, "eval", held, lengths, groups, list(range(len(held))))
         body = {
             "schema": 1,
             "factor": factor,
@@ -376,7 +381,7 @@ def _write_table(
 
 
 def _write_rows(
-    directory: Path, split: Split, members: range, lengths: list[int], sequences: list[int]
+    directory: Path, split: Split, members: range, lengths: list[int], groups: list[int], sequences: list[int]
 ) -> SplitSummary:
     numbers: Ints = np.asarray(members, dtype=np.int64)
     own = np.asarray(lengths, dtype=np.int64)[numbers]
@@ -387,6 +392,7 @@ def _write_rows(
         "file": numbers,
         "number": np.zeros_like(numbers),
         "picture": numbers,
+        "group": np.asarray(groups, dtype=np.int64)[numbers],
     }
     write_split(directory, split, columns, [[i] for i in sequences])
     total = int(own[sequences].sum())

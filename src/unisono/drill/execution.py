@@ -208,8 +208,8 @@ class DrillRun:
         rows.write_text("".join(json.dumps(_data_row(number)) + "\n" for number in range(_ROWS)))
         config = {
             **_TINY_CONFIG,
-            **self.drill.config,
             "data": {"train": str(rows), "max_length": 64},
+            **self.drill.config,
             "output_dir": str(self.sandbox.output_dir()),
         }
         config["checkpoint"] = {**_TINY_CONFIG["checkpoint"], **self.drill.config.get("checkpoint", {})}

@@ -15,6 +15,7 @@ from unisono.plan.run_plan import (
     Stream,
     deal,
     estimate_memory,
+    grouped,
     permutation,
     steps_for_tokens,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "Stream",
     "deal",
     "estimate_memory",
+    "grouped",
     "permutation",
     "resolve_plan",
     "steps_for_tokens",

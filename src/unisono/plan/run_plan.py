@@ -283,16 +283,54 @@ def permutation(n: int, *, seed: int, epoch: int) -> list[int]:
     return sorted(range(n), key=keys.__getitem__)
 
 
+def grouped(order: Sequence[int], groups: Sequence[int], *, batch: int, done: int = 0) -> list[int]:
+    """The same sequences in an order whose steps are each of one group as far as it goes, as sd-scripts deals pictures by size.
+
+    What is left of each group makes mixed steps, in which each group is contiguous. It is a function of its arguments alone, so that all
+    ranks have the same order.
+
+    Args:
+        order: of an epoch, a permutation.
+        groups: of each sequence by its number.
+        batch: sequences of a step.
+        done: sequences of the first step that belong to the epoch before.
+    """
+    members: dict[int, list[int]] = {}
+    for sequence in order:
+        members.setdefault(groups[sequence], []).append(sequence)
+    if len(members) < 2:
+        return list(order)
+    head = min((batch - done) % batch, len(order))
+    steps = (len(order) - head) // batch
+    whole = [
+        all_[i : i + batch]
+        for all_ in members.values()
+        for i in range(0, len(all_) - len(all_) % batch, batch)
+    ]
+    whole, broken = whole[:steps], whole[steps:]
+    rest = [sequence for all_ in members.values() for sequence in all_[len(all_) - len(all_) % batch :]]
+    rest += [sequence for chunk in broken for sequence in chunk]
+    first, rest = rest[:head], rest[head:]
+    mixed = (steps - len(whole)) * batch
+    whole += [rest[i : i + batch] for i in range(0, mixed, batch)]
+    chosen = [number for number in order if number < len(whole)]  # a permutation of the steps
+    return first + [sequence for number in chosen for sequence in whole[number]] + rest[mixed:]
+
+
 @dataclass
 class Stream:
     """The endless stream of sequences: epoch after epoch, each with its own permutation.
 
     Attributes:
         sequences: how many there are in an epoch.
+        groups: of each sequence; a step has sequences of one group as far as it goes. Empty: a step has any sequences.
+        batch: sequences of a step; only groups need it.
     """
 
     sequences: int
     seed: int
+    groups: Sequence[int] = ()
+    batch: int = 1
     _epochs: dict[int, list[int]] = field(default_factory=dict, repr=False)
 
     def at(self, position: int) -> int:
@@ -309,7 +347,11 @@ class Stream:
         if epoch not in self._epochs:
             for old in [e for e in self._epochs if e < epoch - 1]:
                 del self._epochs[old]
-            self._epochs[epoch] = permutation(self.sequences, seed=self.seed, epoch=epoch)
+            order = permutation(self.sequences, seed=self.seed, epoch=epoch)
+            if self.groups:
+                done = epoch * self.sequences % self.batch
+                order = grouped(order, self.groups, batch=self.batch, done=done)
+            self._epochs[epoch] = order
         return self._epochs[epoch]
 
 

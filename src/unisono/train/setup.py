@@ -198,7 +198,10 @@ def _gradient_sync(
 def _open_data(plan: RunPlan, place: RankPlace) -> tuple[TrainingData, TokenTable | None]:
     directory = Path(plan.data.cache_dir)
     table = faults.change_table(plan, place.rank, TokenTable.open(directory, "train"))
-    stream = Stream(table.sequences, plan.config.seed)
+    groups = table.columns.get("group")
+    rows = [table.rows_of(i)[0] for i in range(table.sequences)] if groups is not None else []
+    of_sequences = groups[rows].tolist() if groups is not None else []
+    stream = Stream(table.sequences, plan.config.seed, of_sequences, plan.global_batch)
     data = TrainingData(
         table, stream, plan.global_batch, plan.micro_batch, plan.total_sequences, place.rank, plan.world_size
     )
