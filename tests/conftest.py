@@ -21,7 +21,12 @@ from tests import needs
 from tests.needs import pytest_addoption, pytest_sessionfinish
 from tests.nodes.network_namespaces import Ground, Loopback, Namespaces, why_no_namespaces
 from tests.processes import mark, pytest_runtest_protocol, refuse_processes
-from tests.session_server import pytest_collection_finish, pytest_configure, pytest_unconfigure
+from tests.session_server import (
+    pytest_collection_finish,
+    pytest_configure,
+    pytest_terminal_summary,
+    pytest_unconfigure,
+)
 from tests.sharing import Sharing, is_long
 from unisono.config import RunConfig
 from unisono.events import Reporter
@@ -36,6 +41,7 @@ __all__ = [  # hooks of files beside this one
     "pytest_configure",
     "pytest_runtest_protocol",
     "pytest_sessionfinish",
+    "pytest_terminal_summary",
     "pytest_unconfigure",
 ]
 

@@ -116,7 +116,7 @@ def start_rank(command: Sequence[str], **options: Any) -> "subprocess.Popen[byte
         command: this interpreter with `-m MODULE` and the arguments.
         options: as for subprocess.Popen.
     """
-    server = _rank_server(os.getpid()) if _has_server() else None
+    server = _rank_server() if _has_server() else None
     return _Forked(command, server, None, **options) if server else subprocess.Popen([*command], **options)
 
 
@@ -151,9 +151,13 @@ def _has_server() -> bool:
     return sys.platform.startswith("linux") and threading.current_thread() is threading.main_thread()
 
 
-@functools.cache
-def _rank_server(_pid: int) -> "_Server | None":
-    """What the session's server of ranks has forked for this process; None if it has not."""
+_rank_servers: dict[int, "_Server"] = {}
+
+
+def _rank_server() -> "_Server | None":
+    """What the session's server of ranks has forked for this process; None if it has not, which on a busy machine may be different next time."""
+    if found := _rank_servers.get(os.getpid()):
+        return found
     limit = time.monotonic() + _LIMIT_S
     while not Path(path := os.environ.get(SHARED, "/")).exists():  # it is importing
         assert time.monotonic() < limit, f"{path} never came"
@@ -163,7 +167,7 @@ def _rank_server(_pid: int) -> "_Server | None":
         return None
     atexit.register(server.close)
     assert server._control is not None
-    return _Server(server._control)
+    return _rank_servers.setdefault(os.getpid(), _Server(server._control))
 
 
 class _Server:

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import IO
 
@@ -39,6 +40,12 @@ class SessionServer:
         )  # fmt: skip
         os.environ[SHARED] = str(socket)
 
+    def refusals(self) -> Counter[str]:
+        """Why fronts had to start interpreters, each with imports of its own, and how often."""
+        file = Path(self._folder.name) / "refusals"
+        lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+        return Counter(line.partition(": ")[2] for line in lines)
+
     def close(self) -> None:
         if self._process is not None:
             self._process.kill()
@@ -68,6 +75,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         item.get_closest_marker("slow") or item.get_closest_marker("ranks") for item in session.items
     ):
         server.start()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """What made the session slow."""
+    if server := config.stash.get(_KEY, None):
+        for reason, times in server.refusals().most_common():
+            terminalreporter.write_line(f"not forked, {times} times: {reason}")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
