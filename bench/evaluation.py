@@ -1,14 +1,16 @@
 """Measures `unisono eval`: its answers against `model.generate` one by one and in padded batches; its loss of packed rows against TRL's evaluation with padding.
 
-python bench/evaluation.py [m15|m135 ...] [--rounds 3] [--out bench/results/evaluation.json]
+python bench/evaluation.py [m15|m135 ...] [--parts answers loss] [--dtypes float32 bfloat16] [--rounds 3] [--out bench/results/evaluation.json]
 
-The models are the random ones of bench/workload.py in float32. They would never end an answer, so a sixtieth of the vocabulary are stop tokens: lengths
-vary as those of real answers do. The ways are measured in turn, in CPU seconds and in seconds; ratios are those of medians.
+The models are the random ones of bench/workload.py. They would never end an answer, so a sixtieth of the vocabulary are stop tokens: lengths
+vary as those of real answers do. The loss is that of rows of 180 and of 24 tokens; in bfloat16, TRL has bfloat16 weights and its default, autocast.
+The ways are measured in turn, in CPU seconds and in seconds; ratios are those of medians.
 """
 
 import argparse
 import json
 import random
+import shutil
 import statistics
 import tempfile
 import time
@@ -18,6 +20,7 @@ from typing import Any
 
 import torch
 from peers import machine, trl_row  # type: ignore[import-not-found]  # beside this script
+from transformers import AutoModelForCausalLM
 from workload import make  # type: ignore[import-not-found]  # beside this script
 
 from unisono.data.token_table import TokenTable
@@ -30,6 +33,7 @@ from unisono.task.inference import InferenceModel, open_requested
 QUESTIONS = 32
 ANSWER_TOKENS = 64
 ROWS = 96
+SHORT_ROWS = 800
 PADDED_ROWS = 8  # per batch of TRL, its default
 
 
@@ -79,12 +83,33 @@ def measure_answers(opened: InferenceModel, rounds: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def write_short_rows(rows: Path, out: Path) -> None:
+    """Rows of 24 tokens on average, template included: the first words of other rows."""
+    long = [json.loads(line) for line in rows.read_text().splitlines()]
+    with out.open("w") as file:
+        for i in range(SHORT_ROWS):
+            row, first = long[i % len(long)], i % 5
+            asked = " ".join(row["instruction"].split()[first : first + 3])
+            answer = " ".join(row["output"].split()[: 2 + i % 2])
+            file.write(json.dumps({"instruction": asked, "input": "", "output": answer}) + "\n")
+
+
+def in_dtype(model: Path, dtype: str) -> Path:
+    """The model's directory in a dtype: written beside the float32 one."""
+    if dtype == "float32":
+        return model
+    out = model.with_name(f"{model.name}-{dtype}")
+    shutil.copytree(model, out)
+    AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).save_pretrained(out)
+    return out
+
+
 def measure_loss(opened: InferenceModel, model: Path, rows: Path, work: Path, rounds: int) -> dict[str, Any]:
     """The loss of all rows, by us and by TRL."""
     config = evaluate.evaluation_config(opened, str(rows))
     _, table = evaluate._prepared(config, str(work / "cache"), Reporter(None))  # noqa: SLF001 - without scores
     sequences = list(range(table.sequences))
-    trainer = trl_trainer(model, rows, work)
+    trainer = trl_trainer(model, rows, work, opened.dtype)
     times: dict[str, dict[str, list[float]]] = {"trl": {}, "unisono": {}}
     ours: dict[str, Any] = {}
     theirs: dict[str, Any] = {}
@@ -102,16 +127,16 @@ def losses(opened: InferenceModel, table: TokenTable, sequences: list[int]) -> d
     return evaluate.losses(opened, table, sequences, Reporter(None))
 
 
-def trl_trainer(model: Path, rows: Path, work: Path) -> Any:
-    """TRL's trainer with its defaults for evaluation, in float32."""
+def trl_trainer(model: Path, rows: Path, work: Path, dtype: str) -> Any:
+    """TRL's trainer with its defaults for evaluation."""
     from datasets import Dataset
     from transformers import AutoTokenizer
     from trl import SFTConfig, SFTTrainer
 
     data = Dataset.from_list([trl_row(json.loads(line)) for line in rows.read_text().splitlines()])
     config = SFTConfig(
-        output_dir=str(work / "trl"), use_cpu=True, bf16=False, report_to="none", max_length=1024,
-        per_device_eval_batch_size=PADDED_ROWS, model_init_kwargs={"dtype": "float32"}, disable_tqdm=True,
+        output_dir=str(work / "trl"), use_cpu=True, bf16=dtype == "bfloat16", report_to="none", max_length=1024,
+        per_device_eval_batch_size=PADDED_ROWS, model_init_kwargs={"dtype": dtype}, disable_tqdm=True,
     )  # fmt: skip
     threads = torch.get_num_threads()
     trainer = SFTTrainer(
@@ -126,6 +151,8 @@ def main() -> None:
     """Measures, prints, and writes the figures."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("models", nargs="*", default=["m15", "m135"])
+    parser.add_argument("--parts", nargs="+", default=["answers", "loss"], choices=["answers", "loss"])
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
@@ -133,13 +160,21 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         make(work, rows=ROWS)
+        write_short_rows(work / "alpaca.jsonl", work / "short.jsonl")
         for name in arguments.models:
-            opened = open_requested({"target": str(work / name), "step": None}, Reporter(None))
-            found["models"][name] = {
-                "answers": measure_answers(opened, arguments.rounds),
-                "loss": measure_loss(opened, work / name, work / "alpaca.jsonl", work, arguments.rounds),
-            }
-            print(json.dumps(found["models"][name], indent=1), flush=True)
+            for dtype in arguments.dtypes:
+                model = in_dtype(work / name, dtype)
+                opened = open_requested({"target": str(model), "step": None}, Reporter(None))
+                parts: dict[str, Any] = {}
+                if "answers" in arguments.parts:
+                    parts["answers"] = measure_answers(opened, arguments.rounds)
+                if "loss" in arguments.parts:
+                    for rows in ("alpaca", "short"):
+                        parts[f"loss_{rows}"] = measure_loss(
+                            opened, model, work / f"{rows}.jsonl", work, arguments.rounds
+                        )
+                found["models"][model.name] = parts
+                print(json.dumps(parts, indent=1), flush=True)
     if arguments.out:
         arguments.out.write_text(json.dumps(found, indent=1) + "\n")
 

@@ -44,11 +44,11 @@ _MODELS = {
 }
 
 
-def _model(config: Any, *, dtype: torch.dtype) -> Any:
+def _model(config: Any, *, dtype: torch.dtype, targets: str | list[str] = "all-linear") -> Any:
     """A LoRA model on the same weights for every dtype; what is adapted is never at its start, where B is 0."""
     register()
     torch.manual_seed(0)
-    settings = peft.LoraConfig(r=4, lora_alpha=6, target_modules="all-linear", task_type="CAUSAL_LM")
+    settings = peft.LoraConfig(r=4, lora_alpha=6, target_modules=targets, task_type="CAUSAL_LM")
     model = peft.get_peft_model(transformers.AutoModelForCausalLM.from_config(config), settings)
     for name, parameter in model.named_parameters():
         if "lora_B" in name or "norm" in name:
@@ -92,11 +92,19 @@ def _error(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found - wanted).norm() / wanted.norm())
 
 
-@pytest.mark.parametrize("kind", _MODELS)
-def test_outputs_and_gradients_are_as_near_to_float32_as_those_of_torch(kind: str) -> None:
-    config, count = _MODELS[kind]
-    exact = _outcome(_model(config, dtype=torch.float32))
-    slow, fast = (_model(config, dtype=torch.bfloat16) for _ in range(2))
+@pytest.mark.parametrize(
+    ("kind", "targets", "count"),
+    [
+        *((kind, "all-linear", count) for kind, (_, count) in _MODELS.items()),
+        ("llama", ["q_proj", "v_proj"], 7),  # attentions have layers of two kinds, MLPs are frozen
+    ],
+)
+def test_outputs_and_gradients_are_as_near_to_float32_as_those_of_torch(
+    kind: str, targets: str | list[str], count: int
+) -> None:
+    config, _ = _MODELS[kind]
+    exact = _outcome(_model(config, dtype=torch.float32, targets=targets))
+    slow, fast = (_model(config, dtype=torch.bfloat16, targets=targets) for _ in range(2))
     with torch.no_grad():
         fast(**_inputs())  # attentions note their settings
     assert len(speed_up_layers(fast)) == count
@@ -130,6 +138,29 @@ def test_in_full_fine_tuning_they_are_as_near_to_float32_as_those_of_autocast(ki
         assert _error(mine[name], wanted) < 1.2 * _error(theirs[name], wanted) + 0.002, name
     # Without autocast they compute in float32, as those of torch do.
     assert torch.equal(fast(**_inputs()).logits, slow(**_inputs()).logits)
+
+
+@pytest.mark.parametrize("kind", _MODELS)
+def test_outputs_and_input_gradients_of_a_frozen_model_are_as_near_to_float32_as_those_of_torch(
+    kind: str,
+) -> None:
+    config, count = _MODELS[kind]
+    exact, slow, fast = (_full_model(config).bfloat16().requires_grad_(requires_grad=False) for _ in range(3))
+    exact.float()
+    before = {name: tensor.clone() for name, tensor in fast.state_dict().items()}
+    with torch.no_grad():
+        fast(**_inputs())  # attentions note their settings
+    assert len(speed_up_layers(fast)) == count
+    assert all(torch.equal(before[name], tensor) for name, tensor in fast.state_dict().items())
+    outcomes = []
+    for model in (exact, slow, fast):
+        inputs = _inputs()
+        given = model.get_input_embeddings()(inputs.pop("input_ids")).requires_grad_()
+        logits = model(inputs_embeds=given, **inputs).logits[0].float()
+        logits.square().sum().backward()
+        outcomes.append((logits.detach(), given.grad))
+    for wanted, theirs, mine in zip(*outcomes, strict=True):
+        assert _error(mine, wanted) < 1.3 * _error(theirs, wanted) + 0.002
 
 
 def test_gradients_of_full_fine_tuning_do_not_depend_on_the_number_of_threads() -> None:

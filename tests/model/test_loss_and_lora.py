@@ -6,6 +6,7 @@ import peft
 import pytest
 import torch
 import transformers
+from torch.utils.flop_counter import FlopCounterMode
 
 from unisono.model.layers import head_log_probs, head_loss, logits_loss, speed_up_lora
 
@@ -26,6 +27,17 @@ def test_the_chunked_head_equals_cross_entropy_over_all_logits(rows: int, smooth
         strict=True,
     ):
         assert torch.allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_evaluation_computes_no_gradient_of_the_head() -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(300, 16), torch.randn(50, 16).requires_grad_()
+    labels = torch.randint(0, 50, (300,))
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        found = head_loss(hidden, weight, labels, count=300, dtype=torch.float32)
+    assert counter.get_total_flops() == 2 * 300 * 50 * 16  # the logits alone
+    wanted = head_loss(hidden, weight, labels, count=300, dtype=torch.float32)
+    assert torch.allclose(found, wanted, rtol=1e-6)
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -1,7 +1,7 @@
 """Attention and MLP of a decoder layer, each as one function with few products and passes over memory, in bfloat16 on CPUs.
 
-For LoRA on frozen bfloat16 weights, and for full fine-tuning of float32 weights under autocast, whose roundings are kept: products in
-bfloat16, norms and what is added up over the layers in float32.
+For frozen bfloat16 weights with LoRA or without (evaluation, reference models), and for full fine-tuning of float32 weights under autocast,
+whose roundings are kept: products in bfloat16, norms and what is added up over the layers in float32.
 
 Letters: T tokens, E hidden size, H query heads, K key-value heads, G = H / K, D head size, F intermediate size; W (out, in) a
 weight, A (r, in) and B (out, r) of its adapter, s the adapter's scaling.
@@ -101,6 +101,42 @@ def _b_of(layer: Any) -> torch.Tensor:
     (name,) = layer.lora_B
     found: torch.Tensor = layer.lora_B[name].weight
     return found
+
+
+class Frozen:
+    """Frozen bfloat16 layers with the same input: one product with their joined weight, of which theirs become views."""
+
+    def __init__(self, layers: list[Any]) -> None:
+        self.sizes = [layer.out_features for layer in layers]
+        self.out = self.width = sum(self.sizes)
+        self.weight = layers[0].weight.data  # (out, in)
+        if len(layers) > 1:
+            self.weight = torch.cat([layer.weight.data for layer in layers])
+            for layer, part in zip(layers, self.weight.split(self.sizes), strict=True):
+                layer.weight.data = part
+
+    def parameters(self) -> list[torch.Tensor]:
+        """None are trained."""
+        return []
+
+    def is_usable(self) -> bool:
+        """Always."""
+        return True
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """x (T, in) → (T, out)."""
+        return x @ self.weight.t()
+
+    def input_gradient(self, d_joint: torch.Tensor) -> torch.Tensor:
+        """(T, in), from the gradient of the outputs (T, out)."""
+        return d_joint @ self.weight
+
+    def gradients(
+        self, d_joint: torch.Tensor, x: torch.Tensor, low: torch.Tensor
+    ) -> Sequence[torch.Tensor | None]:
+        """None."""
+        del d_joint, x, low
+        return []
 
 
 class Scratch:
@@ -244,8 +280,8 @@ class GatedMlp(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: torch.Tensor,
-        wide: Joined | Trained,
-        down: Joined | Trained,
+        wide: Joined | Frozen | Trained,
+        down: Joined | Frozen | Trained,
         kernels: Kernels,
         *parameters: torch.Tensor,
     ) -> torch.Tensor:
@@ -290,7 +326,7 @@ class SelfAttention(torch.autograd.Function):
         x: torch.Tensor,
         rope: tuple[torch.Tensor, torch.Tensor],
         lengths: tuple[int, ...],
-        joined: Joined | Trained,
+        joined: Joined | Frozen | Trained,
         heads: Heads,
         kernels: Kernels,
         *parameters: torch.Tensor,
@@ -317,7 +353,7 @@ class SelfAttention(torch.autograd.Function):
 
 
 def _heads_of(
-    joint: torch.Tensor, joined: Joined | Trained, heads: Heads
+    joint: torch.Tensor, joined: Joined | Frozen | Trained, heads: Heads
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Views of a joint product: q (T, H, D), k and v (T, K, D)."""
     q, k, v = (part.unflatten(1, (-1, heads.size)) for part in joint[:, : joined.out].split(joined.sizes, 1))
@@ -371,8 +407,10 @@ def slow_down_layers(changed: list[torch.nn.Module]) -> None:
         del module.forward
 
 
-def _join(layers: list[Any], scratch: Scratch) -> Joined | Trained:
-    return Trained(layers, scratch) if _is_wide(layers[0]) else Joined(layers)
+def _join(layers: list[Any], scratch: Scratch) -> Joined | Frozen | Trained:
+    if _is_wide(layers[0]):
+        return Trained(layers, scratch)
+    return Frozen(layers) if _is_frozen(layers[0]) else Joined(layers)
 
 
 def _is_norm(module: Any, kernels: Kernels) -> bool:
@@ -397,14 +435,12 @@ def _is_norm(module: Any, kernels: Kernels) -> bool:
 
 
 def _has_parts(module: Any, names: tuple[str, ...]) -> bool:
-    """Whether its children with parameters have exactly these names, and are quick LoRA layers on dense bfloat16 weights, or all float32."""
+    """Whether its children with parameters have exactly these names, and are of one kind."""
     children = {
         name: child for name, child in module.named_children() if next(child.parameters(), None) is not None
     }
-    return set(children) == set(names) and (
-        all(_is_dense(child) for child in children.values())
-        or all(_is_wide(child) for child in children.values())
-    )
+    kinds = (_is_dense, _is_frozen, _is_wide)
+    return set(children) == set(names) and any(all(map(kind, children.values())) for kind in kinds)
 
 
 def _is_wide(layer: Any) -> bool:
@@ -412,7 +448,14 @@ def _is_wide(layer: Any) -> bool:
     return type(layer) is torch.nn.Linear and layer.bias is None and layer.weight.dtype == torch.float32
 
 
+def _is_frozen(layer: Any) -> bool:
+    """Whether it is torch's linear layer without bias, with a frozen bfloat16 weight."""
+    weight = layer.weight if type(layer) is torch.nn.Linear and layer.bias is None else None
+    return weight is not None and weight.dtype == torch.bfloat16 and not weight.requires_grad
+
+
 def _is_dense(layer: Any) -> bool:
+    """Whether it is a quick LoRA layer on a frozen bfloat16 weight without bias."""
     if not isinstance(layer, LoraLinear) or not is_quick(layer):
         return False
     base = layer.get_base_layer()

@@ -263,7 +263,8 @@ def choose_forward(
         # The head of a reward model needs its hidden states in float32.
         is_full = loaded.model is base and not loaded.is_reward
         on_cpu = dtype == "bfloat16" and base.device.type == "cpu"
-        if forward.layout == "flat" and on_cpu and (is_full or (quick and not root)):
+        joins = not root or bool(loaded.trainable)  # the joined weights of a frozen model cannot be sharded
+        if forward.layout == "flat" and on_cpu and ((is_full and joins) or (quick and not root)):
             forward.within(lambda: _try_layers(forward, wanted))
     loaded.model.train(was_training)
     if forward.rows_apart and forward.layout == "padded":

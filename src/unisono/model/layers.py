@@ -306,6 +306,8 @@ def head_loss(
     smoothing: float = 0.0,
 ) -> torch.Tensor:
     """The loss of hidden states (N, E) under a linear head (V, E), as a float32 scalar; products in `dtype`."""
+    if not torch.is_grad_enabled():
+        weight = weight.detach()  # its gradient would be computed in the forward pass
     return ChunkedCrossEntropy.apply(hidden.to(dtype), weight, labels, count, smoothing)
 
 

@@ -401,6 +401,7 @@ def _load(target: Target, *, dtype: str, device: torch.device) -> LoadedModel:
         ).to(device)
         if target.is_reward:
             set_pad_token(base, tokenizer)
+        base.requires_grad_(False)  # the fast layers are for frozen weights
         return _loaded(base, base, tokenizer, {})
     if target.source == "checkpoint":
         return _load_checkpoint(target, dtype=dtype, device=device)
