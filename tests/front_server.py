@@ -2,6 +2,7 @@
 
 `start` does what subprocess.Popen does, and `run` what subprocess.run does. Each process of a test session has one server, which ends with it.
 A front that needs an interpreter of its own (another environment variable that is read at start, options of the interpreter) gets one.
+`start_program` does the same for programs of others under guard (unisono.integrations.inside), from a process in which torch was imported and hooked.
 See docs/decisions/0018-fork-server.md; tests/test_front_server.py compares both.
 """
 
@@ -17,6 +18,7 @@ import pkgutil
 import re
 import runpy
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -31,13 +33,23 @@ from typing import Any
 
 import unisono.child
 import unisono.cli
+from unisono.integrations.border import Guard, Presence, find_guard, own_registration
+from unisono.integrations.inside import injected
 from unisono.supervise.child_process import child_environment
 from unisono.supervise.fork_server import SHARED, ForkServer
 from unisono.worker import fork_server
 
 _MODULES = ("unisono.launch.train_request", "unisono.launch.session", "unisono.doctor.check")
 """What fronts import, beside the modules of unisono.cli."""
-_READ_AT_START = re.compile(r"^(PATH$|PYTHON|PYDANTIC_|TYPER_|LD_|LC_|LANG|MALLOC_|GLIBC_|TZ)")
+_GUARDED_MODULES = (
+    "torch.distributed",
+    "torch._dynamo",
+    "torch.nn.parallel",
+    "torch.multiprocessing",
+    "torch.utils.data.distributed",
+)
+"""What programs of others import; DistributedDataParallel and optimizers load torch._dynamo when they are made."""
+_READ_AT_START = re.compile(r"^(PYTHON|PYDANTIC_|TYPER_|LD_|LC_|LANG|MALLOC_|GLIBC_|TZ)")
 """Variables that the interpreter, or a module at its import, has read."""
 _PLACE = "TEST_PLACE"  # the variable with the place of a forked front, which the front does not see
 _LIMIT_S = 120.0  # of imports, on a machine with much to do
@@ -93,7 +105,7 @@ def _call(name: str, *arguments: int | bytes | None) -> None:
 
 def start(
     command: Sequence[str], *, place: Place | None = None, executed: Sequence[str] = (), **options: Any
-) -> "subprocess.Popen[str]":
+) -> "subprocess.Popen[Any]":
     """Starts a front, forked if it can be.
 
     Args:
@@ -109,7 +121,19 @@ def start(
     return subprocess.Popen([*(executed or command)], **options)
 
 
-def start_rank(command: Sequence[str], **options: Any) -> "subprocess.Popen[bytes]":
+def start_program(command: Sequence[str], **options: Any) -> "subprocess.Popen[str]":
+    """Starts somebody else's program under guard, forked if it can be: what it imports of torch was imported, and hooked, before.
+
+    Args:
+        command: this interpreter with `-m MODULE` or a script, and the arguments.
+        options: as for subprocess.Popen, with a guarded environment as `env`.
+    """
+    if _has_server() and (server := _program_server(os.getpid())).serves(command, options["env"]):
+        return _Forked(command, server, None, **options)
+    return subprocess.Popen([*command], **options)
+
+
+def start_rank(command: Sequence[str], **options: Any) -> "subprocess.Popen[Any]":
     """Starts a rank without a front, forked by the session's server of ranks (tests/session_server.py) if it can be.
 
     Args:
@@ -146,9 +170,27 @@ def _server(_pid: int) -> "_FrontServer":
     return _FrontServer()
 
 
+@functools.cache
+def _program_server(_pid: int) -> "_FrontServer":
+    """That of this process for guarded programs. Its own border is this process's, and nobody looks there."""
+    folder = tempfile.mkdtemp(prefix="unisono-programs-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    guard = Guard(Path(folder) / "guard", "none", os.getpid(), host="here")
+    one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    return _FrontServer(injected({**os.environ, **one_thread}, guard.write()), "programs")
+
+
 def _has_server() -> bool:
     """The kernel ends a server with the thread that started it."""
     return sys.platform.startswith("linux") and threading.current_thread() is threading.main_thread()
+
+
+def wait_for_rank_server() -> None:
+    """Waits until the session's server of ranks has imported: a front that comes before it imports the same once more."""
+    limit = time.monotonic() + _LIMIT_S
+    while not Path(path := os.environ.get(SHARED, "/")).exists():
+        assert time.monotonic() < limit, f"{path} never came"
+        time.sleep(0.05)
 
 
 _rank_servers: dict[int, "_Server"] = {}
@@ -158,10 +200,7 @@ def _rank_server() -> "_Server | None":
     """What the session's server of ranks has forked for this process; None if it has not, which on a busy machine may be different next time."""
     if found := _rank_servers.get(os.getpid()):
         return found
-    limit = time.monotonic() + _LIMIT_S
-    while not Path(path := os.environ.get(SHARED, "/")).exists():  # it is importing
-        assert time.monotonic() < limit, f"{path} never came"
-        time.sleep(0.05)
+    wait_for_rank_server()
     server = ForkServer(lambda _: None, only_shared=True)
     if not server._join(child_environment(threads=1)):
         return None
@@ -197,16 +236,16 @@ class _Server:
 
 
 class _FrontServer(_Server):
-    """One that is started for this process."""
+    """One that is started for this process: of fronts, or of guarded programs in an environment that is guarded."""
 
-    def __init__(self) -> None:
+    def __init__(self, environment: Mapping[str, str] = os.environ, kind: str = "fronts") -> None:
         control, other_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         super().__init__(control)
-        self._environment = dict(os.environ)
+        self._environment = dict(environment)
         with other_end, tempfile.TemporaryFile() as printed:
-            words = [sys.executable, __file__, str(other_end.fileno()), str(os.getpid())]
+            words = [sys.executable, __file__, str(other_end.fileno()), str(os.getpid()), kind]
             self._process = subprocess.Popen(
-                words, pass_fds=(other_end.fileno(),), start_new_session=True,
+                words, env=self._environment, pass_fds=(other_end.fileno(),), start_new_session=True,
                 stdin=subprocess.DEVNULL, stdout=printed, stderr=printed,
             )  # fmt: skip
             other_end.close()
@@ -297,14 +336,15 @@ class _Forked(subprocess.Popen):  # type: ignore[type-arg]
         return self.returncode
 
 
-def _serve(control: socket.socket, tests: int) -> fork_server.Request | None:
+def _serve(control: socket.socket, tests: int, kind: str) -> fork_server.Request | None:
     """Imports, and serves until the tests are gone; gives the request in each forked process."""
     mask = signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals())
     unisono.child.end_with_front(tests)
     environment = dict(os.environ)
-    commands = (f"unisono.cli.{one.name}" for one in pkgutil.iter_modules(unisono.cli.__path__))
+    commands = [f"unisono.cli.{one.name}" for one in pkgutil.iter_modules(unisono.cli.__path__)]
+    modules = (*_MODULES, *commands) if kind == "fronts" else _GUARDED_MODULES
     with unisono.child.loading_modules():
-        for name in (*_MODULES, *commands):
+        for name in modules:
             importlib.import_module(name)
     control.send(b'{"ready": true}')
     request = fork_server.Server(control, environment, find_difference=lambda *_: "").serve(refusal="")
@@ -315,8 +355,22 @@ def _serve(control: socket.socket, tests: int) -> fork_server.Request | None:
         _open_streams()
         if place := os.environ.pop(_PLACE, ""):
             Place(**json.loads(place)).enter()
+        if kind == "programs":
+            _move_to_border()
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     return request
+
+
+def _move_to_border() -> None:
+    """This process was guarded when it imported torch, by the border of the server; its own is the one that its environment names."""
+    from unisono.integrations.inside.guarded_process import this_process
+
+    process, guard = this_process({}), find_guard(os.environ)
+    assert process is not None, "torch is hooked"
+    assert guard is not None
+    process.presence = Presence(guard)
+    if "LOCAL_RANK" in os.environ:
+        process.become(own_registration(os.environ))
 
 
 def _open_streams() -> None:
@@ -334,8 +388,8 @@ def _open_streams() -> None:
         setattr(sys, f"__{name}__", stream)
 
 
-def _main(control: str, tests: str) -> None:
-    request = _serve(socket.socket(fileno=int(control)), int(tests))
+def _main(control: str, tests: str, kind: str) -> None:
+    request = _serve(socket.socket(fileno=int(control)), int(tests), kind)
     if request is None:
         os._exit(0)
     command = [*request.command]

@@ -73,7 +73,7 @@ def test_a_forked_front_goes_to_its_place(ground: Ground, monkeypatch: pytest.Mo
     assert [one["cwd"] for one in found] == [str(ROOT)] * 2
 
 
-@pytest.mark.parametrize("variables", [{"PATH": "/usr/bin"}, {"PYTHONWARNINGS": "error"}])
+@pytest.mark.parametrize("variables", [{"LANG": "C"}, {"PYTHONWARNINGS": "error"}])
 def test_a_front_whose_interpreter_reads_something_different_is_executed(variables: dict[str, str]) -> None:
     assert answer(started({**os.environ, **variables}))[0]["parent"] == os.getpid()
 

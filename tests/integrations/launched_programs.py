@@ -1,7 +1,10 @@
-"""Starts a program of tests/run/programs in one process or several, as a launcher would, and reads what came of it."""
+"""Starts a program of tests/run/programs in one process or several, as a launcher would, and reads what came of it.
+
+They are forked from the session's one import of torch and transformers, and what this file does as a program is to run one.
+"""
 
 import json
-import os
+import runpy
 import subprocess
 import sys
 import time
@@ -9,7 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests import front_server
 from tests.ports import free_port
+from unisono.supervise.child_process import child_environment
 
 PROGRAMS = Path(__file__).parents[1] / "run" / "programs"
 _LIMIT_S = (
@@ -74,8 +79,14 @@ def _start(
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo",
     }  # fmt: skip
-    return subprocess.Popen(
-        [sys.executable, str(PROGRAMS / program), "--out", str(out), *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **(launched if ranks > 1 else {}), **environment},
+    return front_server.start_rank(
+        [sys.executable, "-m", "tests.integrations.launched_programs", str(PROGRAMS / program), "--out", str(out), *arguments],
+        env={**child_environment(threads=1), "HF_HUB_OFFLINE": "1", **(launched if ranks > 1 else {}), **environment},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.argv.pop(0)
+    sys.path[0] = str(PROGRAMS)
+    runpy.run_path(sys.argv[0], run_name="__main__")

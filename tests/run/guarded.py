@@ -143,8 +143,9 @@ class Guarded:
             *command,
         ]
         self.front = Front(
-            ground.command(node, words, Own()) if ground else words, node=node, host=ground.host(node) if ground else "", cwd=folder, json=True,
+            words, node=node, host=ground.host(node) if ground else "", cwd=folder, json=True,
             environment=environment_of({**program.environment, **(changes or {})}),
+            place=ground.place(node, Own()) if ground else None, executed=ground.command(node, words, Own()) if ground else (),
         )  # fmt: skip
 
     def losses(self, rank: int) -> list[dict[str, Any]]:

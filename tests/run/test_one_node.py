@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests import front_server
 from unisono.diagnose.own_runs import diagnose_run
 from unisono.facts.processes import processes_below
 
@@ -35,8 +36,8 @@ RANK = (
 @contextlib.contextmanager
 def run(folder: Path, words: Sequence[str], *flags: str, **more: Any) -> "Iterator[subprocess.Popen[bytes]]":
     """`unisono run FLAGS -- WORDS` in a folder; a front that is still there at the end, as when a test fails, is killed."""
-    command = [UNISONO, "run", "--output-dir", "out", *flags, "--", *words]
-    with subprocess.Popen(
+    command = [sys.executable, "-m", "unisono", "run", "--output-dir", "out", *flags, "--", *words]
+    with front_server.start(
         command, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **more
     ) as front:
         try:

@@ -86,19 +86,21 @@ def start(ground: Ground, tmp_path: Path) -> Iterator[Start]:
             filled = [word.format(node=node, head=ground.address(0), port=port) for word in words]
             environment = {
                 "PATH": f"{BIN}:{os.environ['PATH']}", "HOME": os.environ.get("HOME", "/root"), "UNISONO_TOKEN": TOKEN,
-                "OMP_NUM_THREADS": "1", **variables[node],
+                "OMP_NUM_THREADS": "1", **variables[node], **{name: value for name, value in os.environ.items() if name.startswith(("PYTHON", "LANG", "LC_"))},
             }  # fmt: skip
             if ground.apart:
                 environment["GLOO_SOCKET_IFNAME"] = "eth0"
-            command = ground.command(node, filled, own[node] if own else Own())
+            place = own[node] if own else Own()
             fronts.append(
                 Front(
-                    command,
+                    filled,
                     node=node,
                     host=ground.host(node),
                     cwd=folder,
                     environment=environment,
                     json=False,
+                    place=ground.place(node, place),
+                    executed=ground.command(node, filled, place),
                 )
             )
         return fronts
@@ -111,7 +113,7 @@ def start(ground: Ground, tmp_path: Path) -> Iterator[Start]:
 def run(*words: str, flags: Sequence[str] = ()) -> list[str]:
     """`unisono run` with the topology of these nodes."""
     where = ["--nodes", "2", "--node-rank", "{node}", "--head", "{head}:{port}", "--output-dir", "out"]
-    return [str(BIN / "unisono"), "run", *where, *flags, "--", *words]
+    return [sys.executable, "-m", "unisono", "run", *where, *flags, "--", *words]
 
 
 def ended(fronts: Sequence[Front], codes: Sequence[int]) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests import front_server
 from tests.ports import free_port
 from unisono.causes import Verdict
 from unisono.events import Message
@@ -179,9 +180,14 @@ class Played:
 
 
 def play(
-    folder: Path, command: Sequence[str], *, world_size: int = 2, env: Mapping[str, str] | None = None
+    folder: Path,
+    command: Sequence[str],
+    *,
+    world_size: int = 2,
+    env: Mapping[str, str] | None = None,
+    forked: bool = True,
 ) -> Played:
-    """Starts a program under guard; see `end`."""
+    """Starts a program under guard, forked from a process that has imported torch unless that is not wanted; see `end`."""
     guard = Guard(folder / "guard", "one", os.getpid(), host="here")
     environment = {
         **os.environ,
@@ -193,7 +199,7 @@ def play(
     environment = injected(environment, guard.write())
     log = folder / "program.log"
     with log.open("w") as output:
-        process = subprocess.Popen(
+        process = (front_server.start_program if forked else subprocess.Popen)(
             command,
             env=environment,
             stdout=output,

@@ -41,7 +41,7 @@ def test_importing_unisono_loads_neither_torch_nor_what_guards() -> None:
 def test_under_run_the_front_knows_step_phase_and_loss(guarded: Callable[..., Played]) -> None:
     """Also of a program that loads no torch: its steps are those that it tells."""
     env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    played = guarded(sys.executable, PROGRAMS / "bare.py", world_size=1, env=env)
+    played = guarded(sys.executable, PROGRAMS / "bare.py", world_size=1, env=env, forked=False)
     assert played.until_ended() == 0, played.printed
     reported = played.events_of("step")
     assert (reported[0]["step"], reported[0]["loss"]) == (1, 1.0)

@@ -39,7 +39,7 @@ def test_a_sitecustomize_that_is_there_runs_after_ours_and_is_the_one_that_is_se
     (folder / "sitecustomize.py").write_text(
         "import sys\nmine = [type(f).__module__ for f in sys.meta_path]\nsaid = 'theirs'\n"
     )
-    environment["PYTHONPATH"] += os.pathsep + str(folder)
+    environment = injected({**environment, "PYTHONPATH": str(folder)}, Path(environment[VARIABLE]))
     show = (
         "import sys, sitecustomize as s; print(s.said, 'sitecustomize' in s.mine, s.__file__, sys.path[1:3])"
     )
@@ -138,7 +138,7 @@ def test_a_python_that_reads_no_pythonpath_is_known_by_its_options(words: str, *
 def test_ranks_of_any_launcher_register_and_the_launcher_does_not(
     guarded: Start, command: tuple[object, ...]
 ) -> None:
-    played = guarded(*command, PROGRAMS / "collect.py")
+    played = guarded(*command, PROGRAMS / "collect.py", forked=False)
     code = played.until_ended()
     assert code == 0, played.printed
     assert sorted(played.ranks.known) == [0, 1]

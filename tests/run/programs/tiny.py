@@ -1,10 +1,14 @@
 """A causal language model and rows of tokens, both made here: small enough for a second, real enough for any trainer."""
 
 import random
+import sys
 from typing import Any
 
-from datasets import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, set_seed
+# As where it is not installed: peft would import it, and it torch's compiler, for one CPU second of each rank.
+sys.modules["bitsandbytes"] = None  # type: ignore[assignment]
+
+from datasets import Dataset  # noqa: E402
+from transformers import LlamaConfig, LlamaForCausalLM, set_seed  # noqa: E402
 
 _VOCABULARY = 64
 
