@@ -13,10 +13,13 @@ from typing import Any
 
 import psutil
 
+from tests import front_server
 from tests.nodes.fronts import LIMIT_S, Front
 from tests.nodes.network_namespaces import Ground, Own
 
 ENTRY = Path(__file__).parent / "front.py"
+PACED = {"faults": {"pause": [{"how": "sleep", "seconds": 0.08, "every": 1}]}}
+"""Answers for runs in which a test does something: each step sleeps, so that there is time for it, which costs no arithmetic and is the same on a busy machine."""
 STRANGERS = re.compile(
     r"^(CUDA_|NCCL_|GLOO_|TORCH|MASTER_|RANK$|WORLD_SIZE$|LOCAL_|NNODES$|NODE_RANK$|NPROC_|UNISONO_(?!FORK_SERVER)|SLURM_|OMP_|PET_)"
 )
@@ -92,6 +95,7 @@ class Job:
             command: what is started: train, doctor.
             config: whether it is given the config.
         """
+        front_server.wait_for_rank_server()
         place, own = node if place is None else place, own or Own()
         json = node % 2 == 0 if json is None else json
         place_in_job = [

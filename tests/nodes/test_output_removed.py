@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.nodes.fronts import Front, together
-from tests.nodes.harness import Job
+from tests.nodes.harness import PACED, Job
 from tests.nodes.network_namespaces import Namespaces, Own
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -23,11 +23,11 @@ def train(pair: Job, *, apart: bool, strategy: str = "fsdp") -> tuple[list[Front
         folder.mkdir()
     pair.out = place / "out"
     pair.config(
-        duration=f"{STEPS} steps", batch={"global": 48, "micro": 2}, checkpoint={"every": "10 steps"}, data={"packing": False},
+        duration=f"{STEPS} steps", batch={"global": 8, "micro": 2}, checkpoint={"every": "10 steps"}, data={"packing": False},
         parallel={"strategy": strategy}, output_dir=str(pair.out),
     )  # fmt: skip
     owns = [Own(), Own(binds=[(own_disk, place)]) if apart else Own()]
-    fronts = [pair.start(node, own=owns[node], json=True) for node in (0, 1)]
+    fronts = [pair.start(node, own=owns[node], json=True, answers=PACED) for node in (0, 1)]
     pair.waits_for_step(4)
     return fronts, [pair.out, (own_disk if apart else place) / "out"]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.nodes.fronts import Front
-from tests.nodes.harness import Job
+from tests.nodes.harness import PACED, Job
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -16,10 +16,10 @@ STEPS = 40
 def train(solo: Job, **sections: object) -> Front:
     """Two ranks with shards, in mid-run."""
     solo.config(
-        duration=f"{STEPS} steps", batch={"global": 48, "micro": 2}, data={"packing": False}, parallel={"strategy": "fsdp"},
+        duration=f"{STEPS} steps", batch={"global": 8, "micro": 2}, data={"packing": False}, parallel={"strategy": "fsdp"},
         **{"checkpoint": {"every": "10 steps"}, **sections},
     )  # fmt: skip
-    front = solo.start(0, "--nproc", "2", json=True, topology=False)
+    front = solo.start(0, "--nproc", "2", json=True, topology=False, answers=PACED)
     solo.waits_for_step(4)
     return front
 

@@ -13,7 +13,7 @@ import pytest
 
 import tests.nodes.injected.sitecustomize as injected
 from tests.nodes.fronts import Front
-from tests.nodes.harness import Job
+from tests.nodes.harness import PACED, Job
 from unisono.events import read_message
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
@@ -31,17 +31,30 @@ Outcome = tuple[list[dict[str, Any]], bytes]
 
 
 def configure(job: Job, *, strategy: str = "auto", restarts: int = 20, steps: int = STEPS) -> None:
-    """Steps of some 100 ms on the tiny model, beside which its adapter is small. The only checkpoint is the one after the last step."""
+    """Steps of some 100 ms on the tiny model, beside which its adapter is small. The only checkpoint is the one after the last step.
+
+    They sleep for most of that time (see start), unless it is struck often: then any moment of a step is to be met.
+    """
     job.config(
-        duration=f"{steps} steps", batch={"global": 48, "micro": 2}, checkpoint={"every": "1000 steps"}, restarts=restarts,
+        duration=f"{steps} steps", batch={"global": 16 if steps == STEPS else 48, "micro": 2}, checkpoint={"every": "1000 steps"}, restarts=restarts,
         adapter={"rank": 2, "alpha": 4, "dropout": 0.1}, data={"eval": 0.2, "packing": False}, eval={"every": "5 steps"},
         parallel={"strategy": strategy},
     )  # fmt: skip
 
 
-def start(job: Job, nproc: int, *words: str, json: bool = True, env: dict[str, str] | None = None) -> Front:
+def start(
+    job: Job,
+    nproc: int,
+    *words: str,
+    json: bool = True,
+    env: dict[str, str] | None = None,
+    paced: bool = True,
+) -> Front:
     ranks = ["--nproc", str(nproc)] if nproc > 1 else []
-    return job.start(0, *ranks, "--no-first-checkpoint", *words, topology=False, env=env, json=json)
+    answers = PACED if paced else None
+    return job.start(
+        0, *ranks, "--no-first-checkpoint", *words, topology=False, env=env, json=json, answers=answers
+    )
 
 
 def outcome(job: Job) -> Outcome:
@@ -99,7 +112,7 @@ def strike(job: Job, front: Front, blow: Blow, chance: random.Random, *, after: 
 def straight(job: Job, nproc: int, strategy: str, *, steps: int) -> Outcome:
     """What an undisturbed run ends with."""
     configure(job, strategy=strategy, steps=steps)
-    front = start(job, nproc)
+    front = start(job, nproc, paced=False)
     assert front.wait(limit_s=LIMIT_S) == 0, front.text()
     return outcome(job)
 
@@ -111,7 +124,7 @@ def goes_through(
     steps = OFTEN_STEPS if len(blows) > 2 else STEPS
     wanted, job = straight(solo_of(), nproc, strategy, steps=steps), solo_of()
     configure(job, strategy=strategy, restarts=len(blows), steps=steps)
-    front, chance = start(job, nproc), random.Random(f"{strategy} {len(blows)}")
+    front, chance = start(job, nproc, paced=steps == STEPS), random.Random(f"{strategy} {len(blows)}")
     reached = 0
     for blow, step in zip(blows, sorted(chance.sample(range(1, steps // 3), len(blows))), strict=True):
         # A second death before any new step would rightly be taken for deterministic, and end the run.
@@ -193,7 +206,7 @@ def test_where_it_costs_too_much_fewer_steps_are_kept_and_a_death_costs_no_more_
         adapter={"rank": 256, "dropout": 0.0}, batch={"global": 1, "micro": 1}, checkpoint={"every": "1000 steps"},
         duration="150 steps", eval={"every": "1000 steps"},
     )  # fmt: skip
-    front = start(solo, 1, json=False)
+    front = start(solo, 1, json=False, paced=False)
     solo.waits_for_step(30)
     kept = measured(solo)
     every = kept["every"]
