@@ -10,6 +10,7 @@ import math
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ Point = tuple[float, float]
 
 _WIDTH, _HEIGHT = 820, 420
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 20, 44, 44
+_EVERY_S = 10.0  # a picture takes 0.2 CPU seconds, and a small model evaluates every second
 _MOST_POINTS = 1_500  # more than one a pixel shows nothing more
 
 # One neutral grey and two hues of middle lightness, which are legible on white and on near-black alike; where the
@@ -184,17 +186,21 @@ def draw(run: RunDir, *, title: str) -> None:
 
 
 class Drawing:
-    """Draws the curve while the ranks run, one picture at a time; requests that arrive meanwhile are served by the next one."""
+    """Draws the curve while the ranks run, one picture at a time and at most one in ten seconds; a request that comes earlier is served by the next one."""
 
     def __init__(self, run: RunDir, *, title: str) -> None:
         self._run, self._title = run, title
         self._words = (sys.executable, "-m", __spec__.name, str(run.root), title)
         self._process: subprocess.Popen[bytes] | None = None
+        self._started = -math.inf  # of the monotonic clock, seconds
 
     def again(self) -> None:
         """Does not wait. If no process can be started (a limit), there is no picture until the next request."""
         if self._process is not None and self._process.poll() is None:
             return
+        if time.monotonic() - self._started < _EVERY_S:
+            return
+        self._started = time.monotonic()
         with contextlib.suppress(OSError):
             self._process = subprocess.Popen(
                 self._words,
