@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -17,6 +18,8 @@ import pytest
 from tests import front_server, needs
 from tests.diffusion.conftest import SIZES
 from tests.diffusion.making import write_pictures
+from unisono.drill.drills import choose
+from unisono.drill.execution import run_drills
 
 needs.package("diffusers")
 
@@ -140,6 +143,23 @@ def test_a_killed_rank_of_two_is_named_and_no_step_is_lost(
     assert (restart["verdict"]["cause"], restart["verdict"]["ranks"]) == ("rank_killed", [1])
     assert restart["from_step"] >= 6
     assert _losses(run) == _losses(tmp_path / "straight" / "runs" / "aki")
+
+
+@pytest.mark.long
+@pytest.mark.ranks
+@pytest.mark.parametrize("fault", ["nan", "drift", "data"])
+def test_a_fault_in_an_image_run_is_named_with_its_rank(
+    pipeline_dir: Path, pictures_dir: Path, fault: str
+) -> None:
+    (drill,) = choose((fault,))
+    config = {
+        "objective": "diffusion", "model": {"path": str(pipeline_dir), "dtype": "float32"},
+        "adapter": {"rank": 4, "alpha": 2, "targets": "unet"}, "data": {"train": str(pictures_dir), "resolution": 32},
+        "diffusion": {"bucket_step": 8, "min_side": 16, "max_side": 64},
+    }  # fmt: skip
+    changed = replace(drill, config={**drill.config, **config}, limit_s=5 * drill.limit_s)
+    (row,) = run_drills([changed], lambda drill, text: None)
+    assert row.is_good, row
 
 
 def _words_of(process: psutil.Process) -> list[str]:
