@@ -9,7 +9,7 @@ import pytest
 
 import tests.nodes.injected.sitecustomize as injected
 from tests.nodes.fronts import Front, together
-from tests.nodes.harness import Job
+from tests.nodes.harness import PACED, Job
 from tests.nodes.verdict_checks import named
 from unisono.control.connection import SILENCE_S
 
@@ -22,7 +22,7 @@ INJECTED = {"PYTHONPATH": str(Path(injected.__file__).parent)}
 def training(job: Job, *words: str, step: int = 3, **named: Any) -> list[Front]:
     """Starts all nodes on a run without a near end, and waits until it trains."""
     job.config(duration=FOREVER, restarts=0)
-    fronts = job.start_all(*words, **named)
+    fronts = job.start_all(*words, answers=PACED, **named)
     job.waits_for_step(step)
     return fronts
 

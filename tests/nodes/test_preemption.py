@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.nodes.fronts import Front, together
-from tests.nodes.harness import Job
+from tests.nodes.harness import PACED, Job
 from tests.nodes.network_namespaces import Namespaces, Own
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
@@ -69,7 +69,7 @@ def training(job: Job, *, step: int = 3, apart: bool = False) -> list[Front]:
     job.config(duration="5000 steps", restarts=0, checkpoint={"every": "2 steps"})
     last = job.nodes - 1
     fronts = [
-        job.start(node, own=own_disk(job, node) if apart and node == last else None)
+        job.start(node, own=own_disk(job, node) if apart and node == last else None, answers=PACED)
         for node in range(job.nodes)
     ]
     job.waits_for_step(step)

@@ -8,7 +8,7 @@ import pytest
 
 import tests.nodes.injected.sitecustomize as injected
 from tests.nodes.fronts import Front
-from tests.nodes.harness import Job
+from tests.nodes.harness import PACED, Job
 from tests.nodes.verdict_checks import named
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
@@ -19,7 +19,7 @@ INJECTED = {"PYTHONPATH": str(Path(injected.__file__).parent)}
 def training(job: Job, *, restarts: int = 0, nproc: int = 2, env: dict[str, str] | None = None) -> Front:
     """A run without a near end, that has begun."""
     job.config(duration="5000 steps", restarts=restarts, checkpoint={"every": "3 steps"})
-    front = job.start(0, "--nproc", str(nproc), topology=False, env=env)
+    front = job.start(0, "--nproc", str(nproc), topology=False, env=env, answers=PACED)
     job.waits_for_step(3)
     return front
 

@@ -11,7 +11,7 @@ import pytest
 import tests.nodes.injected.sitecustomize as injected
 from tests import front_server
 from tests.nodes.fronts import Front
-from tests.nodes.harness import Job
+from tests.nodes.harness import PACED, Job
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -28,7 +28,7 @@ def diagnosed(run: Path, *words: str) -> dict[str, Any]:
 
 def training(job: Job, env: dict[str, str] | None = None) -> Front:
     job.config(duration="5000 steps", restarts=0, checkpoint={"every": "3 steps"})
-    front = job.start(0, "--nproc", "2", topology=False, env=env)
+    front = job.start(0, "--nproc", "2", topology=False, env=env, answers=PACED)
     job.waits_for_step(4)
     return front
 

@@ -7,12 +7,13 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.needs import small_disk
 from tests.nodes.fronts import Front
-from tests.nodes.harness import Job
+from tests.nodes.harness import PACED, Job
 from tests.nproc.saved_checkpoints import published
 from unisono.checkpoint.manifest import MANIFEST
 
@@ -21,9 +22,11 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 LONG = "20000 steps"  # ended by the test, when it has seen what it waits for
 
 
-def start(job: Job, *words: str, **named: object) -> Front:
+def start(job: Job, *words: str, answers: dict[str, Any] = PACED, **named: Any) -> Front:
     rehearse = "--no-first-checkpoint" not in words
-    return job.start(0, "--nproc", "2", *words, topology=False, json=False, rehearse=rehearse, **named)  # type: ignore[arg-type]
+    return job.start(
+        0, "--nproc", "2", *words, topology=False, json=False, rehearse=rehearse, answers=answers, **named
+    )
 
 
 def saved(job: Job) -> list[int]:
@@ -126,7 +129,7 @@ def test_a_first_checkpoint_that_cannot_be_written_ends_the_run_at_once(solo: Jo
     assert (verdict["cause"], verdict["severity"], verdict["hosts"]) == ("disk_full", "fatal", [front.host])
 
 
-FLIPS = {"task": [sys.executable, str(Path(__file__).with_name("flips_a_byte.py"))]}
+FLIPS = PACED | {"task": [sys.executable, str(Path(__file__).with_name("flips_a_byte.py"))]}
 
 
 @pytest.mark.parametrize(

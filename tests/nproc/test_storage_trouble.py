@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.nodes.fronts import Front
-from tests.nodes.harness import Job
+from tests.nodes.harness import PACED, Job
 from tests.nproc.disks import in_memory, on_a_device
 from tests.nproc.saved_checkpoints import newer, published
 
@@ -43,7 +43,7 @@ def start(job: Job, world: tuple[int, str], **sections: object) -> Front:
     nproc, strategy = world
     defaults = {"duration": "5000 steps", "checkpoint": {"every": "5 steps", "keep": 2}, "restarts": 0}
     job.config(parallel={"strategy": strategy}, **{**defaults, **sections})
-    return job.start(0, "--nproc", str(nproc), topology=False, json=False)
+    return job.start(0, "--nproc", str(nproc), topology=False, json=False, answers=PACED)
 
 
 def stopped(job: Job, front: Front) -> None:

@@ -13,7 +13,7 @@ import pytest
 from tests.nodes.network_namespaces import Ground, Namespaces, why_no_namespaces
 from tests.ports import free_port
 from tests.run.guarded import LIMIT_S, Guarded
-from tests.run.node_loss import cut, kill, lose_power, training_on_two_nodes
+from tests.run.node_loss import WITHOUT_LAUNCHER, cut, kill, lose_power, training_on_two_nodes
 from tests.run.test_one_node import until
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
@@ -33,6 +33,13 @@ def apart(ground: Ground) -> Namespaces:
 @pytest.fixture
 def both(apart: Namespaces, tmp_path: Path) -> Iterator[list[Guarded]]:
     """A rank on each of two nodes, in the midst of a training."""
+    with training_on_two_nodes(apart, tmp_path, WITHOUT_LAUNCHER) as begun:
+        yield begun
+
+
+@pytest.fixture
+def both_launched(apart: Namespaces, tmp_path: Path) -> Iterator[list[Guarded]]:
+    """The same below a torchrun on each."""
     with training_on_two_nodes(apart, tmp_path) as begun:
         yield begun
 
@@ -62,8 +69,9 @@ def test_a_node_that_is_lost_is_named_and_nothing_of_the_program_is_left(
     [kill, pytest.param(lose_power, marks=pytest.mark.long), pytest.param(cut, marks=pytest.mark.long)],
 )
 def test_a_node_that_loses_the_head_reports_which_of_both_is_gone_and_ends_its_ranks(
-    blow: Callable[[Namespaces, int], None], both: list[Guarded], apart: Namespaces
+    blow: Callable[[Namespaces, int], None], both_launched: list[Guarded], apart: Namespaces
 ) -> None:
+    both = both_launched
     blow(apart, 0)
     ended = both[1].ended(since=time.monotonic())
     assert ended.verdict is not None, both[1].front.text()
