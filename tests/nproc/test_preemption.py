@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from tests.nodes.fronts import Front
-from tests.nodes.harness import Job
+from tests.nodes.harness import PACED, Job
 from tests.nodes.network_namespaces import Loopback
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
-STEPS = 80
+STEPS = 40
 Strike = Callable[[Job, Front], None]
 
 
@@ -51,8 +51,9 @@ def configure(job: Job, **sections: object) -> Job:
     return job
 
 
-def start(job: Job, *words: str) -> Front:
-    return job.start(0, "--nproc", "2", *words, topology=False, json=False)
+def start(job: Job, *words: str, paced: bool = False) -> Front:
+    answers = PACED if paced else None
+    return job.start(0, "--nproc", "2", *words, topology=False, json=False, answers=answers)
 
 
 def losses(job: Job) -> list[float]:
@@ -102,7 +103,7 @@ def preempted(job: Job, front: Front, *, within_s: float) -> int:
 def test_whoever_gets_the_signal_all_ranks_save_after_the_same_step_and_the_run_continues_bit_equal(
     solo: Job, undisturbed: list[float], strike: Strike
 ) -> None:
-    front = start(configure(solo))
+    front = start(configure(solo), paced=True)
     solo.waits_for_step(random.SystemRandom().randint(1, 10))
     strike(solo, front)
     step = preempted(solo, front, within_s=25)
@@ -141,7 +142,7 @@ def test_a_signal_while_much_else_is_running_loses_nothing(solo: Job, strategy: 
 def test_while_the_ranks_start_a_signal_ends_them_and_nothing_has_changed(
     solo: Job, rank: int | None
 ) -> None:
-    front = start(configure(solo))
+    front = start(configure(solo), paced=True)
     solo.until(lambda: len(solo.ranks()) == 2, what="two ranks")
     sent = time.monotonic()
     strike = to_front if rank is None else to_rank(rank, signal.SIGTERM)
@@ -159,7 +160,7 @@ def leaves_without_saving(job: Job, *, again: bool) -> None:
     """
     # Of so short a grace the ranks have less than the 3 s after which the watch names one that is stopped.
     configure(job, adapter=None, grace="20 seconds" if again else "1 second")
-    front = start(job)
+    front = start(job, paced=True)
     job.waits_for_step(11)  # that of step 10 is not begun before that of step 5 is there
     job.ranks()[1].send_signal(signal.SIGSTOP)
     sent = time.monotonic()
@@ -202,7 +203,7 @@ def test_after_ranks_that_could_not_save_the_same_command_continues(solo: Job, *
 @pytest.mark.long
 def test_a_signal_between_two_starts_of_the_ranks_ends_the_run(solo: Job) -> None:
     configure(solo)
-    front = start(solo, "restarts=2")
+    front = start(solo, "restarts=2", paced=True)
     solo.waits_for_step(8)
     solo.ranks()[1].kill()
     front.wait_for("restart 1 of 2")
