@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from unisono.model.attention import FLAT_ATTENTION, register
-from unisono.model.decoder import slow_down_layers, speed_up_layers
+from unisono.model.decoder import release_originals, slow_down_layers, speed_up_layers
 from unisono.model.forward import Rows, _flat_inputs
 from unisono.model.kernels import load_kernels
 from unisono.model.layers import head_loss, speed_up_lora
@@ -228,6 +228,21 @@ def test_base_weights_keep_their_values_and_names() -> None:
     after = model.state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_the_file_of_joined_weights_does_not_stay_in_memory(tmp_path: Path) -> None:
+    _full_model(_MODELS["llama"][0]).bfloat16().save_pretrained(tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    model.requires_grad_(requires_grad=False)
+    model.set_attn_implementation(FLAT_ATTENTION)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with torch.no_grad():
+        model(**_inputs())
+    assert len(speed_up_layers(model)) == 9
+    assert str(tmp_path) in Path("/proc/self/maps").read_text()
+    release_originals(model)
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
 def test_a_nan_in_the_weights_is_a_nan_in_the_outputs() -> None:

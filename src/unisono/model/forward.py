@@ -20,7 +20,7 @@ from peft.utils import ModulesToSaveWrapper
 
 from unisono.errors import ModelError
 from unisono.model.attention import FLAT_ATTENTION, Merged, UnsupportedAttentionError, merge, register
-from unisono.model.decoder import slow_down_layers, speed_up_layers
+from unisono.model.decoder import release_originals, slow_down_layers, speed_up_layers
 from unisono.model.layers import (
     head_log_probs,
     head_loss,
@@ -451,6 +451,8 @@ def _try_layers(forward: Forward, wanted: torch.Tensor) -> None:
         found = values(rows).float()
     if _alike(found, wanted, forward.dtype):
         forward.fast_layers = len(changed)
+        if forward.root is None:
+            release_originals(forward.loaded.model)
     else:
         slow_down_layers(changed)
 
