@@ -33,6 +33,7 @@ from typing import Any
 
 import unisono.child
 import unisono.cli
+import unisono.cli.app
 from unisono.integrations.border import Guard, Presence, find_guard, own_registration
 from unisono.integrations.inside import injected
 from unisono.supervise.child_process import child_environment
@@ -346,6 +347,8 @@ def _serve(control: socket.socket, tests: int, kind: str) -> fork_server.Request
     with unisono.child.loading_modules():
         for name in modules:
             importlib.import_module(name)
+        if kind == "fronts":
+            unisono.cli.app.parser()
     control.send(b'{"ready": true}')
     request = fork_server.Server(control, environment, find_difference=lambda *_: "").serve(refusal="")
     if request is not None:

@@ -11,9 +11,9 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 import yaml
@@ -25,19 +25,19 @@ UNISONO = [sys.executable, "-m", "unisono"]
 HANG_S = 20.0
 """Of a machine that does nothing else. A busy one gets five times as long; a hang lasts for ever."""
 LIMIT_S = 5 * HANG_S
-ZEROS_BYTES = 1 << 30
+ZEROS_BYTES = 1 << 28
 DEEP = "[" * 2000 + "]" * 2000
 
 # Runs commands in forks of one process that has imported the front, so that one of them costs 50 ms and not half a second.
 FORKS = """
-import gc, importlib, json, os, pkgutil, signal, sys, time
-from unisono.cli.app import build_app, main
+import gc, importlib, json, os, pkgutil, signal, sys, time, traceback
+from unisono.cli.app import main, parser
 for room in ("cli", "launch", "cluster", "diagnose", "rundir", "checkpoint.store"):
     found = importlib.import_module("unisono." + room)
     for one in pkgutil.iter_modules(getattr(found, "__path__", [])):
         importlib.import_module(f"{found.__name__}.{one.name}")
 assert "torch" not in sys.modules
-build_app()
+parser()
 gc.freeze()
 for line in sys.stdin:
     job = json.loads(line)
@@ -46,15 +46,27 @@ for line in sys.stdin:
         fd = os.open(job["out"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(fd, 1)
-        os.dup2(fd, 2)
+        os.dup2(os.open(job["err"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600) if job["err"] else fd, 2)
+        for number in job["full"]:
+            os.dup2(os.open("/dev/full", os.O_WRONLY), number)
+        os.closerange(3, 64)
+        for number in job["closed"]:
+            os.close(number)
+            setattr(sys, ("stdin", "stdout", "stderr")[number], None)  # as the interpreter does when it starts
         sys.argv = ["unisono", *job["words"]]
         code = 1
         try:
             main()
         except SystemExit as ended:
             code = ended.code
-        finally:
+        except BaseException:
+            traceback.print_exc()
+        try:  # as the interpreter does when it ends
             sys.stdout.flush()
+            sys.stderr.flush()
+        except OSError:
+            code = 120
+        finally:
             os._exit(code)
     limit = time.monotonic() + job["limit_s"]
     while (ended := os.waitpid(pid, os.WNOHANG)) == (0, 0):
@@ -106,8 +118,16 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-@pytest.fixture
-def forks() -> Iterator[Callable[[list[str], Path], int]]:
+class Forks(Protocol):
+    """Runs a command in a fork and gives its exit code. Its output goes to `out`, of stderr to `err` if that is given; streams by number: closed, full."""
+
+    def __call__(
+        self, words: list[str], out: Path, err: Path | None = None, *, closed: Sequence[int] = (), full: Sequence[int] = ()
+    ) -> int: ...  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
     with subprocess.Popen(
         [sys.executable, "-c", FORKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -115,8 +135,11 @@ def forks() -> Iterator[Callable[[list[str], Path], int]]:
         assert process.stdout is not None
         sent, came = process.stdin, process.stdout
 
-        def give(words: list[str], out: Path) -> int:
-            sent.write(json.dumps({"words": words, "out": str(out), "limit_s": LIMIT_S}) + "\n")
+        def give(
+            words: list[str], out: Path, err: Path | None = None, *, closed: Sequence[int] = (), full: Sequence[int] = ()
+        ) -> int:  # fmt: skip
+            job = {"words": words, "out": str(out), "err": err and str(err), "closed": closed, "full": full}
+            sent.write(json.dumps(job | {"limit_s": LIMIT_S}) + "\n")
             sent.flush()
             return int(json.loads(came.readline()))
 
@@ -167,7 +190,7 @@ def faults_of(words: list[str], code: int, text: str) -> str:
 @pytest.mark.slow
 @of_kinds
 def test_commands_of_the_front_bear_any_file_of_a_run_that_is_something_else(
-    kind: Callable[[Path], None], run: Path, tmp_path: Path, forks: Callable[[list[str], Path], int]
+    kind: Callable[[Path], None], run: Path, tmp_path: Path, forks: Forks
 ) -> None:
     wrong = []
     for name in files_of(run):
@@ -215,10 +238,12 @@ FRONT = (
     ["--help"], ["--version"], ["train", "--help"], ["checkpoint", "ls", "RUN"], ["checkpoint", "verify", "RUN"], ["logs", "RUN"],
     ["diagnose", "RUN"], ["explain", "nan_loss"], ["init"], ["train", "RUN/config.yaml"],
 )  # fmt: skip
-STREAMS = {
-    "stdout closed": ">&-", "stderr closed": "2>&-", "all closed": "<&- >&- 2>&-", "stdout full": ">/dev/full",
-    "both full": ">/dev/full 2>&1",
+STREAMS: dict[str, tuple[str, dict[str, list[int]]]] = {
+    "stdout closed": (">&-", {"closed": [1]}), "stderr closed": ("2>&-", {"closed": [2]}),
+    "all closed": ("<&- >&- 2>&-", {"closed": [0, 1, 2]}), "stdout full": (">/dev/full", {"full": [1]}),
+    "both full": (">/dev/full 2>&1", {"full": [1, 2]}),
 }  # fmt: skip
+"""What a shell writes for it, and how a fork gets it."""
 
 
 def start(
@@ -240,12 +265,20 @@ def of_run(words: Iterable[str], run: Path) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("redirect", STREAMS.values(), ids=STREAMS)
-def test_commands_of_the_front_bear_streams_that_are_closed_or_full(redirect: str, run: Path) -> None:
-    """A disk that is full under the results is said in one line, and is 6; where all is well otherwise."""
+@pytest.mark.parametrize("name", STREAMS)
+def test_commands_of_the_front_bear_streams_that_are_closed_or_full(
+    name: str, run: Path, forks: Forks, tmp_path: Path
+) -> None:
+    """A disk that is full under the results is said in one line, and is 6; where all is well otherwise. An interpreter of its own has the first."""
+    redirect, streams = STREAMS[name]
     is_full = ">/dev/full" in redirect
-    for words in (of_run(words, run) for words in FRONT):
-        ended = start(words, redirect)
+    out, err = tmp_path / "out", tmp_path / "err"
+    for number, words in enumerate(of_run(words, run) for words in FRONT):
+        if number:
+            code = forks(words, out, err, **streams)
+            ended = subprocess.CompletedProcess(words, code, out.read_text(), err.read_text())
+        else:
+            ended = start(words, redirect)
         assert not (fault := fault_in(words, ended)), fault
         is_refused = words[-1].endswith("config.yaml")  # the run is finished; that is said on stderr
         assert ended.returncode == (2 if is_refused else 6 if is_full else 0), (words, ended)
@@ -296,7 +329,7 @@ BAD_PATHS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("path", BAD_PATHS.values(), ids=BAD_PATHS)
 def test_a_path_that_cannot_be_used_is_refused_with_2_wherever_it_is_given(
-    path: str, run: Path, tmp_path: Path, forks: Callable[[list[str], Path], int]
+    path: str, run: Path, tmp_path: Path, forks: Forks
 ) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "circle").symlink_to("circle")
@@ -339,7 +372,7 @@ def forbidden(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_path_that_this_user_may_not_use_is_refused_with_2(
-    forbidden: Path, run: Path, tmp_path: Path, forks: Callable[[list[str], Path], int]
+    forbidden: Path, run: Path, tmp_path: Path, forks: Forks
 ) -> None:
     config, to = str(run.parent / "train.yaml"), f"output_dir={tmp_path / 'out'}"
     for words in (

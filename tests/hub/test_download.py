@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests import front_server
 from tests.hub.standin import TOKEN, Fault, Hub, Repo, environment, running_hub
 from tests.needs import need
 
@@ -35,10 +36,8 @@ def hub() -> Iterator[Hub]:
 
 
 def download(hub: Hub, home: Path, *words: str, **more: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, "-m", "unisono", "download", *words],
-        env=environment(hub, home, **more), capture_output=True, text=True, check=False, timeout=300,
-    )  # fmt: skip
+    command = [sys.executable, "-m", "unisono", "download", *words]
+    return front_server.run(command, env=environment(hub, home, **more), timeout=300)
 
 
 def result(done: "subprocess.CompletedProcess[str]") -> dict[str, Any]:

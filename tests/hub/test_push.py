@@ -53,7 +53,7 @@ def push(
     given = {"XDG_CONFIG_HOME": str(run.parent.parent / "keys")} | ({"HF_TOKEN": token} if token else {})
     env = environment(hub, run.parent / "hf", **given | more)
     command = [sys.executable, "-m", "unisono", "push", str(run), "anna/small", *words]
-    return subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=300)
+    return front_server.run(command, env=env, timeout=300)
 
 
 def test_the_adapter_and_its_card_are_uploaded_and_compared(hub: Hub, finished: Path) -> None:

@@ -188,7 +188,15 @@ def test_near_examples_train(workspace: Workspace, name: str) -> None:
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_two_ranks_that_are_killed_resume_bit_equal(workspace: Workspace, tmp_path: Path) -> None:
-    command = ["train", workspace.example(LORA), "--nproc", "2", "max_steps=14", "save_steps=3"]
+    command = [
+        "train",
+        workspace.example(LORA),
+        "--nproc",
+        "2",
+        "max_steps=14",
+        "save_steps=3",
+        "gradient_accumulation_steps=2",
+    ]
     workspace.must(*command, f"output_dir={tmp_path / 'undisturbed'}")
     killed = tmp_path / "killed"
     front = front_server.start(

@@ -1,5 +1,6 @@
 """The program `unisono`: its commands, global flags, options that several commands share, and the presentation of errors."""
 
+import functools
 import importlib
 import os
 import re
@@ -158,6 +159,8 @@ class _WithGlobalFlags:
 
 _AS_TORCHRUN = {"token_normalize_func": lambda option: option.replace("_", "-")}
 """`--nproc_per_node` is `--nproc-per-node`, as torchrun has it; here for all options."""
+parser: Any = functools.cache(lambda: typer.main.get_command(build_app()))
+"""Gives the parser of all commands; a process that forks many of them builds it once."""
 
 
 class _Command(_WithGlobalFlags, TyperCommand):
@@ -235,7 +238,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         _speak(language)
         _refuse_without_directory(words)
-        ended = build_app()(args=words, prog_name="unisono", standalone_mode=False)
+        ended = parser()(args=words, prog_name="unisono", standalone_mode=False)
         code = ended if isinstance(ended, int) else 0  # the code of a typer.Exit
     except KeyboardInterrupt:
         code = 130

@@ -103,12 +103,10 @@ def split(line: str) -> tuple[list[str], str]:
 
 def words_for(line: str) -> list[Word]:
     """What may stand at the end of a command line, in place of its last word."""
-    import typer.main
-
-    from unisono.cli.app import build_app
+    from unisono.cli.app import parser
 
     words, current = split(line)
-    command: Any = typer.main.get_command(build_app())
+    command = parser()
     rest = [word for word in words if word not in GLOBAL_FLAGS]
     while rest and rest[0] in getattr(command, "commands", {}):
         command = command.commands[rest.pop(0)]
