@@ -364,3 +364,13 @@ def test_lines_of_runs_are_seen_on_their_background_and_told_apart_without_colou
     looks = {(at % 8, at % len(dashes)) for at in range(20)}
     assert len(looks) == 20, "every one of 20 runs has another colour or dash"
     assert len({str(dash) for dash in dashes}) == len(dashes), "the first runs differ by dash alone"
+
+
+def test_what_is_counted_of_an_image_model_is_not_called_tokens(tmp_path: Path) -> None:
+    root = make_run(tmp_path / "run")
+    assert shown(followed(root), "status")["unit"] == "tokens"
+    plan = json.loads((root / "plan.json").read_text())
+    write(root / "plan.json", {**plan, "config": {**plan["config"], "objective": "diffusion"}})
+    assert shown(followed(root), "status")["unit"] == "positions"
+    for language in ("en", "zh"):
+        assert {"positions", "positions_per_second", "tokens"} <= words()[language].keys()

@@ -144,9 +144,8 @@ def _status(run: FollowedRun, reader: _Reader, query: Query, key: bytes) -> Regi
         "moved_to": run.moved_to or None,
         "world_size": _whole(plan.get("world_size")),
         "nodes": len(objects_of(plan.get("nodes"))) or None,
-        "model": (plan.get("config") or {}).get("model", {}).get("path")
-        if isinstance(plan.get("config"), dict)
-        else None,
+        "model": (_config_of(plan).get("model") or {}).get("path"),
+        "unit": "positions" if _config_of(plan).get("objective") == "diffusion" else "tokens",
         "resume": plan.get("resume_reason"),
         "loss": _last(run, "loss"),
         "eval_loss": _last(run, "eval_loss"),
@@ -157,6 +156,11 @@ def _status(run: FollowedRun, reader: _Reader, query: Query, key: bytes) -> Regi
         "result_problems": objects_of(result.get("problems")),
         "more": {name: value for name, value in result.items() if name not in _RESULT_KEYS},
     }
+
+
+def _config_of(plan: Region) -> Region:
+    config = plan.get("config")
+    return config if isinstance(config, dict) else {}
 
 
 def _warning(run: FollowedRun) -> str | None:

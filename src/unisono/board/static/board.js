@@ -164,7 +164,7 @@
       parts.push(h("dl", { class: "tiles" },
         tile("step", one.total_steps ? t("step_of", { step: number(one.step), total: number(one.total_steps) }) : number(one.step)),
         tile("time_left", one.state === "running" ? duration(one.seconds_left) : "–"), tile("elapsed", duration(one.wall_time_s)),
-        tile("loss", number(one.loss)), tile("eval_loss", number(one.eval_loss)), tile("tokens", number(one.tokens)), tile("tokens_per_second", number(one.tokens_per_second === null ? null : Math.round(one.tokens_per_second))),
+        tile("loss", number(one.loss)), tile("eval_loss", number(one.eval_loss)), tile(one.unit, number(one.tokens)), tile(`${one.unit}_per_second`, number(one.tokens_per_second === null ? null : Math.round(one.tokens_per_second))),
         tile("world", number(one.world_size)), one.restarts ? tile("restarts", number(one.restarts)) : null,
         one.model ? tile("model", one.model, "wide") : null, one.resume ? tile("resume", one.resume, "wide") : null));
       if (one.holder) parts.push(h("p", { class: "soft" }, t("held_by", { pid: one.holder.pid, host: one.holder.host, since: when(one.holder.since) })));
