@@ -25,7 +25,7 @@ UNISONO = [sys.executable, "-m", "unisono"]
 HANG_S = 20.0
 """Of a machine that does nothing else. A busy one gets five times as long; a hang lasts for ever."""
 LIMIT_S = 5 * HANG_S
-ZEROS_BYTES = 1 << 28
+ZEROS_BYTES = 1 << 30
 DEEP = "[" * 2000 + "]" * 2000
 
 # Runs commands in forks of one process that has imported the front, so that one of them costs 50 ms and not half a second.

@@ -235,6 +235,8 @@ def _reference_forward(opened: InferenceModel, report: Reporter) -> Iterator[For
         return
     report.phase("reference", f"loading the reference {config.model.path if named == 'auto' else named}")
     loaded = _starting_model(opened, config) if named == "auto" else _named_model(opened, named, config)
+    if named != "auto":
+        loaded.model.requires_grad_(False)  # the fast layers are those of a frozen model
     loaded.model.eval()
     forward = choose_forward(loaded, dtype=opened.dtype, quick_adapter=False, gradient_checkpointing=False)
     loaded.model.eval()
