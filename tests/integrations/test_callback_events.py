@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.integrations.launched_programs import PROGRAMS
+from unisono.child import without_bitsandbytes
 from unisono.integrations import trainer_callback
 
 # Lightning imports matplotlib where it is installed, and its first import on a machine runs fc-list.
@@ -43,7 +44,9 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> Kept:
 
 def _run(program: str, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", [program, "--out", str(out), "--callback", "--steps", "3"])
-    __import__(program).main()
+    with without_bitsandbytes():  # the program has none, and tests after this one do
+        loaded = __import__(program)
+    loaded.main()
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -5,7 +5,7 @@ import sys
 from typing import Any
 
 # As where it is not installed: peft would import it, and it torch's compiler, for one CPU second of each rank.
-sys.modules["bitsandbytes"] = None  # type: ignore[assignment]
+sys.modules.setdefault("bitsandbytes", None)  # type: ignore[arg-type]
 
 from datasets import Dataset  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed  # noqa: E402
