@@ -11,7 +11,7 @@ import sys
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unisono.plan import Stream, grouped, permutation, steps_for_tokens
+from unisono.plan import Stream, order_by_group, permutation, steps_for_tokens
 
 FOREVER = [1, 4, 2, 0, 8, 7, 6, 5, 9, 3]
 sizes = st.integers(1, 200)
@@ -77,7 +77,7 @@ def test_steps_are_of_one_group_as_far_as_it_goes(
 ) -> None:
     """Each epoch has every sequence once; a step is mixed only if what is left of the groups makes it."""
     n, done = len(groups), epoch * len(groups) % batch
-    order = grouped(permutation(n, seed=seed, epoch=epoch), groups, batch=batch, done=done)
+    order = order_by_group(permutation(n, seed=seed, epoch=epoch), groups, batch=batch, done=done)
     assert sorted(order) == list(range(n))
     head = (batch - done) % batch
     full = [order[i : i + batch] for i in range(head, n - batch + 1, batch)]

@@ -139,14 +139,14 @@ def generate(
 
     if is_image_model(Path(target).expanduser()):
         drawing = {"number": number, "steps": steps, "guidance": guidance, "negative": negative, "seed": seed}
-        asked = {
+        request = {
             "target": target,
             "step": step,
             **drawing,
             **_size(size),
             **_of_single_file(target, overrides),
         }
-        _draw(asked, prompt, out)
+        _draw(request, prompt, out)
         return
 
     prompt, overrides = split_prompt(prompt, overrides)

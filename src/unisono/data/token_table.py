@@ -386,7 +386,7 @@ def write_split(
     Args:
         directory: of the table.
         split: train or eval.
-        rows: `stored`, `length`, `loss`, `file`, `number`, and `label` of rated answers, `group` if a step has rows of one group (`plan.grouped`), one entry per row.
+        rows: `stored`, `length`, `loss`, `file`, `number`, and `label` of rated answers, `group` if a step has rows of one group (`plan.order_by_group`), one entry per row.
         sequences: rows of each sequence.
     """
     _write(directory / f"{split}-rows.arrow", {name: _column(values) for name, values in rows.items()})

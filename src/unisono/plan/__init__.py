@@ -15,7 +15,7 @@ from unisono.plan.run_plan import (
     Stream,
     deal,
     estimate_memory,
-    grouped,
+    order_by_group,
     permutation,
     steps_for_tokens,
 )
@@ -35,7 +35,7 @@ __all__ = [
     "Stream",
     "deal",
     "estimate_memory",
-    "grouped",
+    "order_by_group",
     "permutation",
     "resolve_plan",
     "steps_for_tokens",

@@ -283,7 +283,7 @@ def permutation(n: int, *, seed: int, epoch: int) -> list[int]:
     return sorted(range(n), key=keys.__getitem__)
 
 
-def grouped(order: Sequence[int], groups: Sequence[int], *, batch: int, done: int = 0) -> list[int]:
+def order_by_group(order: Sequence[int], groups: Sequence[int], *, batch: int, done: int = 0) -> list[int]:
     """The same sequences in an order whose steps are each of one group as far as it goes, as sd-scripts deals pictures by size.
 
     What is left of each group makes mixed steps, in which each group is contiguous. It is a function of its arguments alone, so that all
@@ -350,7 +350,7 @@ class Stream:
             order = permutation(self.sequences, seed=self.seed, epoch=epoch)
             if self.groups:
                 done = epoch * self.sequences % self.batch
-                order = grouped(order, self.groups, batch=self.batch, done=done)
+                order = order_by_group(order, self.groups, batch=self.batch, done=done)
             self._epochs[epoch] = order
         return self._epochs[epoch]
 
