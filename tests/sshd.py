@@ -1,11 +1,12 @@
 """A real sshd on loopback, with keys of its own, for tests that start nodes over ssh."""
 
 import contextlib
+import os
 import shlex
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,13 @@ _STARTS_S = 60.0
 
 
 @contextlib.contextmanager
-def ssh_server(folder: Path) -> Iterator[tuple[str, ...]]:
-    """An sshd on a free port of 127.0.0.1 and 127.0.0.2; gives the ssh command line that reaches it. Skips the test where there is none."""
+def ssh_server(folder: Path, *, login: Mapping[str, str] | None = None) -> Iterator[tuple[str, ...]]:
+    """An sshd on a free port of 127.0.0.1 and 127.0.0.2; gives the ssh command line that reaches it. Skips the test where there is none.
+
+    Args:
+        folder: for its files.
+        login: all variables that a command has there, for one whose processes are to be forked by the session's server; None: what sshd gives.
+    """
     need("sshd", "ssh", "ssh-keygen")
     assert SSHD is not None
     folder.chmod(0o700)
@@ -34,6 +40,16 @@ def ssh_server(folder: Path) -> Iterator[tuple[str, ...]]:
         f"AuthorizedKeysFile {folder / 'authorized'}", f"PidFile {folder / 'pid'}", "StrictModes no",
         "PasswordAuthentication no", "PermitRootLogin prohibit-password",
     ]  # fmt: skip
+    if login is not None:
+        script = folder / "login"
+        groups = ["--groups", ",".join(map(str, os.getgroups()))] if os.getgroups() else ["--clear-groups"]
+        regroup = (
+            ["setpriv", *groups] if shutil.which("setpriv") else []
+        )  # sshd has given it those of the user
+        words = shlex.join([*regroup, "env", "-i", *(f"{name}={value}" for name, value in login.items())])
+        script.write_text(f'#!/bin/sh\nexec {words} sh -c "$SSH_ORIGINAL_COMMAND"\n')
+        script.chmod(0o700)
+        lines.append(f"ForceCommand {script}")
     (folder / "config").write_text("\n".join(lines) + "\n")
     with contextlib.suppress(OSError):
         Path("/run/sshd").mkdir(exist_ok=True)

@@ -1,5 +1,6 @@
 """Starts the front as a process, with stand-ins for worker and tasks behind it."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from safetensors.torch import load_file, save_file
 
@@ -134,6 +136,17 @@ def wait_until(condition: Callable[[], bool], *, limit_s: float = LIMIT_S) -> No
     while not condition():
         assert time.monotonic() < limit, "it never came"
         time.sleep(0.02)
+
+
+def tasks_of(front: int) -> list[psutil.Process]:
+    """The living tasks of a front, whoever is their parent."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            words = process.cmdline()
+            if words[-2:] == ["--front-pid", str(front)] and "--events" not in words:
+                found.append(process)
+    return found
 
 
 @pytest.fixture(scope="session")

@@ -4,11 +4,17 @@ import json
 import time
 from pathlib import Path
 
+import pytest
+
+from unisono.launch import curve_drawing
 from unisono.launch.curve_drawing import Drawing
 from unisono.rundir import RunDir
 
 
-def test_it_is_drawn_beside_the_front_and_at_the_end_with_what_came_meanwhile(tmp_path: Path) -> None:
+def test_it_is_drawn_beside_the_front_and_at_the_end_with_what_came_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(curve_drawing, "_EVERY_S", 0.0)
     run = RunDir(tmp_path)
     drawing = Drawing(run, title="a run: a model")
     lines = [json.dumps({"step": step, "loss": 5.0 - step / 10, "lr": 0.1}) for step in range(1, 20)]
@@ -27,6 +33,16 @@ def test_it_is_drawn_beside_the_front_and_at_the_end_with_what_came_meanwhile(tm
     drawing.finish()
     assert "evaluation" in run.curve.read_text()
     assert not list(tmp_path.glob("*.tmp*"))
+
+
+def test_a_run_of_seconds_is_drawn_once_at_its_end(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    drawing = Drawing(run, title="a run")
+    run.metrics.write_text(json.dumps({"step": 1, "loss": 5.0}) + "\n")
+    drawing.again()
+    assert drawing._process is None
+    drawing.finish()
+    assert run.curve.exists()
 
 
 def test_without_metrics_there_is_no_curve(tmp_path: Path) -> None:

@@ -29,11 +29,13 @@ ENDS = [
 
 
 @pytest.fixture(autouse=True)
-def light(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Servers of this file import little, fork the program of these tests, too, and are not that of the session."""
+def light(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Servers of this file import little, fork the program of these tests, too, and are not that of the session, whose socket this gives."""
+    session = os.environ.get(fork_server.SHARED, "")
     monkeypatch.delenv(fork_server.SHARED, raising=False)
     monkeypatch.setattr(fork_server, "_SERVER", LIGHT)
     monkeypatch.setattr(fork_server, "_SERVED", (*fork_server._SERVED, REPORTED))
+    return session
 
 
 @pytest.fixture
@@ -297,14 +299,6 @@ def test_closing_leaves_no_process_and_no_descriptor(tmp_path: Path) -> None:
 
 # From here on with the server's own imports.
 
-_WITHOUT = """
-import sys
-from unisono.supervise.fork_server import ForkServer
-ForkServer.start = lambda *_, **__: None
-from unisono.cli.app import main
-main(sys.argv[1:])
-"""
-
 
 @pytest.fixture
 def alone(finished: Place, monkeypatch: pytest.MonkeyPatch) -> Place:
@@ -322,25 +316,20 @@ def ways(place: Place) -> set[str]:
 
 
 @pytest.mark.slow
-def test_forked_ranks_train_to_the_same_bits(alone: Place) -> None:
+def test_forked_ranks_train_to_the_bits_of_fresh_interpreters_which_those_are_whose_libraries_are_to_report_more(
+    alone: Place, light: str
+) -> None:
     found = {}
-    for way, front in (("fork", ["-m", "unisono"]), ("exec", ["-c", _WITHOUT])):
-        done = subprocess.run(
-            [sys.executable, *front, "train", "c.yaml", "--fresh", "--nproc", "2"], cwd=alone.folder, env=alone.environment,
-            capture_output=True, text=True, timeout=240, check=False,
-        )  # fmt: skip
+    for way, words in (("fork", []), ("exec", ["--debug-comm"])):
+        done = alone.train("--fresh", "--nproc", "2", *words)
         assert done.returncode == 0, done.stderr
         assert ways(alone) == {way}
         (weights,) = alone.out.glob("adapter/*.safetensors")
         found[way] = (alone.losses(), weights.read_bytes())
+        alone.environment[fork_server.SHARED] = (
+            light  # a server of its own, beside fresh interpreters, tells nothing more
+        )
     assert found["fork"] == found["exec"]
-
-
-@pytest.mark.slow
-def test_ranks_whose_libraries_are_to_report_more_are_fresh_interpreters(alone: Place) -> None:
-    done = alone.train("--fresh", "--nproc", "2", "--debug-comm")
-    assert done.returncode == 0, done.stderr
-    assert ways(alone) == {"exec"}
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import random
 import resource
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,9 @@ import psutil
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from tests import front_server
+from unisono.facts.processes import living_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -66,14 +69,14 @@ def environment(folder: Path, front: Any) -> dict[str, str]:
     return found
 
 
-def sockets(pid: int) -> list[Any]:
-    """Network sockets of a process and its children that listen or are connected."""
+def sockets(pids: Sequence[int]) -> list[Any]:
+    """Network sockets of processes that listen or are connected."""
     found = []
-    for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
+    for pid in pids:
         with contextlib.suppress(psutil.NoSuchProcess):  # one that has ended since has none
             found += [
                 c
-                for c in process.net_connections("inet")
+                for c in psutil.Process(pid).net_connections("inet")
                 if c.status in ("LISTEN", "ESTABLISHED", "SYN_SENT")
             ]
     return found
@@ -82,18 +85,22 @@ def sockets(pid: int) -> list[Any]:
 def test_a_hostile_environment_is_ignored_in_one_line_and_no_socket_is_opened(
     folder: Path, environment: dict[str, str], tmp_path: Path
 ) -> None:
-    process = subprocess.Popen(
+    process = front_server.start(
         [sys.executable, "-m", "unisono", "train", "c.yaml", f"output_dir={tmp_path / 'out'}"], cwd=folder,
         env={**environment, **HOSTILE}, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     assert process.stderr is not None
     seen: list[str] = []
+    looked_at: set[int] = set()
     for line in process.stderr:
         seen.append(line)
         if line.startswith(("start", "step")):  # the rank trains: model, data and optimizer are there
-            assert sockets(process.pid) == []
+            ranks = living_ranks(process.pid)
+            looked_at.update(ranks)
+            assert sockets([process.pid, *ranks]) == []
     process.communicate(timeout=120)
     assert process.returncode == 0, "".join(seen)
+    assert looked_at, "its rank was seen"
     (ignored,) = [line for line in seen if line.startswith("ignored")]
     assert all(name in ignored for name in HOSTILE)
     plan = json.loads((tmp_path / "out" / "plan.json").read_text())
@@ -158,13 +165,8 @@ def test_a_real_torchrun_of_one_trains_and_a_preempted_run_and_its_resumption_en
     assert json.loads((tmp_path / "whole" / "result.json").read_text())["outcome"] == "completed"
     out = f"output_dir={tmp_path / 'parts'}"
     command = [sys.executable, "-m", "unisono", "train", "c.yaml", out, f"duration={STEPS} steps"]
-    process = subprocess.Popen(
-        command,
-        cwd=folder,
-        env=environment,
-        text=True,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
+    process = front_server.start(
+        command, cwd=folder, env=environment, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
     )
     metrics = tmp_path / "parts" / "metrics.jsonl"
     until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2)
@@ -172,9 +174,7 @@ def test_a_real_torchrun_of_one_trains_and_a_preempted_run_and_its_resumption_en
     _, stderr = process.communicate(timeout=120)
     assert process.returncode in (75, 0), stderr  # 0: it was through before the signal came
     if process.returncode == 75:
-        again = subprocess.run(
-            command, cwd=folder, env=environment, capture_output=True, text=True, check=False
-        )
+        again = front_server.run(command, cwd=folder, env=environment, timeout=240)
         assert again.returncode == 0, again.stderr
 
     def losses(out: str) -> list[tuple[int, float]]:

@@ -5,22 +5,22 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+
+from tests.launch.conftest import tasks_of
+from unisono.facts.processes import living_ranks
 
 Until = Callable[[Callable[[], bool]], None]
 Started = Callable[..., "subprocess.Popen[str]"]
 
 
 def worker_of(process: "subprocess.Popen[str]") -> psutil.Process:
-    """The rank that a front has started."""
-    children = psutil.Process(process.pid).children()
-    return next(
-        child for child in children if any(Path(word).name == "worker.py" for word in child.cmdline())
-    )
+    """The rank that a front has started, whoever is its parent."""
+    (pid,) = living_ranks(process.pid)
+    return psutil.Process(pid)
 
 
 def is_gone(process: psutil.Process) -> bool:
@@ -146,12 +146,11 @@ def test_while_the_data_are_prepared_a_signal_ends_both_at_once(
 ) -> None:
     front.config(train="wait")
     process = started()
-    until(lambda: bool(psutil.Process(process.pid).children()))
     assert process.stderr is not None
     for line in process.stderr:
         if "tokenising" in line:
             break
-    (task,) = psutil.Process(process.pid).children()
+    (task,) = tasks_of(process.pid)
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
     assert process.returncode == 130

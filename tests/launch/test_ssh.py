@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests import front_server
 from tests.needs import lacking
 from tests.ports import free_port
 from tests.sshd import ssh_server
@@ -171,24 +172,35 @@ def test_a_host_that_cannot_be_reached_is_named_in_seconds(tmp_path: Path) -> No
     assert verdict.fix[0].startswith("ssh -o BatchMode=yes 127.0.0.1 true")
 
 
+def _login() -> dict[str, str]:
+    """The variables of a person who types a whole front."""
+    found = {
+        name: value for name, value in os.environ.items() if not name.startswith(("UNISONO_TOKEN", "NNODES", "NODE_RANK"))
+    }  # fmt: skip
+    return {**found, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+@pytest.fixture(scope="module")
+def sshd_as_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, ...]]:
+    """One whose commands have this session's variables: whole fronts there have their ranks forked, too."""
+    with ssh_server(tmp_path_factory.mktemp("sshd"), login=_login()) as options:
+        yield options
+
+
 def whole_front(
-    sshd: tuple[str, ...], folder: Path, *words: str, json_lines: bool = True
+    sshd: tuple[str, ...], folder: Path, *words: str, model: object = "builtin:tiny", json_lines: bool = True
 ) -> "subprocess.Popen[str]":
     """`unisono train --hosts …` with real ranks on a small run, in a folder of its own."""
     body = {
-        "model": "builtin:tiny", "data": {"train": "rows.jsonl", "max_length": 64}, "duration": "4 steps", "batch": {"global": 4},
+        "model": model, "data": {"train": "rows.jsonl", "max_length": 64}, "duration": "4 steps", "batch": {"global": 4},
         "output_dir": "out", "device": "cpu",
     }  # fmt: skip
     rows = [{"instruction": f"say {n}", "output": f"it is {n}"} for n in range(12)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "c.yaml").write_text(json.dumps(body))
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith(("UNISONO_TOKEN", "NNODES", "NODE_RANK"))
-    }  # fmt: skip
     command = [sys.executable, str(STANDIN), json.dumps(sshd), "train", "c.yaml", *words]
-    return subprocess.Popen(
-        [*command, *(["--json"] if json_lines else [])], cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        env={**environment, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+    return front_server.start(
+        [*command, *(["--json"] if json_lines else [])], cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=_login()
     )  # fmt: skip
 
 
@@ -205,9 +217,11 @@ def ours(folder: Path) -> list[psutil.Process]:
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_one_command_trains_on_this_machine_and_on_a_different_over_ssh(
-    sshd: tuple[str, ...], tmp_path: Path
+    sshd_as_here: tuple[str, ...], tmp_path: Path, model_dir: Path
 ) -> None:
-    front = whole_front(sshd, tmp_path, "--hosts", "127.0.0.2", "--nproc", "1")
+    front = whole_front(
+        sshd_as_here, tmp_path, "--hosts", "127.0.0.2", "--nproc", "1", model={"path": str(model_dir)}
+    )
     out, err = front.communicate(timeout=150)
     assert front.returncode == 0, out + err
     plan = json.loads((tmp_path / "out" / "plan.json").read_text())
@@ -220,9 +234,10 @@ def test_one_command_trains_on_this_machine_and_on_a_different_over_ssh(
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_a_killed_starter_leaves_nothing_behind_on_the_other_host(
-    sshd: tuple[str, ...], tmp_path: Path
+    sshd_as_here: tuple[str, ...], tmp_path: Path, model_dir: Path
 ) -> None:
-    front = whole_front(sshd, tmp_path, "--hosts", "127.0.0.2", "--nproc", "1", "duration=2000000 steps")
+    words = ("--hosts", "127.0.0.2", "--nproc", "1", "duration=2000000 steps")
+    front = whole_front(sshd_as_here, tmp_path, *words, model={"path": str(model_dir)})
     try:
         metrics = tmp_path / "out" / "metrics.jsonl"
         wait_until(

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from pydantic import ValidationError
 
-from tests import needs
+from tests import front_server, needs
+from tests.launch.conftest import tasks_of
 from unisono.checkpoint.manifest import MANIFEST, Manifest, user_key
 from unisono.checkpoint.store import CheckpointStore
 from unisono.config import RunConfig
@@ -283,15 +283,7 @@ def test_a_start_that_is_killed_while_it_brings_a_run_back_is_in_nobodys_way(
     _, _, *words = front.arguments("--resume")
     killer = Path(__file__).parent / "standins" / "killed_download.py"
     command = [sys.executable, str(killer), moment, *words]
-    killed = subprocess.run(
-        command,
-        cwd=front.folder,
-        env=front.environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    killed = front_server.run(command, cwd=front.folder, env=front.environment, timeout=60)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert (front.out / "checkpoints" / "step-00000006").exists() == (moment != "fetched")
     assert (front.out / "plan.json").exists() == (moment == "placed")
@@ -331,9 +323,7 @@ def test_a_fetch_that_takes_long_reports_how_far_it_is(
     shutil.rmtree(front.out)
     process = started("--resume")
     until(lambda: any(path.stat().st_size for path in front.out.glob("checkpoints/*.tmp-*/trainable*")))
-    (child,) = [
-        one for one in psutil.Process(process.pid).children(recursive=True) if "storage" in one.cmdline()
-    ]
+    (child,) = [one for one in tasks_of(process.pid) if "storage" in one.cmdline()]
     child.suspend()
     stopped = time.monotonic()
     until(lambda: time.monotonic() - stopped > 2.5)  # longer than the first line takes

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -15,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests import front_server
 from unisono.checkpoint.store import CheckpointStore
 from unisono.remote_checkpoint.verification import Pace, ReadingRate, Verifier, next_due
 
@@ -202,9 +202,7 @@ def test_a_directory_that_goes_away_and_a_record_that_cannot_be_written_end_noth
 
 def _listed(front: Any) -> str:
     command = [sys.executable, "-m", "unisono", "checkpoint", "ls", str(front.out)]
-    return subprocess.run(
-        command, env=front.environment, capture_output=True, text=True, check=True, timeout=60
-    ).stdout
+    return front_server.run(command, env=front.environment, timeout=60).stdout
 
 
 @pytest.mark.slow

@@ -1,8 +1,8 @@
 """`unisono …` on a machine that it has not got: `python front.py ANSWERS.json train CONFIG …`, as tests start it.
 
 The answers, each of them optional: `gpus` (fields of facts.machine.Gpu), `machine` (a file of tests/doctor/recorded), `packages` (name to version, laid over the installed
-ones), `clock_offset_s` (of the wall clock), `names` (host name to addresses), `faults` (of the plan), `task` (the program that is started
-for tasks).
+ones), `clock_offset_s` (of the wall clock), `names` (host name to addresses), `faults` (of the plan), `task` (what is started for tasks: this
+interpreter, -m and a module, which the session's fork server forks).
 """
 
 import json
@@ -18,6 +18,7 @@ from unisono.doctor import check as doctor_check
 from unisono.facts import Probes, package_versions
 from unisono.facts.machine import DeviceProbe, DevicesDetails, Gpu
 from unisono.facts.network import NetworkInterface, SystemNetwork
+from unisono.supervise import fork_server
 from unisono.supervise.child_process import Programs
 from unisono.supervise.fork_server import ForkServer
 
@@ -101,6 +102,7 @@ class Request(unisono.launch.train_request.TrainRequest):
         object.__setattr__(self, "probes", probes(ANSWERS))
         object.__setattr__(self, "faults", ANSWERS.get("faults", {}))
         if "task" in ANSWERS:
+            fork_server._SERVED = (*fork_server._SERVED, ANSWERS["task"][2])
             object.__setattr__(self, "programs", Programs(task=tuple(ANSWERS["task"])))
 
 

@@ -5,6 +5,7 @@ FLIPS_ON: `read_back` for the copy; the default is the checkpoint.
 
 import json
 import os
+import runpy
 import sys
 from pathlib import Path
 
@@ -21,4 +22,4 @@ if place is not None:
         byte = file.read(1)[0]
         file.seek(-5, os.SEEK_END)
         file.write(bytes([byte ^ 0x10]))
-os.execv(sys.executable, [sys.executable, "-m", "unisono.task", *sys.argv[1:]])
+runpy.run_module("unisono.task", run_name="__main__", alter_sys=True)

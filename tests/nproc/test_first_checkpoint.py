@@ -129,7 +129,7 @@ def test_a_first_checkpoint_that_cannot_be_written_ends_the_run_at_once(solo: Jo
     assert (verdict["cause"], verdict["severity"], verdict["hosts"]) == ("disk_full", "fatal", [front.host])
 
 
-FLIPS = PACED | {"task": [sys.executable, str(Path(__file__).with_name("flips_a_byte.py"))]}
+FLIPS = PACED | {"task": [sys.executable, "-m", "tests.nproc.flips_a_byte"]}
 
 
 @pytest.mark.parametrize(

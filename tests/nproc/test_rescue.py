@@ -11,14 +11,12 @@ from typing import Any
 
 import pytest
 
-import tests.nodes.injected.sitecustomize as injected
 from tests.nodes.fronts import Front
 from tests.nodes.harness import PACED, Job
 from unisono.events import read_message
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
-INJECTED = {"PYTHONPATH": str(Path(injected.__file__).parent)}
 STEPS, OFTEN_STEPS = 27, 45
 LIMIT_S = 400.0
 OFTEN = [
@@ -36,7 +34,7 @@ def configure(job: Job, *, strategy: str = "auto", restarts: int = 20, steps: in
     They sleep for most of that time (see start), unless it is struck often: then any moment of a step is to be met.
     """
     job.config(
-        duration=f"{steps} steps", batch={"global": 16 if steps == STEPS else 48, "micro": 2}, checkpoint={"every": "1000 steps"}, restarts=restarts,
+        duration=f"{steps} steps", batch={"global": 8 if steps == STEPS else 48, "micro": 2}, checkpoint={"every": "1000 steps"}, restarts=restarts,
         adapter={"rank": 2, "alpha": 4, "dropout": 0.1}, data={"eval": 0.2, "packing": False}, eval={"every": "5 steps"},
         parallel={"strategy": strategy},
     )  # fmt: skip
@@ -47,14 +45,12 @@ def start(
     nproc: int,
     *words: str,
     json: bool = True,
-    env: dict[str, str] | None = None,
     paced: bool = True,
+    faults: dict[str, Any] | None = None,
 ) -> Front:
     ranks = ["--nproc", str(nproc)] if nproc > 1 else []
-    answers = PACED if paced else None
-    return job.start(
-        0, *ranks, "--no-first-checkpoint", *words, topology=False, env=env, json=json, answers=answers
-    )
+    answers = {"faults": {**(PACED["faults"] if paced else {}), **(faults or {})}}
+    return job.start(0, *ranks, "--no-first-checkpoint", *words, topology=False, json=json, answers=answers)
 
 
 def outcome(job: Job) -> Outcome:
@@ -173,9 +169,8 @@ def test_no_step_is_lost_to_a_rank_that_stalls_until_the_watch_ends_the_ranks(
 
 def test_a_run_that_ends_with_an_exception_continues_from_its_last_step(solo: Job) -> None:
     configure(solo, restarts=0)
-    front = start(solo, 2, "parallel.strategy=ddp", json=False, env=INJECTED)
-    solo.waits_for_step(4)
-    solo.ranks()[1].send_signal(injected.RAISE)
+    dies = {"die": {"rank": 1, "step": 5, "how": "exception"}}
+    front = start(solo, 2, "parallel.strategy=ddp", json=False, faults=dies)
     assert front.wait() == 5, front.text()
     step = solo.metrics()[-1]["step"]
     printed = f"rank 1, {front.label} died: step {step} was saved from memory as checkpoint step-{step:08d}; nothing is lost"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import front_server
 from tests.nodes.network_namespaces import Ground, Namespaces, why_no_namespaces
 from tests.ports import free_port
 from tests.run.guarded import LIMIT_S, Guarded
@@ -90,7 +91,7 @@ def test_the_node_that_is_left_writes_down_how_the_run_of_a_dead_head_ended_wher
     program = "import os, pathlib, time; pathlib.Path(f'here-{os.getpid()}').touch(); time.sleep(600)"
     head = ["--nodes", "2", "--nproc", "1", "--head", f"127.0.0.1:{free_port()}", "--output-dir", "out"]
     fronts = [
-        subprocess.Popen(
+        front_server.start(
             [sys.executable, "-m", "unisono", "run", *head, "--node-rank", str(node), "--", sys.executable, "-c", program],
             cwd=tmp_path, env={**os.environ, "UNISONO_TOKEN": "0123456789abcdef0123456789abcdef"}, stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,

@@ -15,11 +15,8 @@ import errno
 import json
 import os
 import resource
-import secrets
 import select
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -101,7 +98,7 @@ def try_writing(folder: Path) -> None:
     Raises:
         OSError: of the file system, or if the read-back differs.
     """
-    first = folder / f".unisono-probe-{secrets.token_hex(8)}"
+    first = folder / f".unisono-probe-{os.urandom(8).hex()}"
     second = first.with_suffix(".renamed")
     content = os.urandom(4096) * (_TRIED_BYTES // 4096)
     try:
@@ -191,6 +188,8 @@ class PathMonitor:
     """Checks paths several times per second until closed. A state seen only once is not reported."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
+        import subprocess  # with `secrets` half of the time that the child took to start, which needs neither
+
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, "watch", *map(str, paths)],
             stdin=subprocess.PIPE,
@@ -218,6 +217,8 @@ class PathMonitor:
 
     def close(self) -> None:
         """Kills the child; one that hangs in the kernel is abandoned."""
+        import threading
+
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.kill()

@@ -27,7 +27,7 @@ Point = tuple[float, float]
 
 _WIDTH, _HEIGHT = 820, 420
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 20, 44, 44
-_EVERY_S = 10.0  # a picture takes 0.2 CPU seconds, and a small model evaluates every second
+_EVERY_S = 10.0  # a picture takes 0.2 CPU seconds, and a small model evaluates every second. A run of seconds has the one at its end
 _MOST_POINTS = 1_500  # more than one a pixel shows nothing more
 
 # One neutral grey and two hues of middle lightness, which are legible on white and on near-black alike; where the
@@ -186,13 +186,16 @@ def draw(run: RunDir, *, title: str) -> None:
 
 
 class Drawing:
-    """Draws the curve while the ranks run, one picture at a time and at most one in ten seconds; a request that comes earlier is served by the next one."""
+    """Draws the curve while the ranks run, one picture at a time and at most one in ten seconds, the first of which count from here.
+
+    A request that comes earlier is served by the next one.
+    """
 
     def __init__(self, run: RunDir, *, title: str) -> None:
         self._run, self._title = run, title
         self._words = (sys.executable, "-m", __spec__.name, str(run.root), title)
         self._process: subprocess.Popen[bytes] | None = None
-        self._started = -math.inf  # of the monotonic clock, seconds
+        self._started = time.monotonic()
 
     def again(self) -> None:
         """Does not wait. If no process can be started (a limit), there is no picture until the next request."""

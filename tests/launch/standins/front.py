@@ -1,22 +1,41 @@
 """The front with other programs behind it: `python front.py FAULTS-JSON train CONFIG …`, as tests start it.
 
-Two entries are no faults: `rhythm` hurries the reading of old checkpoints, `real` leaves worker and tasks as they are.
+Two entries are no faults: `rhythm` hurries the reading of old checkpoints, `real` leaves worker and tasks as they are. The other programs
+are forked by the session's server where it can fork them, as real ranks are by their front's.
 """
 
 import dataclasses
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import unisono.launch.session
 import unisono.launch.train_request
 from unisono.cli.app import main
 from unisono.remote_checkpoint.verification import ReadingRate
+from unisono.supervise import fork_server
 from unisono.supervise.child_process import Programs
+from unisono.supervise.fork_server import Forked, ForkServer
 
 HERE = Path(__file__).parent
 PROGRAMS = Programs(
     worker=(sys.executable, str(HERE / "worker.py")), task=(sys.executable, str(HERE / "task.py"))
 )
+_MODULES = {str(HERE / f"{name}.py"): f"tests.launch.standins.{name}" for name in ("worker", "task")}
+
+
+class StandinServer(ForkServer):
+    """Forks the stand-ins, too, but does not import torch for them."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments, only_shared=True)
+
+    def start(self, command: Sequence[str], **more: Any) -> Forked | None:
+        """As the module that it is: a server forks no scripts."""
+        program, what, *words = command
+        return super().start([program, "-m", _MODULES[what], *words] if what in _MODULES else command, **more)
 
 
 class Request(unisono.launch.train_request.TrainRequest):
@@ -27,10 +46,13 @@ class Request(unisono.launch.train_request.TrainRequest):
         faults = json.loads(sys.argv[1])
         object.__setattr__(self, "rhythm", ReadingRate(**faults.pop("rhythm", {})))
         if not faults.pop("real", False):
-            object.__setattr__(self, "programs", PROGRAMS)
+            programs = dataclasses.replace(PROGRAMS, fork_server=self.programs.fork_server)
+            object.__setattr__(self, "programs", programs)
+            setattr(unisono.launch.session, "ForkServer", StandinServer)  # noqa: B010 - a class is replaced on purpose
         object.__setattr__(self, "faults", faults)
 
 
 assert dataclasses.is_dataclass(Request)
+fork_server._SERVED = (*fork_server._SERVED, *_MODULES.values())
 unisono.launch.train_request.TrainRequest = Request  # type: ignore[misc]
 main(sys.argv[2:])

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from unisono.child import parse_child_arguments, run_child
+from unisono.child import leave, parse_child_arguments, run_child
 from unisono.errors import DataError
 from unisono.events import Reporter
 from unisono.task import checkpoint_tasks
@@ -59,4 +59,4 @@ if __name__ == "__main__":
         "storage": lambda report, request: checkpoint_tasks.run_storage(request, report),
     }
     task = tasks[arguments.name]
-    sys.exit(run_child(lambda report: task(report, request), arguments))
+    leave(run_child(lambda report: task(report, request), arguments))

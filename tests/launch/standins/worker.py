@@ -16,7 +16,7 @@ from typing import Any
 from unisono.causes import Verdict
 from unisono.checkpoint.manifest import user_key
 from unisono.checkpoint.store import CheckpointStore
-from unisono.child import parse_child_arguments, run_child
+from unisono.child import leave, parse_child_arguments, run_child
 from unisono.errors import ModelError, RankDied
 from unisono.events import Reporter
 from unisono.facts import read_environment
@@ -131,4 +131,4 @@ class Rank:
 if __name__ == "__main__":
     arguments = parse_child_arguments(sys.argv[1:], named=False)
     plan = RunPlan.model_validate(json.loads(arguments.file.read_text()))
-    sys.exit(run_child(lambda report: Rank(plan, report).train(), arguments))
+    leave(run_child(lambda report: Rank(plan, report).train(), arguments))
