@@ -223,7 +223,11 @@ def stream_seed(seed: int, name: str, index: int = 0) -> int:
 
 def seed_torch(seed: int, name: str, index: int = 0) -> None:
     """Seeds torch's global generators, CPU and GPU, with the seed of a random stream."""
-    torch.manual_seed(stream_seed(seed, name, index))
+    value = stream_seed(seed, name, index)
+    if torch.accelerator.is_available():
+        torch.manual_seed(value)
+    else:  # the generator alone: torch.manual_seed formats the call stack once for each kind of device that is absent, about 1 ms
+        torch.default_generator.manual_seed(value)
 
 
 def embedding_noise(
