@@ -1,10 +1,11 @@
 """What training over two ranks costs: tokens per CPU second of one rank, two replicas and two shards, on this machine.
 
-    python bench/ranks.py [--steps 10] [--rounds 2]
+    python bench/ranks.py [--steps 10] [--rounds 2] [--dtype bfloat16]
 
 Runs `unisono train` as a user does, on the random 12 M model and the rows of bench/workload.py. CPU seconds are those of all processes of
 a job, as the kernel counts them; a short job is taken off a long one, so that starting up does not count. All ways take turns, so that a
-busy machine slows all alike; ratios to one rank are what to look at. Results go to bench/results/ranks.json.
+busy machine slows all alike; ratios to one rank are what to look at. Results go to bench/results/ranks.json, those of bfloat16 to
+ranks-bfloat16.json, where losses differ by its rounding.
 """
 
 import argparse
@@ -24,14 +25,14 @@ WAYS = {"one": ("auto", 1), "ddp": ("ddp", 2), "fsdp": ("fsdp", 2)}
 SHORT = 2
 
 
-def job(work: Path, adapter: str, way: str, steps: int) -> dict[str, Any]:
+def job(work: Path, adapter: str, way: str, steps: int, dtype: str) -> dict[str, Any]:
     """One job: tokens it saw, CPU seconds of all its processes, seconds a step, seconds of waiting a step."""
     strategy, nproc = WAYS[way]
     run = work / f"{adapter}-{way}-{steps}"
     config = work / "config.yaml"
     section = "{rank: 8, alpha: 16}" if adapter == "lora" else "null"
     config.write_text(
-        f"model: {{path: {work / 'm15'}, dtype: float32}}\nadapter: {section}\nparallel: {{strategy: {strategy}}}\ndevice: cpu\n"
+        f"model: {{path: {work / 'm15'}, dtype: {dtype}}}\nadapter: {section}\nparallel: {{strategy: {strategy}}}\ndevice: cpu\n"
         f"data: {{train: {work / 'alpaca.jsonl'}, max_length: 512, too_long: cut, packing: false}}\nduration: {steps} steps\n"
         f"batch: {{global: 8, micro: 4}}\ncheckpoint: {{every: 100000 steps}}\noutput_dir: {run}\n"
     )
@@ -51,13 +52,13 @@ def job(work: Path, adapter: str, way: str, steps: int) -> dict[str, Any]:
     }
 
 
-def measure(work: Path, adapter: str, steps: int, rounds: int) -> list[dict[str, Any]]:
+def measure(work: Path, adapter: str, steps: int, rounds: int, dtype: str) -> list[dict[str, Any]]:
     """Medians over the rounds, for each way, and ratios to one rank; losses must be those of one rank."""
     rates: dict[str, list[float]] = {way: [] for way in WAYS}
     last: dict[str, dict[str, Any]] = {}
     for _ in range(rounds):
         for way in WAYS:
-            short, long = job(work, adapter, way, SHORT), job(work, adapter, way, steps)
+            short, long = job(work, adapter, way, SHORT, dtype), job(work, adapter, way, steps, dtype)
             rates[way].append((long["tokens"] - short["tokens"]) / (long["cpu_s"] - short["cpu_s"]))
             last[way] = long
     base = statistics.median(rates["one"])
@@ -79,17 +80,24 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         make(work, rows=400)
         found = [
-            line for adapter in ("lora", "full") for line in measure(work, adapter, args.steps, args.rounds)
+            line
+            for adapter in ("lora", "full")
+            for line in measure(work, adapter, args.steps, args.rounds, args.dtype)
         ]
     for line in found:
         print(json.dumps(line))
-    target = Path(__file__).parent / "results" / "ranks.json"
-    command = f"python bench/ranks.py --steps {args.steps} --rounds {args.rounds}"
+    target = (
+        Path(__file__).parent
+        / "results"
+        / ("ranks.json" if args.dtype == "float32" else f"ranks-{args.dtype}.json")
+    )
+    command = f"python bench/ranks.py --steps {args.steps} --rounds {args.rounds} --dtype {args.dtype}"
     machine = {"cores": os.cpu_count(), "backend": "gloo", "threads": 1}
     target.write_text(
         json.dumps({"schema": 1, "command": command, "machine": machine, "found": found}, indent=1) + "\n"
