@@ -182,6 +182,8 @@ class DrillRun:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.sandbox)
             self.sandbox.prepare(self.folder)
+            # Ranks end a moment after their front is killed; until then they may write into the folder, which is removed next.
+            stack.callback(_wait_until_gone, self.folder)
             self._start(stack)
             effect = self._wait_for_effect()
             traces.note()
@@ -365,6 +367,13 @@ class Traces:
             found += [str(_SHM / name) for name in new if name not in used]
         found += [str(path) for path in sorted(self.temporary.iterdir())] if self.temporary.is_dir() else []
         return found
+
+
+def _wait_until_gone(folder: Path) -> None:
+    """Returns once no process works in a folder, or after a while."""
+    until = time.monotonic() + LEFTOVER_S
+    while processes_in(folder) and time.monotonic() < until:
+        time.sleep(0.05)
 
 
 def processes_in(folder: Path) -> list[int]:

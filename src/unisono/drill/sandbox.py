@@ -212,11 +212,26 @@ class ReadOnlyDisk(SmallDisk):
         self._front = pids[0]
 
     def inject(self) -> None:
-        """Mounts the disk read-only over itself, since the kernel refuses to remount a disk with files open for writing."""
-        disk = str(self.folder / "disk")
+        """Mounts the disk read-only over itself, since the kernel refuses to remount a disk with files open for writing.
+
+        The mount becomes read-only at a place of its own and is then moved: nobody can open a file for writing in it before.
+        """
+        disk, aside = str(self.folder / "disk"), str(self.folder / "read-only")
         if os.geteuid() == 0:
-            mount = 'mount --bind "$1" "$1"; mount -o remount,bind,ro "$1"'
-            words = ["nsenter", "--target", str(self._front), "--mount", "sh", "-ec", mount, "disk", disk]
+            mount = 'mount --bind "$1" "$2"; mount -o remount,bind,ro "$2"; mount --move "$2" "$1"'
+            words = [
+                "nsenter",
+                "--target",
+                str(self._front),
+                "--mount",
+                "sh",
+                "-ec",
+                mount,
+                "disk",
+                disk,
+                aside,
+            ]
+            Path(aside).mkdir()
             subprocess.run(words, check=True, capture_output=True)
             return
         for folder in (self.output_dir(), self.output_dir() / "checkpoints"):
