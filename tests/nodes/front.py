@@ -19,7 +19,6 @@ from unisono.facts import Probes, package_versions
 from unisono.facts.machine import DeviceProbe, DevicesDetails, Gpu
 from unisono.facts.network import NetworkInterface, SystemNetwork
 from unisono.supervise import fork_server
-from unisono.supervise.child_process import Programs
 from unisono.supervise.fork_server import ForkServer
 
 
@@ -103,7 +102,7 @@ class Request(unisono.launch.train_request.TrainRequest):
         object.__setattr__(self, "faults", ANSWERS.get("faults", {}))
         if "task" in ANSWERS:
             fork_server._SERVED = (*fork_server._SERVED, ANSWERS["task"][2])
-            object.__setattr__(self, "programs", Programs(task=tuple(ANSWERS["task"])))
+            object.__setattr__(self, "programs", replace(self.programs, task=tuple(ANSWERS["task"])))
 
 
 class Look(doctor_check.DoctorRequest):

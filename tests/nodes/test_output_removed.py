@@ -23,7 +23,7 @@ def train(pair: Job, *, apart: bool, strategy: str = "fsdp") -> tuple[list[Front
         folder.mkdir()
     pair.out = place / "out"
     pair.config(
-        duration=f"{STEPS} steps", batch={"global": 8, "micro": 2}, checkpoint={"every": "10 steps"}, data={"packing": False},
+        duration=f"{STEPS} steps", batch={"global": 4, "micro": 2}, checkpoint={"every": "10 steps"}, data={"packing": False},
         parallel={"strategy": strategy}, output_dir=str(pair.out),
     )  # fmt: skip
     owns = [Own(), Own(binds=[(own_disk, place)]) if apart else Own()]

@@ -16,7 +16,7 @@ STEPS = 40
 def train(solo: Job, **sections: object) -> Front:
     """Two ranks with shards, in mid-run."""
     solo.config(
-        duration=f"{STEPS} steps", batch={"global": 8, "micro": 2}, data={"packing": False}, parallel={"strategy": "fsdp"},
+        duration=f"{STEPS} steps", batch={"global": 4, "micro": 2}, data={"packing": False}, parallel={"strategy": "fsdp"},
         **{"checkpoint": {"every": "10 steps"}, **sections},
     )  # fmt: skip
     front = solo.start(0, "--nproc", "2", json=True, topology=False, answers=PACED)

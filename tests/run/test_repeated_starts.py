@@ -49,6 +49,14 @@ dist.destroy_process_group()
 """
 """Of two ranks: rank 1 is killed at so many starts, and each time it comes late to the next one."""
 
+_SHELLS = """
+import os, subprocess, sys
+place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RESTART_COUNT": "0"}
+ranks = [subprocess.Popen(["bash", "-c", sys.argv[1]], env={**os.environ, **place, "RANK": str(r), "LOCAL_RANK": str(r)}) for r in range(2)]
+sys.exit(max(rank.wait() for rank in ranks))
+"""
+"""A launcher of two shells, without torchrun's import of torch."""
+
 
 def ranks(name: str, *, before: str = "") -> str:
     """Two ranks of one launcher, in the words of a shell."""
@@ -145,10 +153,10 @@ def test_a_rank_that_is_killed_at_each_start_is_named_once_its_launcher_gives_up
 @pytest.mark.ranks
 def test_a_rank_that_a_shell_starts_is_seen_from_within(tmp_path: Path) -> None:
     """The shell has the rank's environment, and is not what beats."""
-    words = torchrun(
-        tmp_path, "--no-python", "bash", "-c", f"{shlex.quote(sys.executable)} dies.py 0; exit $?"
-    )
-    with run(tmp_path, words, env={**os.environ, "OMP_NUM_THREADS": "1"}) as front:
+    (tmp_path / "dies.py").write_text(_DIES)
+    words = [sys.executable, "-c", _SHELLS, f"{shlex.quote(sys.executable)} dies.py 0; exit $?"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_PORT": str(free_port())}
+    with run(tmp_path, words, env=environment) as front:
         front.communicate(timeout=LIMIT_S)
     assert front.returncode == 0
     events = [path.read_text() for path in sorted((tmp_path / "out" / "events").glob("rank-*.jsonl"))]
