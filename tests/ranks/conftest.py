@@ -54,6 +54,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 Key = TypeVar("Key")
 Value = TypeVar("Value")
+_QUANTIZED = ("nf4", "int8")  # one import of bitsandbytes, in a single start, serves both
 PREFERENCES = ("dpo", "kto", "orpo", "simpo", "reward")
 
 
@@ -220,9 +221,10 @@ def _plan_of(workshop: Workshop, kind: str, world: int, strategy: str) -> RunPla
 
 
 def _both_ways(workshop: Workshop, world: int, kind: str) -> dict[tuple[str, str, int], Done]:
-    ways = ("ddp", "fsdp")
-    done = workshop.together([_plan_of(workshop, kind, world, way) for way in ways])
-    return {(kind, way, world): run for way, run in zip(ways, done, strict=True)}
+    kinds = _QUANTIZED if kind in _QUANTIZED else (kind,)
+    runs = [(one, way) for one in kinds for way in ("ddp", "fsdp")]
+    done = workshop.together([_plan_of(workshop, one, world, way) for one, way in runs])
+    return {(one, way, world): run for (one, way), run in zip(runs, done, strict=True)}
 
 
 @dataclass
