@@ -1,5 +1,6 @@
 """What a run of the tests says of tests that it could not run. Run: pytest tests/test_needs.py"""
 
+import os
 import re
 import subprocess
 import sys
@@ -51,7 +52,7 @@ def suite(tmp_path: Path) -> Path:
     ("options", "code"),
     [((), 0), (("--skips-allowed", "no-such-program"), 0), (("--skips-allowed", "a GPU"), 1)],
 )
-@pytest.mark.parametrize("workers", [(), ("-n", "2")])
+@pytest.mark.parametrize("workers", [(), ("-p", "xdist", "-n", "2")])
 def test_a_skip_that_is_not_allowed_fails_the_run(
     suite: Path, options: tuple[str, ...], code: int, workers: tuple[str, ...]
 ) -> None:
@@ -69,7 +70,12 @@ def test_a_skip_that_is_not_allowed_fails_the_run(
         *workers,
         *options,
     ]
-    done = subprocess.run([*words, str(suite)], cwd=ROOT, capture_output=True, text=True, check=False)
+    alone = os.environ | {
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"
+    }  # what is installed beside it takes a second to import
+    done = subprocess.run(
+        [*words, str(suite)], cwd=ROOT, env=alone, capture_output=True, text=True, check=False
+    )
     last = done.stdout.strip().splitlines()
     assert done.returncode == code, done.stdout + done.stderr
     assert "not run: 1 test, for want of no-such-program (1)" in last[-1 if code == 0 else -2]
