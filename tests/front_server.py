@@ -36,11 +36,16 @@ import unisono.cli
 import unisono.cli.app
 from unisono.integrations.border import Guard, Presence, find_guard, own_registration
 from unisono.integrations.inside import injected
-from unisono.supervise.child_process import child_environment
+from unisono.supervise.child_process import _Executed, child_environment
 from unisono.supervise.fork_server import SHARED, ForkServer
 from unisono.worker import fork_server
 
-_MODULES = ("unisono.launch.train_request", "unisono.launch.session", "unisono.doctor.check")
+_MODULES = (
+    "unisono.launch.train_request",
+    "unisono.launch.session",
+    "unisono.doctor.check",
+    "unisono.cluster.launchers",
+)
 """What fronts import, beside the modules of unisono.cli."""
 _GUARDED_MODULES = (
     "torch.distributed",
@@ -122,6 +127,18 @@ def start(
     return subprocess.Popen([*(executed or command)], **options)
 
 
+def start_child(command: Sequence[str], **options: Any) -> "_Forked | _Executed":
+    """Starts what a ChildProcess of this process starts, forked if it can be: the front of a program that uses unisono.api.
+
+    Args:
+        command: this interpreter with `-m MODULE`, and the arguments.
+        options: as for subprocess.Popen, with an environment as `env`.
+    """
+    if _has_server() and (server := _server(os.getpid())).serves(command, options["env"]):
+        return _Forked(command, server, None, **options)
+    return _Executed(command, **options)
+
+
 def start_program(command: Sequence[str], **options: Any) -> "subprocess.Popen[str]":
     """Starts somebody else's program under guard, forked if it can be: what it imports of torch was imported, and hooked, before.
 
@@ -186,10 +203,11 @@ def _has_server() -> bool:
     return sys.platform.startswith("linux") and threading.current_thread() is threading.main_thread()
 
 
-def wait_for_rank_server() -> None:
-    """Waits until the session's server of ranks has imported: a front that comes before it imports the same once more."""
+def wait_for_rank_server(path: str | None = None) -> None:
+    """Waits until a server of ranks has imported, by its socket: a front that comes before it imports the same once more. Of itself, the session's."""
     limit = time.monotonic() + _LIMIT_S
-    while not Path(path := os.environ.get(SHARED, "/")).exists():
+    path = path or os.environ.get(SHARED, "/")
+    while not Path(path).exists():
         assert time.monotonic() < limit, f"{path} never came"
         time.sleep(0.05)
 
@@ -313,6 +331,12 @@ class _Forked(subprocess.Popen):  # type: ignore[type-arg]
         finally:
             pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
             self._close_pipe_fds(*(given[name] for name in pipes))  # type: ignore[attr-defined]
+
+    def has_ended(self) -> bool:
+        """Whether it is dead; its number stays taken until `wait`."""
+        if self._pidfd is None:
+            return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
+        return self.returncode is not None or bool(select.select([self._pidfd], [], [], 0)[0])
 
     def _internal_poll(self, *_: Any, **__: Any) -> int | None:
         return self._ended_within(0)

@@ -1,12 +1,13 @@
 """One fork server for all tests of a session: what imports torch, transformers and peft does so once. See docs/decisions/0018-fork-server.md."""
 
+import contextlib
 import os
 import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
-from typing import IO
 
 import pytest
 
@@ -14,6 +15,22 @@ from unisono.supervise.child_process import child_environment
 from unisono.supervise.fork_server import SHARED
 
 _THREADS = 1
+
+
+def start_server(folder: Path, environment: Mapping[str, str]) -> tuple["subprocess.Popen[bytes]", Path]:
+    """Starts one that has read these variables when it imported; gives it, and its socket, which is there once it has imported.
+
+    Args:
+        folder: for what it prints and why it refuses; only this user can enter it.
+        environment: all of it.
+    """
+    socket = folder / "socket"
+    command = [sys.executable, "-m", "unisono.worker.shared_fork_server", str(socket), "--front-pid", str(os.getpid())]  # fmt: skip
+    with (folder / "printed").open("w+b") as printed:
+        process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=printed, stderr=printed, start_new_session=True
+        )  # fmt: skip
+    return process, socket
 
 
 class SessionServer:
@@ -25,19 +42,13 @@ class SessionServer:
         os.environ.setdefault("HF_HOME", str(Path(self._folder.name) / "huggingface"))
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         self._process: subprocess.Popen[bytes] | None = None
-        self._printed: IO[bytes] | None = None
 
     def start(self) -> None:
         """Starts it; fronts that come before its imports are done start fork servers of their own."""
         if self._process is not None or SHARED in os.environ or not sys.platform.startswith("linux"):
             return
-        socket = Path(self._folder.name) / "socket"
-        self._printed = (Path(self._folder.name) / "printed").open("w+b")
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "unisono.worker.shared_fork_server", str(socket), "--front-pid", str(os.getpid())],
-            env=child_environment(threads=_THREADS), stdin=subprocess.DEVNULL, stdout=self._printed, stderr=self._printed,
-            start_new_session=True,
-        )  # fmt: skip
+        environment = child_environment(threads=_THREADS)
+        self._process, socket = start_server(Path(self._folder.name), environment)
         os.environ[SHARED] = str(socket)
 
     def refusals(self) -> Counter[str]:
@@ -51,8 +62,6 @@ class SessionServer:
             self._process.kill()
             self._process.wait()
             del os.environ[SHARED]
-        if self._printed is not None:
-            self._printed.close()
         self._folder.cleanup()
 
 
@@ -63,6 +72,11 @@ def pytest_configure(config: pytest.Config) -> None:
     """Side by side (`-n`), all processes of the session share it; they have its name from the environment."""
     if hasattr(config, "workerinput"):
         return
+    if sys.platform.startswith("linux") and os.geteuid() == 0:
+        with contextlib.suppress(
+            PermissionError
+        ):  # as Slurm gives them to its jobs, which the server would refuse otherwise
+            os.setgroups(os.getgrouplist("root", 0))
     config.stash[_KEY] = SessionServer()
     if config.getoption("numprocesses", default=None):
         config.stash[_KEY].start()

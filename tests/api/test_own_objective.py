@@ -94,41 +94,40 @@ def steps(result: unisono.Result) -> list[dict[str, Any]]:
 def test_it_trains_on_one_and_two_ranks_and_resumes_bit_exactly_unless_its_file_has_changed(
     place: Place,
 ) -> None:
-    whole = place.train("whole")
+    constant: Any = {"optim": {"lr": 1e-2, "schedule": "constant"}}  # the same for any duration
+    whole = place.train("whole", **constant)
     assert whole.outcome == "completed"
     assert all(0 < line["probability"] < 1 for line in steps(whole))
 
-    two = place.train("two", nproc=2)
+    two = place.train("two", nproc=2, **constant)
     assert [line["loss"] for line in steps(two)] == pytest.approx(
         [line["loss"] for line in steps(whole)], rel=1e-4
     )
 
-    half = place.train("half", duration="2 steps", optim={"lr": 1e-2, "schedule": "constant"})
+    half = place.train("half", duration="2 steps", **constant)
     assert half.step == 2
-    longer: Any = {"duration": "4 steps", "optim": {"lr": 1e-2, "schedule": "constant"}}
     text = place.file.read_text()
     place.file.write_text(text + "# changed\n")
     with pytest.raises(unisono.UsageError) as raised:
-        place.train("half", **longer)
+        place.train("half", **constant)
     assert any("has changed" in problem.what for problem in raised.value.problems)
     assert any("--allow objective" in problem.fix for problem in raised.value.problems)
     place.file.write_text(text)
-    straight = place.train("straight", **longer)
-    resumed = place.train("half", **longer)
+    resumed = place.train("half", **constant)
     assert resumed.step == 4
-    assert [line["loss"] for line in steps(resumed)] == [line["loss"] for line in steps(straight)]
+    assert [line["loss"] for line in steps(resumed)] == [line["loss"] for line in steps(whole)]
     assert resumed.adapter is not None
-    assert straight.adapter is not None
+    assert whole.adapter is not None
     name = "adapter_model.safetensors"
-    assert (resumed.adapter / name).read_bytes() == (straight.adapter / name).read_bytes()
+    assert (resumed.adapter / name).read_bytes() == (whole.adapter / name).read_bytes()
 
     # A run names the file, and may be that of somebody else: a replay executes it only with trust.
-    refused = place.replay(straight)
+    refused = place.replay(whole)
     assert refused.returncode == 2, refused.stderr
     assert "has not been trusted" in refused.stderr
-    assert str(place.folder / "straight" / "plan.json") in refused.stderr
+    assert str(place.folder / "whole" / "plan.json") in refused.stderr
     assert "--trust-code" in refused.stderr
-    trusted = place.replay(straight, "--trust-code")
+    trusted = place.replay(whole, "--trust-code")
     assert trusted.returncode == 0, trusted.stderr
     assert "bit for bit" in trusted.stdout
 

@@ -272,10 +272,10 @@ def flipped(body: bytes) -> bytes:
 
 
 @contextmanager
-def running_hub() -> Iterator[Hub]:
+def running_hub(port: int = 0) -> Iterator[Hub]:
     """A hub that answers on 127.0.0.1."""
     hub = Hub()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("OneHub", (Handler,), {"hub": hub}))
+    server = ThreadingHTTPServer(("127.0.0.1", port), type("OneHub", (Handler,), {"hub": hub}))
     hub.url = f"http://127.0.0.1:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
@@ -287,7 +287,7 @@ def running_hub() -> Iterator[Hub]:
         thread.join()
 
 
-def environment(hub: Hub, home: Path, **more: str) -> dict[str, str]:
-    """Of a command that asks this hub, with an empty cache in `home`, and no token."""
+def environment(url: str, home: Path, **more: str) -> dict[str, str]:
+    """Of a command that asks the hub at this address, with an empty cache in `home`, and no token."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
-    return kept | {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "OMP_NUM_THREADS": "1"} | more  # fmt: skip
+    return kept | {"HF_ENDPOINT": url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "OMP_NUM_THREADS": "1"} | more  # fmt: skip

@@ -37,7 +37,7 @@ def hub() -> Iterator[Hub]:
 
 def download(hub: Hub, home: Path, *words: str, **more: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "unisono", "download", *words]
-    return front_server.run(command, env=environment(hub, home, **more), timeout=300)
+    return front_server.run(command, env=environment(hub.url, home, **more), timeout=300)
 
 
 def result(done: "subprocess.CompletedProcess[str]") -> dict[str, Any]:
@@ -72,7 +72,7 @@ def test_a_model_fills_the_cache_is_verified_and_found_without_a_network(hub: Hu
     assert result(offline)["verified"] == 3
     script = "from huggingface_hub import snapshot_download; print(snapshot_download('a/model', allow_patterns='*.json'))"
     found = subprocess.run(
-        [sys.executable, "-c", script], env=environment(hub, tmp_path, HF_HUB_OFFLINE="1"), capture_output=True, text=True, check=True
+        [sys.executable, "-c", script], env=environment(hub.url, tmp_path, HF_HUB_OFFLINE="1"), capture_output=True, text=True, check=True
     )  # fmt: skip
     assert found.stdout.strip() == got["path"]
 

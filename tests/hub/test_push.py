@@ -6,7 +6,8 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,14 @@ import yaml
 
 from tests import front_server
 from tests.hub.standin import TOKEN, Fault, Hub, Repo, environment, running_hub
+from tests.ports import free_port
+from tests.session_server import start_server
 from unisono.files import read_object, write_json
 from unisono.hub.publish import public_config
+from unisono.supervise.child_process import child_environment
+from unisono.supervise.fork_server import SHARED
 
+Push = Callable[..., "subprocess.CompletedProcess[str]"]
 ROOT = Path(__file__).parents[2]
 CONFIG = {
     "model": "builtin:tiny", "adapter": {"rank": 2}, "data": {"train": "secret-place/rows.jsonl", "eval": 0.2, "max_length": 128},
@@ -39,29 +45,65 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "runs" / "demo"
 
 
+@dataclass(frozen=True)
+class Exports:
+    """Where what `push` exports is forked: by a server of its own, as the session's has imported the address of a different hub.
+
+    Attributes:
+        port: of the hub, for all tests of the file.
+        home: HF_HOME.
+        socket: of the server.
+    """
+
+    port: int
+    home: Path
+    socket: Path
+
+
+@pytest.fixture(scope="module")
+def exports(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Exports]:
+    folder, port, home = tmp_path_factory.mktemp("exports"), free_port(), finished.parent / "hf"
+    hub = environment(f"http://127.0.0.1:{port}", home, XDG_CONFIG_HOME=str(finished.parents[1] / "keys"))
+    ours = {
+        name: value for name, value in child_environment(threads=1).items() if os.environ.get(name) != value
+    }
+    process, socket = start_server(folder, hub | ours)
+    yield Exports(port, home, socket)
+    process.kill()
+    process.wait()
+
+
 @pytest.fixture
-def hub() -> Iterator[Hub]:
-    """An empty hub."""
-    with running_hub() as hub:
+def hub(exports: Exports) -> Iterator[Hub]:
+    """An empty hub, at the port of the file."""
+    with running_hub(exports.port) as hub:
         yield hub
 
 
-def push(
-    hub: Hub, run: Path, *words: str, token: str | None = TOKEN, **more: str
-) -> "subprocess.CompletedProcess[str]":
-    """`unisono push RUN anna/small …`."""
-    given = {"XDG_CONFIG_HOME": str(run.parent.parent / "keys")} | ({"HF_TOKEN": token} if token else {})
-    env = environment(hub, run.parent / "hf", **given | more)
-    command = [sys.executable, "-m", "unisono", "push", str(run), "anna/small", *words]
-    return front_server.run(command, env=env, timeout=300)
+@pytest.fixture
+def push(hub: Hub, exports: Exports, finished: Path) -> Push:
+    """`unisono push RUN anna/small …`, by somebody who is logged in, or is not."""
+    front_server.wait_for_rank_server(str(exports.socket))
+
+    def give(
+        run: Path, *words: str, logged_in: bool = True, **more: str
+    ) -> "subprocess.CompletedProcess[str]":
+        login = exports.home / "token"
+        login.parent.mkdir(exist_ok=True)
+        login.write_text(TOKEN) if logged_in else login.unlink(missing_ok=True)
+        given = {"XDG_CONFIG_HOME": str(finished.parents[1] / "keys"), SHARED: str(exports.socket)} | more
+        command = [sys.executable, "-m", "unisono", "push", str(run), "anna/small", *words]
+        return front_server.run(command, env=environment(hub.url, exports.home) | given, timeout=300)
+
+    return give
 
 
-def test_the_adapter_and_its_card_are_uploaded_and_compared(hub: Hub, finished: Path) -> None:
-    dry = push(hub, finished, "--dry-run", "--json", token=None)
+def test_the_adapter_and_its_card_are_uploaded_and_compared(hub: Hub, push: Push, finished: Path) -> None:
+    dry = push(finished, "--dry-run", "--json", logged_in=False)
     assert dry.returncode == 0, dry.stderr
     shown: dict[str, Any] = json.loads(dry.stdout)
     assert not hub.created
-    done = push(hub, finished, "--private", "--json")
+    done = push(finished, "--private", "--json")
     assert done.returncode == 0, done.stderr
     told: dict[str, Any] = json.loads(done.stdout)
     repo = hub.repos["anna/small"]
@@ -81,8 +123,8 @@ def test_the_adapter_and_its_card_are_uploaded_and_compared(hub: Hub, finished: 
     assert TOKEN not in done.stdout + done.stderr
 
 
-def test_the_card_is_made_from_the_run(hub: Hub, finished: Path) -> None:
-    dry = push(hub, finished, "--dry-run", token=None)
+def test_the_card_is_made_from_the_run(push: Push, finished: Path) -> None:
+    dry = push(finished, "--dry-run", logged_in=False)
     card = dry.stdout
     _, front, text = card.split("---\n", 2)
     assert yaml.safe_load(front) == {"library_name": "peft", "pipeline_tag": "text-generation", "tags": ["unisono", "sft", "lora"]}  # fmt: skip
@@ -102,8 +144,8 @@ def test_the_card_is_made_from_the_run(hub: Hub, finished: Path) -> None:
     assert re.search(r"^ *\d.*B  adapter_model.safetensors$", text, re.MULTILINE)
 
 
-def test_a_merged_model_is_uploaded(hub: Hub, finished: Path) -> None:
-    done = push(hub, finished, "--merge")
+def test_a_merged_model_is_uploaded(hub: Hub, push: Push, finished: Path) -> None:
+    done = push(finished, "--merge")
     assert done.returncode == 0, done.stderr
     files = hub.repos["anna/small"].commits[hub.repos["anna/small"].head]
     assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= set(files)
@@ -113,38 +155,39 @@ def test_a_merged_model_is_uploaded(hub: Hub, finished: Path) -> None:
 
 
 def test_an_unfinished_run_is_refused_unless_a_checkpoint_is_named(
-    hub: Hub, finished: Path, tmp_path: Path
+    hub: Hub, push: Push, finished: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "runs" / "demo"
     shutil.copytree(finished, run)
-    shutil.copytree(finished.parent.parent / "keys", tmp_path / "keys")
     result = read_object(run / "result.json")
     write_json(run / "result.json", result | {"outcome": "died", "exit_code": 5})
-    done = push(hub, run)
+    done = push(run)
     assert done.returncode == 2
     assert "its outcome is died" in done.stderr
     assert "--step N" in done.stderr
     assert not hub.created
-    done = push(hub, run, "--step", "2", "--dry-run")
+    done = push(run, "--step", "2", "--dry-run")
     assert done.returncode == 0, done.stderr
     assert "steps: 2 of 3" in done.stdout
-    done = push(hub, run, "--step", "99", "--dry-run")
+    done = push(run, "--step", "99", "--dry-run")
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
 
 
-def test_a_damaged_or_unlisted_result_is_refused(hub: Hub, finished: Path, tmp_path: Path) -> None:
+def test_a_damaged_or_unlisted_result_is_refused(
+    hub: Hub, push: Push, finished: Path, tmp_path: Path
+) -> None:
     run = tmp_path / "demo"
     shutil.copytree(finished, run)
     weights = run / "adapter" / "adapter_model.safetensors"
     body = weights.read_bytes()
     weights.write_bytes(body[:-1] + bytes([body[-1] ^ 1]))
-    done = push(hub, run)
+    done = push(run)
     assert done.returncode == 7
     assert "adapter_model.safetensors" in done.stderr
     weights.write_bytes(body)
     (run / "adapter" / "unisono_manifest.json").unlink()
-    done = push(hub, run)
+    done = push(run)
     assert done.returncode == 2
     assert "cannot be verified" in done.stderr
     assert not hub.created
@@ -177,7 +220,7 @@ def files(tmp_path: Path) -> Path:
 
 def upload(hub: Hub, files: Path) -> "subprocess.CompletedProcess[str]":
     """The end of `push`, from the upload on."""
-    env = environment(hub, files.parent / "hf", HF_TOKEN=TOKEN)
+    env = environment(hub.url, files.parent / "hf", HF_TOKEN=TOKEN)
     return subprocess.run([sys.executable, "-c", UPLOAD, str(files)], env=env, capture_output=True, text=True, check=False, timeout=300)  # fmt: skip
 
 
@@ -215,14 +258,14 @@ def test_an_upload_that_fails_once_is_tried_again(hub: Hub, files: Path) -> None
     assert stored == {"old.txt": b"kept"} | {path.name: path.read_bytes() for path in files.iterdir()}
 
 
-def test_without_token_or_network_nothing_is_begun(hub: Hub, finished: Path, tmp_path: Path) -> None:
-    done = push(hub, finished, token=None)
+def test_without_token_or_network_nothing_is_begun(push: Push, finished: Path, tmp_path: Path) -> None:
+    done = push(finished, logged_in=False)
     assert done.returncode == 2
     assert "uploads need a token" in done.stderr
-    done = push(hub, finished, HF_ENDPOINT="http://127.0.0.1:9")
+    done = push(finished, HF_ENDPOINT="http://127.0.0.1:9")
     assert done.returncode == 2
     assert "does not answer" in done.stderr
-    done = push(hub, tmp_path)
+    done = push(tmp_path)
     assert done.returncode == 2
     assert "is not a run" in done.stderr
 
