@@ -36,6 +36,7 @@ SlurmdLogFile={folder}/slurmd-%n.log
 SlurmdParameters=config_overrides
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
+TaskProlog={folder}/task-prolog
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 MpiDefault=none
@@ -108,6 +109,10 @@ class Cluster:
         if self.gpus:
             files = [f"Name=gpu File={path}" for path in _DEVICES[: self.gpus]]
             (self.folder / "gres.conf").write_text("\n".join(["AutoDetect=off", *files, ""]))
+        # Slurm sets these in a job. The session's fork server has imported without them, and would refuse all ranks.
+        script = "#!/bin/sh\nfor name in ENVIRONMENT HOSTNAME SLURMD_NODENAME SRUN_DEBUG; do echo unset $name; done\n"
+        (self.folder / "task-prolog").write_text(script)
+        (self.folder / "task-prolog").chmod(0o755)
         munge = self._munge()
         # Nothing is bound to control groups here, and what the machine has of them is not for every slurmd.
         (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nConstrainCores=no\n")

@@ -28,6 +28,8 @@ _LOCK_FILE = ".held"
 _PATIENCE_S = 60.0
 """For the front to exit on request: a checkpoint in progress is finished."""
 _PROCESS_VARIABLES = ("UNISONO_TOKEN", "XDG_CONFIG_HOME")
+_SET_BY_RAY = ("PYTHONBREAKPOINT", "SPT_NOENV")
+"""In each of its workers: its debugger, which answers only there, and how it names them."""
 
 
 class NodeActor:
@@ -197,10 +199,10 @@ def _unless_missing(error: OSError) -> None:
 
 
 def _is_of_ray(name: str) -> bool:
-    """Whether a variable is Ray's own (its token, or the number of threads that it sets for workers) or private to a process."""
+    """Whether a variable is Ray's own (e.g. its token, or the number of threads that it sets for workers) or private to a process."""
     if name == "OMP_NUM_THREADS":
         return not _raylet_has(name)
-    return name.startswith("RAY_") or name in _PROCESS_VARIABLES
+    return name.startswith("RAY_") or name in (*_SET_BY_RAY, *_PROCESS_VARIABLES)
 
 
 def _raylet_has(name: str) -> bool:
