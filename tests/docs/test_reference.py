@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests import front_server
 from unisono.config.schema import RunConfig
 from unisono.config.yaml_file import all_keys
+from unisono.supervise.child_process import child_environment
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,14 +20,13 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize("script", ["make_reference.py", "draw_rooms.py", "make_catalogue.py"])
 def test_the_pages_made_from_the_code_are_up_to_date(script: str) -> None:
     """If this fails: python scripts/SCRIPT. For make_catalogue.py then translate what it adds: its texts are `msgstr ""`."""
-    done = subprocess.run(
-        [sys.executable, f"scripts/{script}", "--check"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    # Forked, as programs are: one of them imports torch.
+    command = [sys.executable, "-m", "tests.integrations.launched_programs", str(ROOT / "scripts" / script), "--check"]  # fmt: skip
+    with front_server.start_rank(
+        command, cwd=ROOT, env=child_environment(threads=1), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as process:  # fmt: skip
+        _, complaints = process.communicate()
+    assert process.returncode == 0, complaints
 
 
 def test_every_key_is_in_it_with_a_meaning() -> None:
