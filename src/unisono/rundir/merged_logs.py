@@ -230,9 +230,8 @@ class _Printed(_OfRank):
         sizes = iter(_sizes(self._path.with_suffix(".times")))
         seen = next(sizes, None)
         for line in self._lines(whole=whole):
-            if (
-                not line.strip(b"\0\r\n") and b"\0" in line
-            ):  # a hole, as a crash or a full disk leaves: perhaps a gigabyte
+            content = line.rstrip(b"\r\n")
+            if content and content == bytes(len(content)):  # a crash or a full disk leaves a gigabyte of NULs
                 self.skipped[_NULS] += 1
                 continue
             while seen is not None and seen[1] < self._place:
