@@ -19,6 +19,7 @@ from tests import front_server
 from tests.board.boards import CHROMIUM, CHROMIUM_FLAGS, board_of
 from tests.board.made_runs import append, make_hostile, make_run, write
 from tests.needs import lacking
+from tests.nodes.harness import ENTRY, PACED
 from unisono.board.page import runs_file
 from unisono.board.regions import REGIONS
 from unisono.rundir import RunDir
@@ -40,6 +41,14 @@ def browser() -> Iterator[Browser]:
         made = play.chromium.launch(executable_path=CHROMIUM, args=list(CHROMIUM_FLAGS))
         yield made
         made.close()
+
+
+@pytest.fixture(autouse=True)
+def closed(browser: Browser) -> Iterator[None]:
+    """No page of a test that is over draws beside the next."""
+    yield
+    for context in browser.contexts:
+        context.close()
 
 
 @pytest.fixture
@@ -313,14 +322,15 @@ def test_the_page_follows_cuts_moves_and_a_server_that_goes(
 
 @pytest.mark.ranks
 def test_a_stopped_rank_is_named_on_the_page_in_the_words_of_the_terminal(
-    browser: Browser, tmp_path: Path, errors: list[str]
+    browser: Browser, tmp_path: Path, errors: list[str], model_dir: Path
 ) -> None:
     rows = "".join(json.dumps({"prompt": f"say {n}", "completion": f"{n}"}) + "\n" for n in range(200))
     write(tmp_path / "rows.jsonl", None, text=rows)
     root = tmp_path / "run"
-    config = f"model: builtin:tiny\ndata: {{train: {tmp_path / 'rows.jsonl'}}}\noutput_dir: {root}\nduration: 5000 steps\nbatch: {{global: 4}}\nrestarts: 0\n"
+    config = f"model: {model_dir}\ndata: {{train: {tmp_path / 'rows.jsonl'}}}\noutput_dir: {root}\nduration: 5000 steps\nbatch: {{global: 4}}\nrestarts: 0\n"
     write(tmp_path / "train.yaml", None, text=config)
-    words = [sys.executable, "-m", "unisono", "train", str(tmp_path / "train.yaml"), "--nproc", "2"]
+    (tmp_path / "answers.json").write_text(json.dumps(PACED))
+    words = [sys.executable, str(ENTRY), str(tmp_path / "answers.json"), "train", str(tmp_path / "train.yaml"), "--nproc", "2"]  # fmt: skip
     said = (tmp_path / "said.txt").open("w+")
     with said, front_server.start(words, stdout=said, stderr=subprocess.STDOUT) as training:
         try:
