@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from tests.doctor.doctor_process import doctor
+from tests.needs import need, program
 from tests.nodes.fronts import Front
 from tests.nodes.harness import Job
 from tests.nodes.network_namespaces import Namespaces, Own
@@ -35,6 +36,7 @@ def typed(networks: Namespaces, job: Job, *words: str, there: dict[str, str] | N
         words: of the command line.
         there: variables that a login on the other nodes has.
     """
+    need("ssh")
     hosts = [networks.host(node) for node in range(job.nodes)]
     folder = job.folder / "bin"
     folder.mkdir()
@@ -42,11 +44,13 @@ def typed(networks: Namespaces, job: Job, *words: str, there: dict[str, str] | N
     login = job._environment(1, {"UNISONO_TOKEN": "", **(there or {})})
     (folder / "ssh").write_text(_SSH.format(python=sys.executable, ways=ways, environment=login))
     (folder / "ssh").chmod(0o755)
-    path = os.pathsep.join((str(folder), os.environ["PATH"]))
+    client = program("ssh")
+    assert client is not None
+    own = Own(binds=[(folder / "ssh", Path(client))])  # and not PATH, with which nothing would be forked
     command = [sys.executable, "-m", "unisono", "doctor", *words, "--hosts", ",".join(hosts), "--json"]
     front = Front(
-        networks.command(0, ["env", f"PATH={path}", *command], Own()), node=0, host=hosts[0], cwd=job.home(0),
-        environment=job._environment(0, {"UNISONO_TOKEN": ""}), json=True,
+        command, node=0, host=hosts[0], cwd=job.home(0), environment=job._environment(0, {"UNISONO_TOKEN": ""}), json=True,
+        place=networks.place(0, own), executed=networks.command(0, command, own),
     )  # fmt: skip
     job.fronts.append(front)
     return front
@@ -72,7 +76,7 @@ def checks(front: Front) -> dict[str, list[dict[str, object]]]:
 
 
 def test_one_command_gives_one_report_of_all_nodes(networks: Namespaces, trio: Job) -> None:
-    front = typed(networks, trio, there={"OMP_NUM_THREAD": "2"})
+    front = typed(networks, trio, there={"UNISONO_LAN": "en"})
     assert front.wait() == 0, front.text()
     found = checks(front)
     [agreed] = found["peers.agreement"]
