@@ -53,6 +53,13 @@ for line in sys.stdin:
         for number in job["closed"]:
             os.close(number)
             setattr(sys, ("stdin", "stdout", "stderr")[number], None)  # as the interpreter does when it starts
+        if job["gone"]:
+            os.mkdir(job["gone"])
+            os.chdir(job["gone"])
+            os.rmdir(job["gone"])
+        if job["bare"]:
+            for name in {*os.environ} - {"PATH"}:
+                del os.environ[name]
         sys.argv = ["unisono", *job["words"]]
         code = 1
         try:
@@ -119,11 +126,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Forks(Protocol):
-    """Runs a command in a fork and gives its exit code. Its output goes to `out`, of stderr to `err` if that is given; streams by number: closed, full."""
+    """Runs a command in a fork and gives its exit code. Its output goes to `out`, of stderr to `err` if that is given.
+
+    Streams by number: closed, full. `gone` is a directory that it is in, and that is gone then; if it is `bare`, it has PATH and no other variable.
+    """
 
     def __call__(
         self, words: list[str], out: Path, err: Path | None = None, *, closed: Sequence[int] = (), full: Sequence[int] = (),
-        limit_s: float = LIMIT_S,
+        limit_s: float = LIMIT_S, gone: Path | None = None, bare: bool = False,
     ) -> int: ...  # fmt: skip
 
 
@@ -138,9 +148,17 @@ def forks() -> Iterator[Forks]:
 
         def give(
             words: list[str], out: Path, err: Path | None = None, *, closed: Sequence[int] = (), full: Sequence[int] = (),
-            limit_s: float = LIMIT_S,
+            limit_s: float = LIMIT_S, gone: Path | None = None, bare: bool = False,
         ) -> int:  # fmt: skip
-            job = {"words": words, "out": str(out), "err": err and str(err), "closed": closed, "full": full}
+            job = {
+                "words": words,
+                "out": str(out),
+                "err": err and str(err),
+                "closed": closed,
+                "full": full,
+                "bare": bare,
+            }
+            job["gone"] = gone and str(gone)
             sent.write(json.dumps(job | {"limit_s": limit_s}) + "\n")
             sent.flush()
             return int(json.loads(came.readline()))
@@ -288,18 +306,31 @@ def test_commands_of_the_front_bear_streams_that_are_closed_or_full(
 
 
 @pytest.mark.slow
-def test_commands_of_the_front_bear_a_directory_that_is_gone_and_no_home(run: Path, tmp_path: Path) -> None:
-    gone = f"cd {tmp_path}/gone && rmdir {tmp_path}/gone &&"
-    for words in (of_run(words, run) for words in FRONT):
-        (tmp_path / "gone").mkdir()
-        ended = subprocess.run(
-            ["bash", "-c", f"{gone} exec {shlex.join([*UNISONO, *words])}"], capture_output=True, text=True, check=False, timeout=LIMIT_S
-        )  # fmt: skip
+def test_commands_of_the_front_bear_a_directory_that_is_gone_and_no_home(
+    run: Path, forks: Forks, tmp_path: Path
+) -> None:
+    """Two of them, of which one needs its directory, have an interpreter of their own."""
+    gone, out = tmp_path / "gone", tmp_path / "out"
+
+    def forked(words: list[str], **how: Any) -> subprocess.CompletedProcess[str]:
+        code = forks(words, out, **how)
+        return subprocess.CompletedProcess(words, code, "", out.read_text())
+
+    for number, words in enumerate(of_run(words, run) for words in FRONT):
+        executed = number in (0, 3)
+        if executed:
+            gone.mkdir()
+            place = f"cd {gone} && rmdir {gone} && exec"
+            ended = subprocess.run(
+                ["bash", "-c", f"{place} {shlex.join([*UNISONO, *words])}"], capture_output=True, text=True, check=False, timeout=LIMIT_S
+            )  # fmt: skip
+        else:
+            ended = forked(words, gone=gone)
         needs_none = "--help" in words or "--version" in words
         assert ended.returncode == (0 if needs_none else 2), (words, ended)
         assert not (fault := fault_in(words, ended)), fault
         assert needs_none or "the working directory cannot be used" in ended.stderr
-        ended = start(words, env={"PATH": os.environ["PATH"]})
+        ended = start(words, env={"PATH": os.environ["PATH"]}) if executed else forked(words, bare=True)
         assert not (fault := fault_in(words, ended)), fault
 
 
