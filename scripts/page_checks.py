@@ -49,9 +49,9 @@ def unknown_commands(text: str) -> Iterator[str]:
 
 def unknown_keys(text: str) -> Iterator[str]:
     """Each `section.key` in backquotes or as an override that no config has."""
-    keys = set(all_keys(RunConfig))
+    keys = _keys()
+    sections = {key.partition(".")[0] for key in keys if "." in key}
     text = re.sub(r"```text.*?```", "", text, flags=re.DOTALL)  # transcripts show mistakes, too
-    sections = {key for key in keys if any(other.startswith(f"{key}.") for other in keys)}
     for name in re.findall(r"(?<![\w/.])((?:[a-z_]+\.)+[a-z_]+)(?==|`|:)", text):
         is_ours = name.partition(".")[0] in sections and not name.startswith(
             "model.embed_tokens"
@@ -62,6 +62,12 @@ def unknown_keys(text: str) -> Iterator[str]:
             and name not in keys
         ):
             yield name
+
+
+@functools.cache
+def _keys() -> frozenset[str]:
+    """Of a config."""
+    return frozenset(all_keys(RunConfig))
 
 
 @functools.cache
