@@ -14,9 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests import needs
+from tests import front_server, needs
 from tests.diffusion.conftest import Studio
 from tests.ranks.conftest import Done
+from unisono.supervise.child_process import child_environment
 
 needs.package("diffusers")
 
@@ -84,10 +85,14 @@ def test_several_ranks_have_the_same_losses(studio: Studio, done: Done, world: i
     assert other.losses == pytest.approx(done.losses, rel=1e-5)
 
 
-def test_text_is_trained_without_the_code_of_image_models() -> None:
-    code = (
+def test_text_is_trained_without_the_code_of_image_models(tmp_path: Path) -> None:
+    """Seen in a process that is forked, as ranks are, from one import of all that they need."""
+    (tmp_path / "loaded.py").write_text(
         "import sys, unisono.worker.__main__, unisono.train.rank_run, unisono.task.data_tasks, unisono.task.export\n"
         "print([n for n in sys.modules if n.startswith(('diffusers', 'unisono.diffusion'))])"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "[]"
+    command = [sys.executable, "-m", "tests.integrations.launched_programs", str(tmp_path / "loaded.py")]
+    environment = child_environment(threads=1)
+    with front_server.start_rank(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        found, _ = process.communicate()
+    assert (process.returncode, found.strip()) == (0, "[]")
