@@ -150,7 +150,7 @@ def open_plain(path: Path) -> io.BufferedReader:
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     try:
         _refuse_other_kinds(path, os.fstat(fd).st_mode)
-        return os.fdopen(fd, "rb", _BUFFER_BYTES)
+        return io.BufferedReader(io.FileIO(fd), _BUFFER_BYTES)
     except BaseException:  # raised again, after closing the file
         os.close(fd)
         raise

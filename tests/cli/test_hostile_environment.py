@@ -294,7 +294,7 @@ def test_commands_of_the_front_bear_streams_that_are_closed_or_full(
     out, err = tmp_path / "out", tmp_path / "err"
     for number, words in enumerate(of_run(words, run) for words in FRONT):
         if number:
-            code = forks(words, out, err, **streams)
+            code = forks(words, out, err, closed=streams.get("closed", ()), full=streams.get("full", ()))
             ended = subprocess.CompletedProcess(words, code, out.read_text(), err.read_text())
         else:
             ended = start(words, redirect)
