@@ -51,6 +51,11 @@ def train(
         for process in started:
             text, _ = process.communicate(timeout=max(1.0, began + _LIMIT_S - time.monotonic()))
             outputs.append(text)
+    except subprocess.TimeoutExpired as error:
+        for process in started:
+            process.kill()
+        ends = [f"rank {rank}:\n{process.communicate()[0]}" for rank, process in enumerate(started)]
+        raise AssertionError("\n".join([f"no end within {_LIMIT_S:g} s", *ends])) from error
     finally:
         for process in started:
             process.kill()
