@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from unisono.rundir.lock import RunLock, read_holder
@@ -74,6 +75,10 @@ def training(front: Any, started: Start, until: Until) -> "subprocess.Popen[str]
     process = started(faults={"wait": 5})
     until(front.waits_before(5))
     until(lambda: holds(process.pid, front.out / "metrics.jsonl"))  # the front opens it after the first step
+    watchers = psutil.Process(
+        process.pid
+    ).children  # one of them keeps the directory open; it starts beside the rank
+    until(lambda: any(holds(child.pid, front.out) for child in watchers()))
     return process
 
 
