@@ -62,7 +62,12 @@ def opened(browser: Browser, url: str, errors: list[str], **options: Any) -> Pag
     context = browser.new_context(viewport={"width": options.pop("width", 1280), "height": 900}, **options)
     context.set_default_timeout(120_000)  # the machine may be busy
     page = context.new_page()
-    page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    page.on(
+        "console",
+        lambda message: (
+            errors.append(f"{message.text} {message.location}") if message.type == "error" else None
+        ),
+    )
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.goto(url)
     page.wait_for_selector("[data-painted]")
