@@ -43,6 +43,8 @@ _READ_WHEN_USED = frozenset({
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER",
     "TOKENIZERS_PARALLELISM", "TORCH_FR_BUFFER_SIZE", "OMP_NUM_THREADS", "MKL_NUM_THREADS",
     "TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "XDG_CONFIG_HOME", "PWD", "OLDPWD", "SHLVL", "_", "TERM", "COLUMNS", "LINES", "NO_COLOR",
+    "CLICOLOR", "CLICOLOR_FORCE", "FORCE_COLOR", "PAGER", "GIT_PAGER", "MPLBACKEND", "JPY_PARENT_PID", "JPY_SESSION_NAME",
+    "IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "MPLCONFIGDIR", "PYDEVD_USE_FRAME_EVAL",  # with those of the line before: of a notebook
 })  # fmt: skip
 """Variables in which a rank may differ from the server: no library reads them at its import, or torch is given them after the fork."""
 _READ_WHEN_USED_PREFIXES = (
