@@ -65,6 +65,23 @@ class SessionServer:
         self._folder.cleanup()
 
 
+_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "unisono"
+
+
+def cache_with_kernels(folder: Path) -> Path:
+    """A folder for XDG_CACHE_HOME that is the test's own, except for the compiled kernels: each new cache would cost a second of the C compiler.
+
+    Args:
+        folder: it; created if it is missing.
+    """
+    kernels = folder / "unisono" / "kernels"
+    if not kernels.exists():
+        (_CACHE / "kernels").mkdir(parents=True, exist_ok=True)
+        kernels.parent.mkdir(parents=True, exist_ok=True)
+        kernels.symlink_to(_CACHE / "kernels")
+    return folder
+
+
 _KEY = pytest.StashKey[SessionServer]()
 
 

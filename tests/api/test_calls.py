@@ -19,6 +19,7 @@ from peft import PeftModel
 
 import unisono
 from tests import front_server
+from tests.session_server import cache_with_kernels
 from unisono.api.calls import Keys, TrainOptions
 from unisono.api.front import Stream
 from unisono.cli.train import train as train_command
@@ -52,7 +53,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, model_dir: Path, rows_file: 
     folder = tmp_path_factory.mktemp("api")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CONFIG_HOME", str(folder / "settings"))
-        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        patch.setenv("XDG_CACHE_HOME", str(cache_with_kernels(folder / "cache")))
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.delenv("UNISONO_TOKEN", raising=False)
         yield Place(folder, model_dir, rows_file)

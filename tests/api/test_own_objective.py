@@ -14,6 +14,7 @@ import pytest
 
 import unisono
 from tests import front_server
+from tests.session_server import cache_with_kernels
 
 if TYPE_CHECKING:
     import subprocess
@@ -82,7 +83,7 @@ class Place:
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_dir: Path, rows_file: Path) -> Place:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "settings"))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache_with_kernels(tmp_path / "cache")))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     return Place(tmp_path, model_dir, rows_file)
 

@@ -17,6 +17,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests import front_server
+from tests.session_server import cache_with_kernels
 
 STANDINS = Path(__file__).parent / "standins"
 LIMIT_S = 240.0  # of a loaded machine
@@ -89,7 +90,7 @@ class Place:
         self.folder = folder
         self.model, self.rows = folder / "model", folder / "rows.jsonl"
         self.environment = {
-            **os.environ, "XDG_CONFIG_HOME": str(folder / "settings"), "XDG_CACHE_HOME": str(cache),
+            **os.environ, "XDG_CONFIG_HOME": str(folder / "settings"), "XDG_CACHE_HOME": str(cache_with_kernels(cache)),
             "OMP_NUM_THREADS": "1",
         }  # fmt: skip
         body = {

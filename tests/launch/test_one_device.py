@@ -19,6 +19,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tests import front_server
+from tests.session_server import cache_with_kernels
 from unisono.facts.processes import living_ranks
 
 pytestmark = pytest.mark.slow
@@ -65,7 +66,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def environment(folder: Path, front: Any) -> dict[str, str]:
     """Settings of the test's own; what is prepared of the rows is shared."""
-    found: dict[str, str] = {**front.environment, "XDG_CACHE_HOME": str(folder / "cache")}
+    found: dict[str, str] = {**front.environment, "XDG_CACHE_HOME": str(cache_with_kernels(folder / "cache"))}
     return found
 
 

@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from tests import front_server
+from tests.session_server import cache_with_kernels
 
 EXAMPLES = Path(__file__).parent / "examples"
 GOLDEN = Path(__file__).parents[1] / "data" / "llamafactory"
@@ -83,7 +84,7 @@ class Workspace:
         done = front_server.run(
             [sys.executable, "-m", "unisono", *words],
             cwd=self.root,
-            env=os.environ | {"XDG_CACHE_HOME": str(self.root / ".cache"), **variables},
+            env=os.environ | {"XDG_CACHE_HOME": str(cache_with_kernels(self.root / ".cache")), **variables},
             input=given,
         )
         return Done(done.returncode, done.stdout, done.stderr)

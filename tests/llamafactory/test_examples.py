@@ -17,6 +17,7 @@ import yaml
 
 from tests import front_server
 from tests.llamafactory.conftest import QWEN3, Workspace
+from tests.session_server import cache_with_kernels
 
 Trained = Callable[[str], Workspace]
 LORA = "train_lora/qwen3_lora_sft"
@@ -202,7 +203,7 @@ def test_two_ranks_that_are_killed_resume_bit_equal(workspace: Workspace, tmp_pa
     front = front_server.start(
         [sys.executable, "-m", "unisono", "--json", *command, f"output_dir={killed}"],
         cwd=workspace.root,
-        env=os.environ | {"XDG_CACHE_HOME": str(workspace.root / ".cache")},
+        env=os.environ | {"XDG_CACHE_HOME": str(cache_with_kernels(workspace.root / ".cache"))},
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,

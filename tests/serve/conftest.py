@@ -20,6 +20,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tests import front_server
+from tests.session_server import cache_with_kernels
 
 if TYPE_CHECKING:
     import openai
@@ -173,7 +174,7 @@ Serve = Callable[..., Served]
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("settings")))
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("XDG_CACHE_HOME", str(cache_with_kernels(tmp_path_factory.mktemp("cache"))))
         yield
 
 

@@ -12,6 +12,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from tests.session_server import cache_with_kernels
 from unisono.config import RunConfig
 from unisono.events import Reporter
 from unisono.files import write_json
@@ -124,7 +125,7 @@ def own_settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """The key that signs checkpoints is one of the tests, not the user's."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("settings")))
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("XDG_CACHE_HOME", str(cache_with_kernels(tmp_path_factory.mktemp("cache"))))
         yield
 
 

@@ -219,20 +219,11 @@ class ReadOnlyDisk(SmallDisk):
         disk, aside = str(self.folder / "disk"), str(self.folder / "read-only")
         if os.geteuid() == 0:
             mount = 'mount --bind "$1" "$2"; mount -o remount,bind,ro "$2"; mount --move "$2" "$1"'
-            words = [
-                "nsenter",
-                "--target",
-                str(self._front),
-                "--mount",
-                "sh",
-                "-ec",
-                mount,
-                "disk",
-                disk,
-                aside,
-            ]
+            inside = ["nsenter", "--target", str(self._front), "--mount"]
             Path(aside).mkdir()
-            subprocess.run(words, check=True, capture_output=True)
+            subprocess.run(
+                [*inside, "sh", "-ec", mount, "disk", disk, aside], check=True, capture_output=True
+            )
             return
         for folder in (self.output_dir(), self.output_dir() / "checkpoints"):
             folder.chmod(0o500)
