@@ -10,7 +10,7 @@
 VENV ?= .venv
 PYTHON ?= python3
 PY := $(VENV)/bin/python
-# More than there are cores at the least: many tests wait for processes. With three, two cores were busy for 88 % of the time, with four for 98 %.
+# More than there are cores at the least: many tests wait for processes. With three, two cores were busy for 88 % of the time, with four for 97 %.
 WORKERS ?= 4
 # Tests of this kind start up to eight processes each, and strike at moments that they wait for.
 LONG_WORKERS ?= 2
