@@ -31,24 +31,24 @@ from unisono.train.rank_run import run_plan
 
 _CPU = DeviceChoice(kind="cpu", name="cpu", memory_bytes=10**10, bfloat16=True)
 
-# What runs differ in, beside the number of ranks and the strategy. LoRA makes twenty steps, others fewer; a short last batch, a remainder over four ranks.
+# What runs differ in, beside the number of ranks and the strategy. Twenty steps, a short last batch, a remainder over four ranks.
 _COMMON: dict[str, Any] = {
     "duration": "3.65 epochs", "batch": {"global": 10, "micro": 2}, "checkpoint": {"every": "7 steps", "keep": 9},
 }  # fmt: skip
 KINDS: dict[str, dict[str, Any]] = {
     "lora": {"data": {"eval": 0.1}, "eval": {"every": "10 steps", "exact_match": True, "samples": 1}},
-    "dropout": {"adapter": {"dropout": 0.1}, "duration": "10 steps"},
-    "full": {"adapter": None, "optim": {"lr": 1e-3}, "memory": {"gradient_checkpointing": True}, "duration": "1.95 epochs"},
+    "dropout": {"adapter": {"dropout": 0.1}},
+    "full": {"adapter": None, "optim": {"lr": 1e-3}, "memory": {"gradient_checkpointing": True}},
     "dora": {"adapter": {"kind": "dora", "modules_to_save": ["norm"]}, "duration": "8 steps"},
-    "mixed": {"model": {"dtype": "bfloat16"}, "duration": "8 steps"},
+    "mixed": {"model": {"dtype": "bfloat16"}},
     "mixed_full": {"adapter": None, "model": {"dtype": "bfloat16"}, "duration": "4 steps"},
     "narrow": {"adapter": {"rank": 2}, "batch": {"global": 2, "micro": 1}, "duration": "8 steps"},
     "nan": {"duration": "6 steps"},
-    "dpo": {"objective": "dpo", "data": {"packing": True, "eval": 0.2}, "duration": "5 steps"},
-    "kto": {"objective": "kto", "data": {"packing": True, "eval": 0.2}, "duration": "5 steps"},
-    "orpo": {"objective": "orpo", "adapter": None, "optim": {"lr": 1e-3}, "duration": "5 steps"},
-    "simpo": {"objective": "simpo", "data": {"eval": 0.2}, "duration": "5 steps"},
-    "reward": {"objective": "reward", "data": {"packing": True, "eval": 0.2}, "duration": "5 steps"},
+    "dpo": {"objective": "dpo", "data": {"packing": True, "eval": 0.2}, "duration": "8 steps"},
+    "kto": {"objective": "kto", "data": {"packing": True, "eval": 0.2}, "duration": "8 steps"},
+    "orpo": {"objective": "orpo", "adapter": None, "optim": {"lr": 1e-3}, "duration": "8 steps"},
+    "simpo": {"objective": "simpo", "data": {"eval": 0.2}, "duration": "8 steps"},
+    "reward": {"objective": "reward", "data": {"packing": True, "eval": 0.2}, "duration": "8 steps"},
     "nf4": {"model": {"quantize": "nf4", "dtype": "float32"}, "duration": "4 steps"},
     "int8": {"model": {"quantize": "int8", "dtype": "float32"}, "duration": "4 steps"},
 }  # fmt: skip
