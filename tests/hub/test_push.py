@@ -103,7 +103,7 @@ def test_the_adapter_and_its_card_are_uploaded_and_compared(hub: Hub, push: Push
     assert dry.returncode == 0, dry.stderr
     shown: dict[str, Any] = json.loads(dry.stdout)
     assert not hub.created
-    done = push(finished, "--private", "--json")
+    done = push(finished, "--private", "--json", logged_in=False, HF_TOKEN=TOKEN)
     assert done.returncode == 0, done.stderr
     told: dict[str, Any] = json.loads(done.stdout)
     repo = hub.repos["anna/small"]

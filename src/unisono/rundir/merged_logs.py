@@ -230,7 +230,7 @@ class _Printed(_OfRank):
         sizes = iter(_sizes(self._path.with_suffix(".times")))
         seen = next(sizes, None)
         for line in self._lines(whole=whole):
-            content = line.rstrip(b"\r\n")
+            content = line.strip(b"\r\n")
             if content and content == bytes(len(content)):  # a crash or a full disk leaves a gigabyte of NULs
                 self.skipped[_NULS] += 1
                 continue
@@ -238,7 +238,7 @@ class _Printed(_OfRank):
                 seen = next(sizes, None)
             self._now = max(self._now, seen[0] - self._ahead_s if seen else self._now)
             # what a terminal would have kept of a progress bar
-            text = line.rstrip(b"\r\n").rpartition(b"\r")[2].decode("utf-8", "replace")
+            text = content.rpartition(b"\r")[2].decode("utf-8", "replace")
             yield LogLine(self._now, self._rank, self._order, self._host, "printed", text)
 
 
