@@ -22,6 +22,7 @@ from tests.front_server import run as run_front
 from tests.needs import need, need_namespaces
 from tests.ports import free_port
 from tests.sshd import ssh_server
+from unisono.board.page import NO_ICON
 from unisono.board.regions import REGIONS
 
 
@@ -74,6 +75,7 @@ def test_the_token_becomes_a_cookie_that_scripts_and_other_sites_cannot_use(boar
     assert "samesite=strict" in cookie.lower()
     assert board.token not in cookie
     assert 'url=/?lang=zh"' in answer.text  # type: ignore[attr-defined]
+    assert NO_ICON in answer.text, "a browser asks for /favicon.ico if the next page is long in coming"  # type: ignore[attr-defined]
     assert len(board.token) >= 43, "32 bytes"
 
 

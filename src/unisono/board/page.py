@@ -16,6 +16,8 @@ from unisono.board.follow import FollowedRun, find_runs
 from unisono.board.regions import REGIONS, harmless, show_region
 
 STATIC = Path(__file__).parent / "static"
+NO_ICON = '<link rel="icon" href="data:,">'
+"""Keeps a browser from asking for /favicon.ico."""
 _STYLES = ("uPlot.min.css", "board.css")
 _SCRIPTS = ("uPlot.iife.min.js", "board.js")
 
@@ -81,7 +83,7 @@ def _document(language: str, *, head: str, end: str) -> str:
     return (
         f'<!doctype html><html lang="{"zh-CN" if language == "zh" else "en"}"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1"><meta name="color-scheme" content="light dark">'
-        f'<meta name="generator" content="unisono {html.escape(__version__)}"><link rel="icon" href="data:,">'
+        f'<meta name="generator" content="unisono {html.escape(__version__)}">{NO_ICON}'
         f"<title>unisono board</title>{head}</head><body>"
         f'<noscript>{html.escape(word["needs_script"])}</noscript><div id="page"></div>{end}</body></html>'
     )

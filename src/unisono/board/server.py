@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from unisono.board.follow import FollowedRun, find_runs
-from unisono.board.page import STATIC, page_html
+from unisono.board.page import NO_ICON, STATIC, page_html
 from unisono.board.regions import REGIONS, list_runs, show_region
 
 LOOK_S = 0.3
@@ -280,7 +280,7 @@ class Gate:
         language = request.query_params.get("lang", "")
         place = f"/?lang={language}" if language in ("en", "zh") else "/"
         response = _html(
-            f'<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="0;url={place}"><title>unisono</title>'
+            f'<!doctype html><meta charset="utf-8">{NO_ICON}<meta http-equiv="refresh" content="0;url={place}"><title>unisono</title>'
         )
         response.set_cookie(self._cookie, self._ticket, httponly=True, samesite="strict", path="/")
         return response
