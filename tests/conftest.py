@@ -4,17 +4,12 @@ import gc
 import json
 import random
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from hypothesis import HealthCheck, settings
-from safetensors.torch import load_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from xdist.remote import Producer
 
 from tests import needs
@@ -28,12 +23,29 @@ from tests.session_server import (
     pytest_unconfigure,
 )
 from tests.sharing import Sharing, is_long
+from unisono.child import loading_modules
 from unisono.config import RunConfig
 from unisono.events import Reporter
-from unisono.plan import DataSummary, DeviceChoice, ModelFacts, PlanInputs, ResumePoint, RunPlan, resolve_plan
-from unisono.task import data_tasks
-from unisono.train.front_io import StopRequest
-from unisono.train.rank_run import run_plan
+
+with loading_modules():
+    import torch
+    from hypothesis import HealthCheck, settings
+    from safetensors.torch import load_file
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    from unisono.plan import (
+        DataSummary,
+        DeviceChoice,
+        ModelFacts,
+        PlanInputs,
+        ResumePoint,
+        RunPlan,
+        resolve_plan,
+    )
+    from unisono.task import data_tasks
+    from unisono.train.front_io import StopRequest
+    from unisono.train.rank_run import run_plan
 
 __all__ = [  # hooks of files beside this one
     "pytest_addoption",
@@ -315,4 +327,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.path for item in items if item.get_closest_marker("slow") or item.get_closest_marker("ranks")
     }
     items.sort(key=lambda item: (not is_long(item.nodeid), item.path not in dear))
-    gc.freeze()  # no collection looks at a million objects of modules and tests again
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Python's garbage collector never looks at the million objects of modules and tests."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
