@@ -18,7 +18,7 @@ import pytest
 from tests import front_server, needs
 from tests.diffusion.conftest import SIZES
 from tests.diffusion.making import write_pictures
-from unisono.drill.drills import choose
+from unisono.drill.drills import DRILLS, choose
 from unisono.drill.execution import run_drills
 
 needs.package("diffusers")
@@ -147,10 +147,8 @@ def test_a_killed_rank_of_two_is_named_and_no_step_is_lost(
 
 @pytest.mark.long
 @pytest.mark.ranks
-@pytest.mark.parametrize("fault", ["nan", "drift", "data"])
-def test_a_fault_in_an_image_run_is_named_with_its_rank(
-    pipeline_dir: Path, pictures_dir: Path, fault: str
-) -> None:
+@pytest.mark.parametrize("fault", [drill.fault for drill in DRILLS])
+def test_a_fault_in_an_image_run_is_named(pipeline_dir: Path, pictures_dir: Path, fault: str) -> None:
     (drill,) = choose((fault,))
     config = {
         "objective": "diffusion", "model": {"path": str(pipeline_dir), "dtype": "float32"},
