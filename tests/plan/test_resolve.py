@@ -203,6 +203,29 @@ def test_auto_takes_the_dtype_that_the_device_has(kind: str, asked: str, dtype: 
     assert plan(kind=kind, model={"path": "m", "dtype": asked}).dtype == dtype
 
 
+@pytest.mark.parametrize(
+    ("keys", "threads"),
+    [
+        ({}, 1),
+        ({"origin": "OMP_NUM_THREADS"}, 8),
+        ({"origin": "OMP_NUM_THREADS of node 1 (b), which has the fewest"}, 8),
+        ({"kind": "cuda"}, 8),
+        ({"width": 193}, 8),
+        ({"model_type": "stable-diffusion"}, 8),
+    ],
+)
+def test_a_small_model_gets_one_thread_unless_the_number_is_declared(
+    keys: dict[str, Any], threads: int
+) -> None:
+    wide = MODEL.model_copy(update={"hidden_size": keys.get("width", 192), "model_type": keys.get("model_type", "llama")})  # fmt: skip
+    given_inputs = replace(
+        inputs(kind=keys.get("kind", "cpu")), threads=8, threads_origin=keys.get("origin", "8 cores for 1 rank"), model=wide
+    )  # fmt: skip
+    made = resolve_plan(given_inputs)
+    assert made.threads == threads
+    assert ("trains faster with one" in made.origins["threads"]) == (threads == 1)
+
+
 def test_float16_on_a_cpu_is_refused_with_the_remedy() -> None:
     with pytest.raises(ConfigError) as caught:
         plan(model={"path": "m", "dtype": "float16"})

@@ -9,6 +9,7 @@ from unisono.config.schema import BatchSection, RunConfig, config_digest
 from unisono.config.sections import DIFFUSION, Section
 from unisono.errors import ConfigError
 from unisono.plan.run_plan import (
+    DECLARED_THREADS,
     DataSummary,
     DeviceChoice,
     MemoryEstimate,
@@ -28,6 +29,8 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 # More tokens per forward do not increase throughput.
 _ENOUGH_TOKENS = {"cpu": 8_192, "cuda": 65_536}
 _SHARE_OF_MEMORY = 0.8
+# Width of a text model. Measured with two threads in place of one (bench/results/threads.json): 1.4 × the time at 128, the same at 192, less from 256 on.
+_SMALL = 192
 _LARGEST_BATCH = 1_000_000  # as in the schema
 FUSED_TYPES = frozenset({"hrm_text"})
 """Model types whose files fuse several tensors of the model: transformers needs all of them together to write one."""
@@ -81,6 +84,7 @@ def resolve_plan(given: PlanInputs) -> RunPlan:
     given, of_ranks = _with_global_batch(given)
     config, data = given.config, given.data
     origins = dict(given.origins) | {"threads": given.threads_origin}
+    threads = _threads(given, origins)
     dtype = _dtype(config, given.devices, origins)
     _refuse_float16_products(config, given.devices)
     strategy, micro, checkpointing, memory = _fit(given, dtype, origins)
@@ -100,7 +104,7 @@ def resolve_plan(given: PlanInputs) -> RunPlan:
         store_host=given.store_host,
         device=given.device,
         host=given.host,
-        threads=given.threads,
+        threads=threads,
         dtype=dtype,
         model=given.model,
         data=data,
@@ -187,6 +191,16 @@ def _period(text: str | None, config: RunConfig, data: DataSummary) -> int | Non
     if period.unit == "epochs":
         return max(1, round(period.amount * data.train.sequences / per_step))
     return max(1, round(period.amount / (data.train.tokens / data.train.sequences * per_step)))
+
+
+def _threads(given: PlanInputs, origins: dict[str, str]) -> int:
+    """Threads of each rank: one for matrices so small that threads wait for each other longer than they compute, unless the number is declared."""
+    on_cpu = all(device.kind == "cpu" for device in given.devices)
+    is_small = not given.model.is_picture_model and given.model.hidden_size <= _SMALL
+    if given.threads == 1 or not on_cpu or not is_small or given.threads_origin.startswith(DECLARED_THREADS):
+        return given.threads
+    origins["threads"] = f"a model of width {given.model.hidden_size} trains faster with one"
+    return 1
 
 
 def _dtype(config: RunConfig, devices: list[DeviceChoice], origins: dict[str, str]) -> Dtype:
