@@ -30,6 +30,9 @@ def write_tokenizer(root: Path) -> int:
 
 def write_pipeline(root: Path, *, prediction: str = "epsilon", xl: bool = False) -> Path:
     """Writes a pipeline of about 0.2 M parameters, whose latents are half as wide as its pictures."""
+    from unisono.diffusion.pipeline import import_diffusers, quiet
+
+    import_diffusers()
     from diffusers import (
         AutoencoderKL,
         DDPMScheduler,
@@ -38,8 +41,6 @@ def write_pipeline(root: Path, *, prediction: str = "epsilon", xl: bool = False)
         UNet2DConditionModel,
     )
     from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
-
-    from unisono.diffusion.pipeline import quiet
 
     size = write_tokenizer(root / "vocabulary")
     torch.manual_seed(0)

@@ -3,6 +3,7 @@
 Run: pytest tests/diffusion/test_training.py
 """
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -86,13 +87,34 @@ def test_several_ranks_have_the_same_losses(studio: Studio, done: Done, world: i
 
 
 def test_text_is_trained_without_the_code_of_image_models(tmp_path: Path) -> None:
-    """Seen in a process that is forked, as ranks are, from one import of all that they need."""
-    (tmp_path / "loaded.py").write_text(
+    assert _printed(
+        tmp_path / "loaded.py",
         "import sys, unisono.worker.__main__, unisono.train.rank_run, unisono.task.data_tasks, unisono.task.export\n"
-        "print([n for n in sys.modules if n.startswith(('diffusers', 'unisono.diffusion'))])"
-    )
-    command = [sys.executable, "-m", "tests.integrations.launched_programs", str(tmp_path / "loaded.py")]
+        "print([n for n in sys.modules if n.startswith(('diffusers', 'unisono.diffusion'))])",
+    ) == (0, "[]")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
+def test_an_image_model_is_loaded_without_bitsandbytes(pipeline_dir: Path, tmp_path: Path) -> None:
+    assert _printed(
+        tmp_path / "loaded.py",
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from unisono.child import loading_modules\n"
+        "with loading_modules():\n"
+        "    from unisono.config.schema import AdapterSection\n"
+        "    from unisono.diffusion.pipeline import Denoiser, add_lora, load_component, read_pipeline\n"
+        f"unet = load_component(read_pipeline(Path({str(pipeline_dir)!r})), 'unet')\n"
+        "add_lora(Denoiser(unet, {}), AdapterSection(rank=4, alpha=2, targets='unet'))\n"
+        "print('diffusers' in sys.modules, 'bitsandbytes' in sys.modules)",
+    ) == (0, "True False")
+
+
+def _printed(file: Path, program: str) -> tuple[int, str]:
+    """Exit code and output of a process that is forked, as ranks are, from one import of all that they need."""
+    file.write_text(program)
+    command = [sys.executable, "-m", "tests.integrations.launched_programs", str(file)]
     environment = child_environment(threads=1)
     with front_server.start_rank(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         found, _ = process.communicate()
-    assert (process.returncode, found.strip()) == (0, "[]")
+    return process.returncode, found.strip()

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from unisono.child import without_bitsandbytes
 from unisono.config.sections import DiffusionSection
 from unisono.diffusion.latents import PictureLoader
 from unisono.diffusion.picture_folders import need_pillow
-from unisono.diffusion.pipeline import Denoiser, PictureForward, load_component, quiet
+from unisono.diffusion.pipeline import Denoiser, PictureForward, import_diffusers, load_component, quiet
 from unisono.diffusion.pipeline_files import Pipeline, read_pipeline
 from unisono.errors import ModelError
 from unisono.files import whole_file
@@ -62,9 +63,8 @@ def open_pipeline(
     Raises:
         ModelError: if diffusers cannot load it.
     """
-    from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
-
-    kind = StableDiffusionXLPipeline if pipeline.is_xl else StableDiffusionPipeline
+    diffusers = import_diffusers()
+    kind = diffusers.StableDiffusionXLPipeline if pipeline.is_xl else diffusers.StableDiffusionPipeline
     more = {} if pipeline.is_xl else {"safety_checker": None, "requires_safety_checker": False}
     try:
         with quiet():
@@ -77,7 +77,8 @@ def open_pipeline(
                 **parts,
             )
             if lora is not None:
-                found.load_lora_weights(str(lora))
+                with without_bitsandbytes():
+                    found.load_lora_weights(str(lora))
             found.to(device)
     except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
         raise ModelError.of(

@@ -4,15 +4,17 @@ Letters: U pictures, C latent channels, H and W latent positions, S tokens of a 
 """
 
 import re
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from unisono.child import without_bitsandbytes
 from unisono.config.schema import AdapterSection, RunConfig
 from unisono.diffusion.pipeline_files import Pipeline, read_pipeline
 from unisono.errors import ModelError
@@ -119,12 +121,12 @@ def load_component(pipeline: Pipeline, name: str, *, dtype: torch.dtype = torch.
     Raises:
         ModelError: if diffusers or transformers cannot load it.
     """
-    from diffusers import AutoencoderKL, UNet2DConditionModel
     from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
+    diffusers = import_diffusers()
     kinds = {
-        "unet": UNet2DConditionModel,
-        "vae": AutoencoderKL,
+        "unet": diffusers.UNet2DConditionModel,
+        "vae": diffusers.AutoencoderKL,
         "text_encoder": CLIPTextModel,
         "text_encoder_2": CLIPTextModelWithProjection,
     }
@@ -145,12 +147,21 @@ def load_component(pipeline: Pipeline, name: str, *, dtype: torch.dtype = torch.
     return found.eval()
 
 
+def import_diffusers() -> Any:
+    """The package diffusers, which loads no bitsandbytes: image models are not quantized, and that import takes half the time of its own."""
+    with nullcontext() if "diffusers" in sys.modules else without_bitsandbytes():
+        import diffusers
+
+        assert diffusers.UNet2DConditionModel  # loads the code of models and quantizers
+    return diffusers
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     """A context without warnings and progress bars of diffusers and transformers."""
-    from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging
 
+    diffusers_logging = import_diffusers().utils.logging
     before = logging.get_verbosity(), diffusers_logging.get_verbosity()
     for one in (logging, diffusers_logging):
         one.set_verbosity_error()
@@ -314,11 +325,12 @@ def add_lora(denoiser: Denoiser, section: AdapterSection) -> None:
             why=f"it is {section.targets}",
             fix="use `unet`, or a pattern such as to_q",
         )
-    denoiser.unet.add_adapter(lora_config(section, names), adapter_name="default")
-    if section.targets == "unet+text":
-        for encoder in denoiser.text_encoders:
-            layers = [n for n, m in encoder.named_modules() if n.rpartition(".")[2] in _TEXT_LAYERS]
-            encoder.add_adapter(lora_config(section, layers), adapter_name="default")
+    with without_bitsandbytes():
+        denoiser.unet.add_adapter(lora_config(section, names), adapter_name="default")
+        if section.targets == "unet+text":
+            for encoder in denoiser.text_encoders:
+                layers = [n for n, m in encoder.named_modules() if n.rpartition(".")[2] in _TEXT_LAYERS]
+                encoder.add_adapter(lora_config(section, layers), adapter_name="default")
 
 
 def unet_targets(unet: Any, section: AdapterSection) -> list[str]:
@@ -350,8 +362,6 @@ def choose_picture_forward(
     loaded: LoadedModel, config: RunConfig, *, directory: Path, dtype: str, gradient_checkpointing: bool
 ) -> PictureForward:
     """The forward of a loaded denoiser, whose LoRA layers compute weight and adapter in one product where they can."""
-    from diffusers import DDPMScheduler
-
     from unisono.model.layers import speed_up_lora
 
     pipeline = read_pipeline(directory)
@@ -363,7 +373,9 @@ def choose_picture_forward(
                 encoder.gradient_checkpointing_enable({"use_reentrant": False})
     speed_up_lora(denoiser)
     with quiet():
-        scheduler = DDPMScheduler.from_pretrained(str(pipeline.root / "scheduler"), local_files_only=True)
+        scheduler = import_diffusers().DDPMScheduler.from_pretrained(
+            str(pipeline.root / "scheduler"), local_files_only=True
+        )
     device = next(denoiser.parameters()).device
     section = config.diffusion
     text = None

@@ -200,15 +200,15 @@ def _prediction_of(named: str, file: Path, shapes: Shapes) -> str:
 def _convert(file: Path, shapes: Shapes, place: Path, tokenizer: Path, *, kind: str, prediction: str) -> None:
     """Writes the pipeline of a single file; its configs come from the shapes, the mapping of names is diffusers'."""
     import torch
-    from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
 
-    from unisono.diffusion.pipeline import quiet
+    from unisono.diffusion.pipeline import import_diffusers, quiet
 
     temporary = place.with_name(f"{place.name}.new")
     configs = place.with_name(f"{place.name}.configs")
     for folder in (temporary, configs):
         shutil.rmtree(folder, ignore_errors=True)
-    named: Any = StableDiffusionXLPipeline if kind == "xl" else StableDiffusionPipeline
+    diffusers = import_diffusers()
+    named = diffusers.StableDiffusionXLPipeline if kind == "xl" else diffusers.StableDiffusionPipeline
     kinds = {
         header.dtype for header in read_safetensors_header(file) if header.name.startswith((_UNET, _VAE))
     }
