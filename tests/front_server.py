@@ -34,6 +34,7 @@ from typing import Any
 import unisono.child
 import unisono.cli
 import unisono.cli.app
+from unisono.facts import package_versions
 from unisono.integrations.border import Guard, Presence, find_guard, own_registration
 from unisono.integrations.inside import injected
 from unisono.supervise.child_process import _Executed, child_environment
@@ -372,7 +373,8 @@ def _serve(control: socket.socket, tests: int, kind: str) -> fork_server.Request
         for name in modules:
             importlib.import_module(name)
         if kind == "fronts":
-            unisono.cli.app.parser()
+            compile_options(unisono.cli.app.parser())
+            package_versions()
     control.send(b'{"ready": true}')
     request = fork_server.Server(control, environment, find_difference=lambda *_: "").serve(refusal="")
     if request is not None:
@@ -386,6 +388,14 @@ def _serve(control: socket.socket, tests: int, kind: str) -> fork_server.Request
             _move_to_border()
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     return request
+
+
+def compile_options(command: Any) -> None:
+    """Has typer compile the types of all options, as the installed packages are read here: both are the same in every front."""
+    for parameter in command.params:
+        parameter.get_runtime_param()
+    for inner in getattr(command, "commands", {}).values():
+        compile_options(inner)
 
 
 def _move_to_border() -> None:

@@ -133,11 +133,19 @@ def leave(code: int, *, orderly: bool = True) -> NoReturn:
         orderly: whether what was registered with atexit is called: not where something that it waits for may hang.
     """
     if orderly:
+        _keep_compile_times_to_themselves()
         atexit._run_exitfuncs()  # noqa: SLF001 - there is no public way to call them without the rest
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
             stream.flush()
     os._exit(code)
+
+
+def _keep_compile_times_to_themselves() -> None:
+    """At exit, torch._dynamo makes a table of compile times for its log, which is usually off, and imports 30 modules for it."""
+    dump = getattr(sys.modules.get("torch._dynamo.utils"), "dump_compile_times", None)
+    if dump is not None and not logging.getLogger("torch._dynamo.utils").isEnabledFor(logging.INFO):
+        atexit.unregister(dump)
 
 
 def _ended(body: Callable[[Reporter], dict[str, Any]], reporter: Reporter, *, is_task: bool) -> int:

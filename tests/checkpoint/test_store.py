@@ -186,6 +186,24 @@ def test_damage_is_named_and_the_last_intact_one_is_found(
     assert store.verify(store.path(2)) == []
 
 
+def test_a_file_is_read_only_where_its_size_does_not_say_all(store: CheckpointStore, save: Save) -> None:
+    save(1, text="of more bytes")
+    file = save(2) / "weights.safetensors"
+    read: list[int] = []
+
+    def damage() -> str:
+        read.clear()
+        _, (found,) = verify.inspect(store.path(2), key=b"k" * 32, pace=read.append)
+        return str(found)
+
+    _take_from_step_1(file)
+    assert "the file of step 1" in damage(), "a size that this file has in another step"
+    assert sum(read) > file.stat().st_size
+    file.write_bytes(b"\0" * (len(file.read_bytes()) + 1))
+    assert "too long" in damage()
+    assert sum(read) == (store.path(2) / "state.json").stat().st_size
+
+
 def test_a_directory_under_a_different_steps_name_is_damage(store: CheckpointStore, save: Save) -> None:
     shutil.copytree(save(1), store.path(7))
     found = store.newest_intact()

@@ -31,13 +31,16 @@ DEEP = "[" * 2000 + "]" * 2000
 # Runs commands in forks of one process that has imported the front, so that one of them costs 50 ms and not half a second.
 FORKS = """
 import gc, importlib, json, os, pkgutil, signal, sys, time, traceback
+from tests.front_server import compile_options
 from unisono.cli.app import main, parser
+from unisono.facts import package_versions
 for room in ("cli", "launch", "cluster", "diagnose", "rundir", "checkpoint.store"):
     found = importlib.import_module("unisono." + room)
     for one in pkgutil.iter_modules(getattr(found, "__path__", [])):
         importlib.import_module(f"{found.__name__}.{one.name}")
 assert "torch" not in sys.modules
-parser()
+compile_options(parser())
+package_versions()
 gc.freeze()
 for line in sys.stdin:
     job = json.loads(line)

@@ -29,6 +29,7 @@ _LENGTH_BYTES = 8
 _HEADER_LIMIT_BYTES = 100 << 20  # safetensors' own
 _CHUNK_BYTES = 4 << 20
 _TENSORS_SHOWN = 3
+_UNREAD = "0" * 32  # in place of the digest of a file that is not read
 
 Pace = Callable[[int], None]
 """Called with the number of bytes just read. It may sleep, and may raise to stop the reading."""
@@ -214,8 +215,12 @@ def _inspect_file(
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
             return Damage(name, "it is not a regular file", "content")
-        if not contents and found.st_size == entry.bytes:
-            return None
+        if found.st_size == entry.bytes:
+            if not contents:
+                return None
+        elif not any(_sizes_elsewhere(path, name, found.st_size)):
+            # Its size alone says that it is damaged, and a digest would find it nowhere else: a file of many gigabytes is not read for that.
+            return explain_damage(path, name, entry, FileEntry(bytes=found.st_size, xxh3_128=_UNREAD))
         size, digest = digest_file(fd) if pace is None else _digest_from_disk(fd, pace)
     except OSError as error:
         return Damage(name, f"it cannot be read: {error.strerror}", "content")
@@ -224,6 +229,11 @@ def _inspect_file(
     if (size, digest) == (entry.bytes, entry.xxh3_128):
         return None
     return _explain(path, name, entry, FileEntry(bytes=size, xxh3_128=digest))
+
+
+def _sizes_elsewhere(path: Path, name: str, size: int) -> Iterator[bool]:
+    """Of each other checkpoint with such a file: whether it has this size there."""
+    return (other.files[name].bytes == size for other in _other_manifests(path) if name in other.files)
 
 
 def _digest_from_disk(fd: int, pace: Pace) -> tuple[int, str]:

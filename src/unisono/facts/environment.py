@@ -232,7 +232,12 @@ _CUDA_SUFFIX = re.compile(r"\+cu(\d+)(\d)$")
 
 
 def package_versions() -> dict[str, str]:
-    """Every installed distribution and its version, by normalised name; and Python's."""
+    """Every installed distribution and its version, by normalised name; and Python's. As they were when this process first asked."""
+    return dict(_installed())
+
+
+@cache
+def _installed() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for distribution in metadata.distributions():
         text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
