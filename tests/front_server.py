@@ -26,7 +26,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -432,11 +432,37 @@ def _main(control: str, tests: str, kind: str) -> None:
     command = [*request.command]
     if command[1] == "-m":
         sys.path[0] = str(Path.cwd())
-        runpy.run_module(command[2], run_name="__main__", alter_sys=True)
+        run_and_leave(lambda: runpy.run_module(command[2], run_name="__main__", alter_sys=True))
     else:
         sys.argv[:] = command[1:]
         sys.path[0] = str(Path(command[1]).resolve().parent)
-        runpy.run_path(command[1], run_name="__main__")
+        run_and_leave(lambda: runpy.run_path(command[1], run_name="__main__"))
+
+
+def run_and_leave(program: Callable[[], object]) -> None:
+    """Runs a program, and ends this process as the interpreter would, but for its finalization: 0.4 CPU seconds with torch, 0.05 of a front.
+
+    It returns, or raises, where the interpreter has something to say about the end: a signal, words instead of a code, a stream that is full.
+    """
+    code = 0
+    try:
+        program()
+    except SystemExit as end:
+        if not isinstance(end.code, int | None):
+            raise
+        code = end.code or 0
+    except Exception:  # noqa: BLE001 - as at the top of the interpreter
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    try:
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None and not stream.closed:
+                stream.flush()
+    except (OSError, ValueError):
+        sys.exit(code)
+    os._exit(code & 0xFF)
 
 
 if __name__ == "__main__":

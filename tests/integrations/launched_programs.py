@@ -94,4 +94,4 @@ def _start(
 if __name__ == "__main__":
     sys.argv.pop(0)
     sys.path[0] = str(Path(sys.argv[0]).parent)
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    front_server.run_and_leave(lambda: runpy.run_path(sys.argv[0], run_name="__main__"))
