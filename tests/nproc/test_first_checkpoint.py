@@ -159,7 +159,10 @@ def test_a_copy_that_comes_back_otherwise_ends_the_run_with_7_and_no_longer_coun
     """The disk of the storage flips a byte of the first copy."""
     storage = f"file://{solo.folder}/copies"
     solo.config(duration=LONG, checkpoint={"every": "500 steps", "storage": storage})
-    front = start(solo, answers=FLIPS, env={"FLIPS_ON": "read_back"})
+    # The variable keeps the task from being forked, so that Python must find its module.
+    front = start(
+        solo, answers=FLIPS, env={"FLIPS_ON": "read_back", "PYTHONPATH": str(Path(__file__).parents[2])}
+    )
     assert front.wait() == 7, front.text()
     place = f"{storage}/out/{solo.read('plan.json')['run_id']}/step-00000001"
     for words in (
