@@ -63,10 +63,12 @@ settings.register_profile("landing", _TIMELESS, derandomize=True)
 settings.register_profile("drawn", _TIMELESS)
 settings.load_profile("landing")
 
-# A shell without job control starts `make test &` with SIGINT ignored, and nohup ignores SIGHUP. Programs that the tests start would inherit that,
+# A shell without job control starts `make test &` with SIGINT and SIGQUIT ignored, and nohup ignores SIGHUP. Programs that the tests start would inherit that,
 # and tests of these signals fail. A handler is reset when a program is started.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGQUIT) is signal.SIG_IGN:
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda _number, _frame: None)
 

@@ -4,10 +4,9 @@ Letters: U pictures, C latent channels, H and W latent positions, S tokens of a 
 """
 
 import re
-import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -149,7 +148,7 @@ def load_component(pipeline: Pipeline, name: str, *, dtype: torch.dtype = torch.
 
 def import_diffusers() -> Any:
     """The package diffusers, which loads no bitsandbytes: image models are not quantized, and that import takes half the time of its own."""
-    with nullcontext() if "diffusers" in sys.modules else without_bitsandbytes():
+    with without_bitsandbytes():
         import diffusers
 
         assert diffusers.UNet2DConditionModel  # loads the code of models and quantizers
@@ -373,9 +372,8 @@ def choose_picture_forward(
                 encoder.gradient_checkpointing_enable({"use_reentrant": False})
     speed_up_lora(denoiser)
     with quiet():
-        scheduler = import_diffusers().DDPMScheduler.from_pretrained(
-            str(pipeline.root / "scheduler"), local_files_only=True
-        )
+        folder = str(pipeline.root / "scheduler")
+        scheduler = import_diffusers().DDPMScheduler.from_pretrained(folder, local_files_only=True)
     device = next(denoiser.parameters()).device
     section = config.diffusion
     text = None

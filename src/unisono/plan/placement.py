@@ -7,7 +7,6 @@ from unisono.errors import UsageError
 from unisono.facts import Machine
 from unisono.facts.machine import Gpu
 from unisono.plan import DeviceChoice, NodePlace, RankPlace
-from unisono.plan.run_plan import DECLARED_THREADS
 from unisono.plan.topology import Accelerators
 
 _BFLOAT16_SINCE = (8, 0)  # Ampere
@@ -264,7 +263,7 @@ def lay_out(offers: Sequence[NodeOffer]) -> Layout:
 def threads_of(*, cores: int, nproc: int, declared: int | None) -> tuple[int, str]:
     """Threads of each rank of a node, and where that comes from; part of what makes a run repeatable."""
     if declared:
-        return declared, DECLARED_THREADS
+        return declared, "OMP_NUM_THREADS"
     if nproc == 1:
         return cores, "the cores that this process may use"
     return max(1, cores // nproc), f"{cores} cores for {nproc} ranks"

@@ -9,7 +9,6 @@ from unisono.config.schema import BatchSection, RunConfig, config_digest
 from unisono.config.sections import DIFFUSION, Section
 from unisono.errors import ConfigError
 from unisono.plan.run_plan import (
-    DECLARED_THREADS,
     DataSummary,
     DeviceChoice,
     MemoryEstimate,
@@ -197,7 +196,7 @@ def _threads(given: PlanInputs, origins: dict[str, str]) -> int:
     """Threads of each rank: one for matrices so small that threads wait for each other longer than they compute, unless the number is declared."""
     on_cpu = all(device.kind == "cpu" for device in given.devices)
     is_small = not given.model.is_picture_model and given.model.hidden_size <= _SMALL
-    if given.threads == 1 or not on_cpu or not is_small or given.threads_origin.startswith(DECLARED_THREADS):
+    if given.threads == 1 or not on_cpu or not is_small or "OMP_NUM_THREADS" in given.threads_origin:
         return given.threads
     origins["threads"] = f"a model of width {given.model.hidden_size} trains faster with one"
     return 1

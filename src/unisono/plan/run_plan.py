@@ -18,10 +18,6 @@ class Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-DECLARED_THREADS = "OMP_NUM_THREADS"
-"""The origin of a number of threads that a person or a launcher has declared."""
-
-
 class ModelFacts(Part):
     """Facts from a model's files, read without torch."""
 

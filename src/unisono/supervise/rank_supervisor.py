@@ -150,9 +150,9 @@ def run_attempt(
     """
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
+        interrupts.collect()  # a rank that runs may have something to save before this front comes to look at it
         stack.enter_context(local)
         timeline = stack.enter_context(Timeline(local.run, 0, lambda: local.beats))
-        interrupts.collect()
         supervision = _RankSupervision(
             plan, local, server, interrupts, show, on_agreement, observers, timeline
         )
