@@ -1,4 +1,4 @@
-# make demo   fine-tune the built-in model and show the results before and after (about two minutes after installation)
+# make demo   fine-tune the built-in model and show the results before and after (about 70 s after installation)
 # make demo-dpo   train the built-in model on preferences (DPO), likewise (under a minute)
 # make test   all checks that a change must pass; WORKERS=1 runs one test at a time
 # make system installs, as root, the programs that some tests need (apt-get: iptables, iproute2, openssh-server, Slurm …); without them these are skipped

@@ -47,7 +47,7 @@ def step_of(work: Path, model: str, dtype: str, *, threads: int, steps: int) -> 
     run, config = work / "run", work / "config.yaml"
     config.write_text(
         f"model: {{path: {model}, dtype: {dtype}}}\nadapter: {{rank: 16, alpha: 32}}\ndevice: cpu\n"
-        f"data: {{train: {work / 'alpaca.jsonl'}, max_length: 256, too_long: cut}}\nduration: {steps} steps\n"
+        f"data: {{train: {work / 'alpaca.jsonl'}, max_length: 256, too_long: cut, on_bad_row: skip}}\nduration: {steps} steps\n"
         f"batch: {{global: 4, micro: 4}}\ncheckpoint: {{every: 100000 steps}}\noutput_dir: {run}\n"
     )
     command = [sys.executable, "-m", "unisono", "train", str(config), "--quiet", "--fresh", "--no-first-checkpoint"]  # fmt: skip

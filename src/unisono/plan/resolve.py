@@ -28,7 +28,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 # More tokens per forward do not increase throughput.
 _ENOUGH_TOKENS = {"cpu": 8_192, "cuda": 65_536}
 _SHARE_OF_MEMORY = 0.8
-# Width of a text model. Measured with two threads in place of one (bench/results/threads.json): 1.4 × the time at 128, the same at 192, less from 256 on.
+# Width of a text model. Measured with two threads in place of one (bench/results/threads.json): 1.2 × the time at 128, the same at 192, less from 256 on.
 _SMALL = 192
 _LARGEST_BATCH = 1_000_000  # as in the schema
 FUSED_TYPES = frozenset({"hrm_text"})
