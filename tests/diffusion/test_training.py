@@ -95,10 +95,14 @@ def test_text_is_trained_without_the_code_of_image_models(tmp_path: Path) -> Non
 
 
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
-def test_an_image_model_is_loaded_without_bitsandbytes(pipeline_dir: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("first", ["", "import diffusers\n"], ids=["alone", "after diffusers"])
+def test_an_image_model_is_loaded_without_bitsandbytes(
+    pipeline_dir: Path, tmp_path: Path, first: str
+) -> None:
+    """Where somebody has imported diffusers before, it is loaded with it: diffusers would fail without what it has found."""
     assert _printed(
         tmp_path / "loaded.py",
-        "import sys\n"
+        f"{first}import sys\n"
         "from pathlib import Path\n"
         "from unisono.child import loading_modules\n"
         "with loading_modules():\n"
@@ -107,7 +111,7 @@ def test_an_image_model_is_loaded_without_bitsandbytes(pipeline_dir: Path, tmp_p
         f"unet = load_component(read_pipeline(Path({str(pipeline_dir)!r})), 'unet')\n"
         "add_lora(Denoiser(unet, {}), AdapterSection(rank=4, alpha=2, targets='unet'))\n"
         "print('diffusers' in sys.modules, 'bitsandbytes' in sys.modules)",
-    ) == (0, "True False")
+    ) == (0, f"True {bool(first)}")
 
 
 def _printed(file: Path, program: str) -> tuple[int, str]:

@@ -218,7 +218,7 @@ def _inspect_file(
         if found.st_size == entry.bytes:
             if not contents:
                 return None
-        elif not any(_sizes_elsewhere(path, name, found.st_size)):
+        elif not _has_size_elsewhere(path, name, found.st_size):
             # Its size alone says that it is damaged, and a digest would find it nowhere else: a file of many gigabytes is not read for that.
             return explain_damage(path, name, entry, FileEntry(bytes=found.st_size, xxh3_128=_UNREAD))
         size, digest = digest_file(fd) if pace is None else _digest_from_disk(fd, pace)
@@ -231,9 +231,9 @@ def _inspect_file(
     return _explain(path, name, entry, FileEntry(bytes=size, xxh3_128=digest))
 
 
-def _sizes_elsewhere(path: Path, name: str, size: int) -> Iterator[bool]:
-    """Of each other checkpoint with such a file: whether it has this size there."""
-    return (other.files[name].bytes == size for other in _other_manifests(path) if name in other.files)
+def _has_size_elsewhere(path: Path, name: str, size: int) -> bool:
+    """Whether such a file has this size in another checkpoint."""
+    return any(other.files[name].bytes == size for other in _other_manifests(path) if name in other.files)
 
 
 def _digest_from_disk(fd: int, pace: Pace) -> tuple[int, str]:

@@ -67,7 +67,7 @@ def open_pipeline(
     kind = diffusers.StableDiffusionXLPipeline if pipeline.is_xl else diffusers.StableDiffusionPipeline
     more = {} if pipeline.is_xl else {"safety_checker": None, "requires_safety_checker": False}
     try:
-        with quiet(), without_bitsandbytes():
+        with quiet():
             found = kind.from_pretrained(
                 str(pipeline.root),
                 torch_dtype=dtype,
@@ -77,7 +77,8 @@ def open_pipeline(
                 **parts,
             )
             if lora is not None:
-                found.load_lora_weights(str(lora))
+                with without_bitsandbytes():
+                    found.load_lora_weights(str(lora))
             found.to(device)
     except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
         raise ModelError.of(

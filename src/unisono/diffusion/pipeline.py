@@ -4,9 +4,10 @@ Letters: U pictures, C latent channels, H and W latent positions, S tokens of a 
 """
 
 import re
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -148,10 +149,10 @@ def load_component(pipeline: Pipeline, name: str, *, dtype: torch.dtype = torch.
 
 def import_diffusers() -> Any:
     """The package diffusers, which loads no bitsandbytes: image models are not quantized, and that import takes half the time of its own."""
-    with without_bitsandbytes():
+    # Who has imported diffusers before, e.g. in a notebook, has let it find bitsandbytes, and it would fail without.
+    with nullcontext() if "diffusers" in sys.modules else without_bitsandbytes():
         import diffusers
-
-        assert diffusers.UNet2DConditionModel  # loads the code of models and quantizers
+        from diffusers import UNet2DConditionModel  # noqa: F401 - loads the code of models and quantizers
     return diffusers
 
 

@@ -278,9 +278,9 @@ class Serving:
             self.local.run, self._node_rank, lambda: self.local.beats, is_sent=self._has_own_directory
         )
         reports = contextlib.closing(self._monitor_reports)
-        self.interrupts.collect()
         with self.local, timeline, reports, FileSender(self.link.link) as transfers:
             self._make_senders(transfers)
+            self.interrupts.collect()
             self.link.send({"kind": "ranks_started"})
             while True:
                 for update in self.local.poll(_POLL_S, also=[self.link.fileno(), transfers.fileno()]):

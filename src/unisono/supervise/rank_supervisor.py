@@ -150,8 +150,8 @@ def run_attempt(
     """
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
-        interrupts.collect()  # a rank that runs may have something to save before this front comes to look at it
-        stack.enter_context(local)
+        stack.enter_context(local)  # may wait for imports, which a signal ends at once
+        interrupts.collect()  # before anything else: a single rank waits for nobody, and may soon have something to save
         timeline = stack.enter_context(Timeline(local.run, 0, lambda: local.beats))
         supervision = _RankSupervision(
             plan, local, server, interrupts, show, on_agreement, observers, timeline
