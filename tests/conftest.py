@@ -22,7 +22,7 @@ from tests.session_server import (
     pytest_terminal_summary,
     pytest_unconfigure,
 )
-from tests.sharing import Sharing, is_long
+from tests.sharing import Sharing, announce_bytecode, is_long, pytest_configure_node, wait_for_bytecode
 from unisono.child import loading_modules
 from unisono.config import RunConfig
 from unisono.events import Reporter
@@ -51,6 +51,7 @@ __all__ = [  # hooks of files beside this one
     "pytest_addoption",
     "pytest_collection_finish",
     "pytest_configure",
+    "pytest_configure_node",
     "pytest_runtest_protocol",
     "pytest_sessionfinish",
     "pytest_terminal_summary",
@@ -332,11 +333,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, Any, Any]:
-    """Python's garbage collector never looks at the million objects of modules and tests."""
+def pytest_collection(session: pytest.Session) -> Generator[None, Any, Any]:
+    """Python's garbage collector never looks at the million objects of modules and tests; and each test is compiled once."""
+    wait_for_bytecode(session.config)
     gc.disable()
     try:
         return (yield)
     finally:
+        announce_bytecode(session.config)
         gc.freeze()
         gc.enable()

@@ -1,6 +1,13 @@
 """Which tests go to the same process when several run side by side (`pytest -n`): those of a file, files that share dear runs, some rooms."""
 
+import time
+from pathlib import Path
+
+import pytest
 from xdist.scheduler import LoadFileScheduling
+from xdist.workermanage import WorkerController
+
+_FIRST, _PATIENCE_S = "gw0", 120.0
 
 _TOGETHER = {
     "tests/damage/test_user_path.py": "tests/damage/test_damages.py",
@@ -26,3 +33,31 @@ class Sharing(LoadFileScheduling):
         file = super()._split_scope(nodeid)
         room = next((room for room in _ROOMS if file.startswith(room)), None)
         return room or _TOGETHER.get(file, file)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: WorkerController) -> None:
+    """On a fresh clone, no test is compiled yet."""
+    node.workerinput["compiled"] = (Path(__file__).parent / "agree" / "__pycache__").exists()
+
+
+def wait_for_bytecode(config: pytest.Config) -> None:
+    """Returns at once, except on a fresh clone: all processes would compile the same tests at the same moment, so that the others wait for the first one."""
+    given = getattr(config, "workerinput", None)
+    if given is None or given["compiled"] or given["workerid"] == _FIRST:
+        return
+    end = time.monotonic() + _PATIENCE_S
+    while not _collected(config).exists() and time.monotonic() < end:
+        time.sleep(0.1)
+
+
+def announce_bytecode(config: pytest.Config) -> None:
+    """Lets the others begin, after the first one has collected, or failed to."""
+    given = getattr(config, "workerinput", None)
+    if given is not None and given["workerid"] == _FIRST:
+        _collected(config).touch()
+
+
+def _collected(config: pytest.Config) -> Path:
+    # Each process has a folder in one that they share.
+    return Path(config.getoption("basetemp")).parent / "collected"
