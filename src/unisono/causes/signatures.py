@@ -891,5 +891,10 @@ def match_line(line: str) -> list[Signature]:
     head = line[:LINE_LIMIT]
     if "\x1b" in head:
         head = plain(head)
-    found = dict.fromkeys(signature for hint, signature in _BY_HINT if hint in head)
-    return [signature for signature in found if compiled(signature.pattern).search(head)]
+    return [*_matching(head)]
+
+
+@functools.lru_cache(maxsize=256)  # several ranks print the same
+def _matching(line: str) -> tuple[Signature, ...]:
+    found = dict.fromkeys(signature for hint, signature in _BY_HINT if hint in line)
+    return tuple(signature for signature in found if compiled(signature.pattern).search(line))

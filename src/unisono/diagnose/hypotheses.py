@@ -388,10 +388,14 @@ def _gain(yes: Mapping[str, float], shares: Mapping[str, float], entropy: float)
         shares: of the causes; they sum to 1.
         entropy: of the shares.
     """
-    share = sum(part * yes[cause] for cause, part in shares.items())
-    after_yes = [part * yes[cause] / share for cause, part in shares.items()]
-    after_no = [part * (1 - yes[cause]) / (1 - share) for cause, part in shares.items()]
-    return entropy - share * _entropy(after_yes) - (1 - share) * _entropy(after_no)
+    share = sum([part * yes[cause] for cause, part in shares.items()])
+    after_yes = after_no = 0.0  # entropies, negative
+    for cause, part in shares.items():
+        if (after := part * yes[cause] / share) > 0:
+            after_yes += after * math.log(after)
+        if (after := part * (1 - yes[cause]) / (1 - share)) > 0:
+            after_no += after * math.log(after)
+    return entropy + share * after_yes + (1 - share) * after_no
 
 
 def _chance(weight: float) -> float:

@@ -1,6 +1,7 @@
 """Parses what surrounds the text of a log line: prefixes of launchers and log collectors, JSON objects, times; and which rank and host they name."""
 
 import calendar
+import functools
 import json
 import re
 from dataclasses import replace
@@ -69,6 +70,7 @@ _BEFORE = re.compile(rf"(?:> )?(?:{_STAMP}){{0,2}}(?:> )?(?:(?P<compose>[a-z][\w
 """Characters that may precede a launcher's prefix: a quotation mark, the time of a log collector."""
 
 
+@functools.lru_cache(maxsize=256)  # a line is looked at by several parts of diagnose
 def split_prefix(piece: str, *, style: str = "") -> tuple[Origin, str]:
     """The origin that the prefixes of a line name, and the line without them.
 
@@ -180,6 +182,8 @@ def _merged(who: Origin, found: dict[str, str | None]) -> Origin:
         name: int(found[name] or 0) for name in ("rank", "local_rank", "pid", "node_rank") if found.get(name)
     }
     host = found.get("host") or found.get("pod") or found.get("compose")
+    if not numbers and not host:
+        return who
     return replace(who, **numbers, **({"host": host} if host else {}))  # type: ignore[arg-type]
 
 

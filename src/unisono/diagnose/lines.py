@@ -140,8 +140,8 @@ class Prefilter:
     """Finds relevant places in the chunks of one log, in order."""
 
     def __init__(self, strong: Iterable[str], weak: Iterable[str]) -> None:
-        self._strong = frozenset(hint.encode() for hint in strong)
-        self._weak = frozenset(hint.encode() for hint in weak) - self._strong
+        self._strong = _encoded(frozenset(strong))
+        self._weak = _encoded(frozenset(weak)) - self._strong
         self._often = _Often()
         self._seen: Counter[bytes] = Counter()
 
@@ -200,6 +200,11 @@ class Prefilter:
         return [match.start() for begin, end in windows for match in find(chunk, begin, end)]
 
 
+@functools.lru_cache(maxsize=8)
+def _encoded(words: frozenset[str]) -> frozenset[bytes]:
+    return frozenset(word.encode() for word in words)
+
+
 @functools.lru_cache(maxsize=64)
 def _finder(words: frozenset[bytes]) -> _Find:
     """A search for any of these strings. Of two with the same beginning, the longer comes first."""
@@ -223,6 +228,7 @@ _TORN_COLOR_CODE = re.compile(r"\[\d{1,3}(?:;\d{1,3}){0,4}m")
 _KEY_BODY = re.compile(r"^\s*[A-Za-z0-9+/]{60,}={0,2}\s*$")
 
 
+@functools.lru_cache(maxsize=256)  # a line of a short log is in its head, in its tail, and between
 def shown(text: str) -> str:
     """The line for display: without secrets, of limited length."""
     limit = 4 * SHOWN_CHARS

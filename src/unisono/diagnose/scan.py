@@ -1,6 +1,7 @@
 """Reads one log: which lines mean something. Flat memory: of each kind of event of each rank the first and the last are kept."""
 
 import codecs
+import functools
 import re
 from bisect import bisect_left
 from collections import deque
@@ -177,11 +178,13 @@ _SECTIONS = (
 _SECTION = re.compile(r"-{4,} ?(?P<edge>Begin|End) global rank (?P<rank>\d{1,6}) STD")
 
 _MARKS_BY_HINT = [(hint, mark) for mark in MARKS for hint in mark.hints]
-STRONG = {*_SECTIONS, *(h for s in SIGNATURES.values() if s.kind != "progress" for h in s.hints)}
-WEAK = {
-    *(h for m in MARKS for h in m.hints),
-    *(h for s in SIGNATURES.values() if s.kind == "progress" for h in s.hints),
-}
+STRONG = frozenset({*_SECTIONS, *(h for s in SIGNATURES.values() if s.kind != "progress" for h in s.hints)})
+WEAK = frozenset(
+    {
+        *(h for m in MARKS for h in m.hints),
+        *(h for s in SIGNATURES.values() if s.kind == "progress" for h in s.hints),
+    }
+)
 
 
 @dataclass(slots=True)
@@ -323,7 +326,8 @@ class _Reader:
         who, rest = self._split(piece)
         if not rest.strip():
             return
-        who = replace(who, rank=of.rank if who.rank is None else who.rank, host=who.host or of.host)
+        if of is not NO_ORIGIN:
+            who = replace(who, rank=of.rank if who.rank is None else who.rank, host=who.host or of.host)
         if who.rank is None and (named := find_rank(rest)) is not None and self._names_itself(rest):
             who = replace(who, rank=named)
         if " global rank " in rest and (section := _SECTION.search(rest)):
@@ -453,9 +457,14 @@ def _inner(piece: str) -> tuple[Origin, list[str]] | None:
     return replace(named, rank=rank, host=named.host or outer.host or who.host), lines
 
 
+@functools.lru_cache(maxsize=256)  # several ranks print the same
+def _hinted_marks(text: str) -> tuple[Mark, ...]:
+    return tuple(dict.fromkeys(mark for hint, mark in _MARKS_BY_HINT if hint in text))
+
+
 def _marks(text: str) -> Iterator[tuple[Mark, dict[str, str]]]:
     head = text[:LINE_LIMIT]
-    for mark in dict.fromkeys(mark for hint, mark in _MARKS_BY_HINT if hint in head):
+    for mark in _hinted_marks(head):
         found = compiled(mark.pattern).search(head)
         if found:
             yield mark, {name: value for name, value in found.groupdict().items() if value is not None}
