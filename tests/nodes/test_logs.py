@@ -1,15 +1,21 @@
 """Logs of several nodes are in the order in which things happened, whatever their clocks say. Run: pytest tests/nodes/test_logs.py"""
 
 import json
+import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import tests.nodes.skewed.sitecustomize as skewed
+from tests.front_server import wait_for_rank_server
 from tests.nodes.fronts import together
 from tests.nodes.harness import Job
+from tests.session_server import start_server
 from unisono.rundir.merged_logs import LogLine, merged_logs
+from unisono.supervise.child_process import child_environment
+from unisono.supervise.fork_server import SHARED
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -18,11 +24,25 @@ SLACK_S = 10.0
 """Of the measured offset, and of the moments at which logs are looked at."""
 
 
-def test_a_node_whose_clock_is_ahead_is_merged_by_the_heads_clock(pair: Job) -> None:
+@pytest.fixture
+def ahead(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """Variables of a node whose clock is ahead, with a server that forks its ranks and tasks: that of the session reads the right clock."""
+    folder = str(Path(skewed.__file__).parent)
+    paths = os.pathsep.join(path for path in (folder, os.environ.get("PYTHONPATH")) if path)
+    clock = {"SKEW_S": str(AHEAD_S)}
+    process, socket = start_server(tmp_path, child_environment(threads=1) | clock | {"PYTHONPATH": paths})
+    try:
+        wait_for_rank_server(str(socket))
+        yield clock | {"PYTHONPATH": folder, SHARED: str(socket)}
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_node_whose_clock_is_ahead_is_merged_by_the_heads_clock(pair: Job, ahead: dict[str, str]) -> None:
     """Every process of node 1 reads a clock that is five minutes ahead; the offset is measured when the node calls."""
     began = time.time()
-    env = {"PYTHONPATH": str(Path(skewed.__file__).parent), "SKEW_S": str(AHEAD_S)}
-    assert together([pair.start(0), pair.start(1, env=env)]) == [0, 0], pair.transcript()
+    assert together([pair.start(0), pair.start(1, env=ahead)]) == [0, 0], pair.transcript()
     ended = time.time()
     raw = [json.loads(line) for line in (pair.out / "events" / "rank-00001.jsonl").read_text().splitlines()]
     assert all(event["time"] > began + AHEAD_S - SLACK_S for event in raw), "its own files have its own time"

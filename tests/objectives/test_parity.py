@@ -6,7 +6,6 @@ file are one batch, which TRL gets in the order of the file.
 """
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,9 +17,11 @@ import pytest
 import torch
 import transformers
 
+from tests import front_server
 from unisono.plan import Stream
+from unisono.supervise.child_process import child_environment
 
-pytestmark = pytest.mark.slow  # a process that imports torch and TRL
+pytestmark = pytest.mark.slow  # a process that imports TRL
 
 Train = Callable[..., Any]
 _STEPS = 5
@@ -170,13 +171,15 @@ def both(
             }
         )  # fmt: skip
     (folder / "specs.json").write_text(json.dumps(specs))
-    program = Path(__file__).with_name("trl_losses.py")
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, str(program), str(folder / "specs.json"), str(folder / "results.json")],
-        env=environment, capture_output=True, text=True, check=False, timeout=600,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
+    command = [sys.executable, "-m", "tests.objectives.trl_losses", str(folder / "specs.json"), str(folder / "results.json")]  # fmt: skip
+    with front_server.start_rank(
+        command, env=child_environment(threads=1), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        try:
+            printed, _ = process.communicate(timeout=600)
+        finally:
+            process.kill()
+    assert process.returncode == 0, printed[-4000:]
     found = json.loads((folder / "results.json").read_text())
     return {
         name: Both(

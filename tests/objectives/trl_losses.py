@@ -1,4 +1,4 @@
-"""Trains with TRL's trainers, one after the other in this process: `trl_losses.py SPECS RESULTS`.
+"""Trains with TRL's trainers, one after the other in this process: `python -m tests.objectives.trl_losses SPECS RESULTS`.
 
 SPECS is a JSON list of {trainer, model, rows, settings, steps, batch}; RESULTS gets a list of {losses, metrics}, one entry for each step.
 """
@@ -24,6 +24,8 @@ from trl import (
 )
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+
+from tests.front_server import run_and_leave
 
 TRAINERS: dict[str, tuple[Any, Any]] = {
     "sft": (SFTConfig, SFTTrainer),
@@ -88,4 +90,4 @@ def main(specs: str, results: str) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(*sys.argv[1:])
+    run_and_leave(lambda: main(*sys.argv[1:]))

@@ -14,7 +14,7 @@ from tests import front_server
 from tests.nodes.network_namespaces import Ground, Namespaces, why_no_namespaces
 from tests.ports import free_port
 from tests.run.guarded import LIMIT_S, Guarded
-from tests.run.node_loss import WITHOUT_LAUNCHER, cut, kill, lose_power, training_on_two_nodes
+from tests.run.node_loss import LAUNCHED, WITHOUT_LAUNCHER, cut, kill, lose_power, training_on_two_nodes
 from tests.run.test_one_node import until
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
@@ -41,7 +41,7 @@ def both(apart: Namespaces, tmp_path: Path) -> Iterator[list[Guarded]]:
 @pytest.fixture
 def both_launched(apart: Namespaces, tmp_path: Path) -> Iterator[list[Guarded]]:
     """The same below a torchrun on each."""
-    with training_on_two_nodes(apart, tmp_path) as begun:
+    with training_on_two_nodes(apart, tmp_path, LAUNCHED) as begun:
         yield begun
 
 

@@ -1,12 +1,15 @@
 """What the programs of this folder can be asked for. They are the programs of other people: nothing of unisono but --callback."""
 
 import argparse
+import gc
 import json
 import os
 import time
 from pathlib import Path
 from typing import Any
 
+# Imports make a million objects that stay, and the collector would look at all of them again and again.
+gc.disable()
 FAULTS = ("unseeded", "steps", "destroy")
 
 
@@ -38,6 +41,8 @@ class Losses:
     """Writes each step's loss, to the last bit, and the process's id: who breaks this program reads when and whom."""
 
     def __init__(self, options: argparse.Namespace, rank: int | None = None) -> None:
+        gc.freeze()
+        gc.enable()
         self._path = options.out / f"rank-{own_rank() if rank is None else rank}.jsonl"
         self._step_s = options.step_s
         self._path.unlink(missing_ok=True)

@@ -4,8 +4,11 @@ import random
 import sys
 from typing import Any
 
-# As where it is not installed: peft would import it, and it torch's compiler, for one CPU second of each rank.
-sys.modules.setdefault("bitsandbytes", None)  # type: ignore[arg-type]
+import program_options  # noqa: F401 - before what takes long to import
+
+# As where they are not installed: peft would import bitsandbytes, and that torch's compiler, for two CPU seconds of each rank.
+for _optional in ("bitsandbytes", "peft"):
+    sys.modules.setdefault(_optional, None)  # type: ignore[arg-type]
 
 from datasets import Dataset  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed  # noqa: E402
