@@ -3,7 +3,7 @@
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -30,8 +30,8 @@ class Seen(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def stalled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Seen]]:
-    """Ranks that do not come back, each in its own way, as their front sees them."""
+def stalled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seen]:
+    """Ranks that do not come back, each in its own way, as their front has seen them. They are ended: one of them spins."""
     with ExitStack() as stack:
         ranks = watch_deeds(tmp_path_factory.mktemp("stalled"), DEEDS, stack)
         ranks.until(lambda views: all(view.beat is not None and view.beat.pulse_ns for view in views))
@@ -45,7 +45,7 @@ def stalled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Seen
         looks = ranks.look_until(lambda look: look.rank in silenced or bool(look.stack), *range(len(DEEDS)))
         spins = before[DEEDS.index("spin")]
         after = ranks.until(lambda views: views[spins.rank].process.cpu_s >= spins.process.cpu_s + 0.2)
-        yield {deed: Seen(before[rank], looks[rank], after[rank]) for rank, deed in enumerate(DEEDS)}
+        return {deed: Seen(before[rank], looks[rank], after[rank]) for rank, deed in enumerate(DEEDS)}
 
 
 def stands_in(look: Look, function: str) -> bool:
