@@ -2,16 +2,27 @@
 
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests import front_server
 from tests.needs import package
+from unisono.supervise.child_process import child_environment
+
+if TYPE_CHECKING:
+    import subprocess
 
 nbformat, nbclient = package("nbformat"), package("nbclient")
 package("ipykernel")
 package("matplotlib")
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def start_kernel(command: list[str], *, env: dict[str, str], **options: Any) -> "subprocess.Popen[Any]":
+    """Forks the kernel from a process that has imported torch, in the environment that this has read."""
+    return front_server.start_rank(command, env=env | child_environment(threads=1), **options)
 
 
 @pytest.mark.ranks
@@ -21,6 +32,7 @@ def test_the_notebook_trains_plots_and_gets_an_answer(
 ) -> None:
     for name in ("XDG_CONFIG_HOME", "XDG_CACHE_HOME", "IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "MPLCONFIGDIR"):
         monkeypatch.setenv(name, str(tmp_path / name.lower()))
+    monkeypatch.setattr("jupyter_client.launcher.Popen", start_kernel)
     (tmp_path / "data").symlink_to(EXAMPLES / "data")
     shutil.copy(EXAMPLES / "notebook.ipynb", tmp_path)
     notebook = nbformat.read(tmp_path / "notebook.ipynb", as_version=4)

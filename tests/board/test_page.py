@@ -157,9 +157,12 @@ def test_the_chinese_page_has_the_verdict_and_its_cause_in_chinese(
 
 @pytest.fixture(scope="module")
 def full_page(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The address of a file with two runs, one of which was stalled."""
+    """The address of a file with two runs, one of which was stalled; of ten steps, as axe looks at every cell of the tables."""
     folder = tmp_path_factory.mktemp("full")
-    runs = [make_run(folder / "run", outcome="stalled"), make_run(folder / "other", seed=1, lr=1e-3)]
+    runs = [
+        make_run(folder / "run", outcome="stalled", steps=10),
+        make_run(folder / "other", seed=1, lr=1e-3, steps=10),
+    ]
     return file_of(folder, *runs)
 
 

@@ -11,6 +11,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,6 +27,8 @@ HANG_S = 20.0
 """Of a machine that does nothing else. A busy one gets five times as long; a hang lasts for ever."""
 LIMIT_S = 5 * HANG_S
 ZEROS_BYTES = 1 << 30
+IN_MEMORY = Path("/dev/shm")
+"""A file system that has no pages for what was never written; others fill the page cache with a gigabyte of zeros each time that one is read."""
 DEEP = "[" * 2000 + "]" * 2000
 
 # Runs commands in forks of one process that has imported the front, so that one of them costs 50 ms and not half a second.
@@ -178,6 +181,16 @@ def files_of(run: Path) -> list[str]:
     return [*kept, "run.lock", "verdict.json", "checkpoints/verified.json"]
 
 
+@pytest.fixture
+def copies(kind: Callable[[Path], None], tmp_path: Path) -> Iterator[Path]:
+    """Where a test copies the run."""
+    if kind is not zeros or not os.access(IN_MEMORY, os.W_OK):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(dir=IN_MEMORY, prefix="unisono-tests-") as folder:
+        yield Path(folder)
+
+
 @contextlib.contextmanager
 def copy_with(run: Path, name: str, kind: Callable[[Path], None], folder: Path) -> Iterator[Path]:
     """A copy of the run in which one file is something else; removed again, for a test makes hundreds."""
@@ -213,11 +226,11 @@ def faults_of(words: list[str], code: int, text: str) -> str:
 @pytest.mark.slow
 @of_kinds
 def test_commands_of_the_front_bear_any_file_of_a_run_that_is_something_else(
-    kind: Callable[[Path], None], run: Path, tmp_path: Path, forks: Forks
+    kind: Callable[[Path], None], run: Path, copies: Path, tmp_path: Path, forks: Forks
 ) -> None:
     wrong = []
     for name in files_of(run):
-        with copy_with(run, name, kind, tmp_path) as copy:
+        with copy_with(run, name, kind, copies) as copy:
             for words in reading(copy):
                 if words[0] == "train" and name.startswith(
                     "adapter/"

@@ -12,7 +12,8 @@ from playwright.sync_api import sync_playwright
 from bench.docs_search import ask, kept_lines
 from page_checks import BLOCK, chinese_pages, stamp, unknown_commands, unknown_keys, why_behind
 from tests import front_server
-from tests.needs import need, program
+from tests.board.boards import CHROMIUM, CHROMIUM_FLAGS
+from tests.needs import need
 
 ROOT = Path(__file__).parents[2]
 
@@ -186,7 +187,7 @@ def test_in_a_browser_the_site_searches_when_it_is_opened_as_a_file(site: Path) 
     """Without a server a page may not start the search's worker: docs-theme/javascripts/iframe-worker.js runs it in a frame."""
     need("chromium")
     with sync_playwright() as browsers:
-        browser = browsers.chromium.launch(executable_path=program("chromium"), args=["--no-sandbox"])
+        browser = browsers.chromium.launch(executable_path=CHROMIUM, args=list(CHROMIUM_FLAGS))
         page = browser.new_page(viewport={"width": 390, "height": 844})
         asked: list[str] = []
         page.on("request", lambda request: asked.append(request.url))

@@ -16,6 +16,7 @@ from tests.serve.conftest import LIMIT_S, Serve, Served, Stream, wait_until
 from unisono.errors import RankDied, UnisonoError
 from unisono.serve.model_process import ROWS, STOPPED_S, WAITING, ModelProcess, Silence
 from unisono.serve.protocol import ApiError
+from unisono.supervise import fork_server
 from unisono.supervise.child_process import Programs
 
 pytestmark = pytest.mark.slow
@@ -162,27 +163,15 @@ def test_a_model_process_that_is_stopped_is_named_restarted_once_and_then_the_en
     assert "stopped (state T)" in err
 
 
-HANGS = """
-import sys, time
-from unisono.model.engine import Engine
-from unisono.task.__main__ import main
-
-def step(self, before=Engine.step):
-    if self.waiting and len(self.waiting[0].prompt) == 1:
-        while True:  # a forward that never returns
-            time.sleep(0.01)
-    return before(self)
-
-Engine.step = step
-main(sys.argv[1:])
-"""
+HANGS = "tests.serve.hangs"
+"""A task whose forward never returns for a prompt of one token; the session's server forks it."""
 
 
 def test_a_forward_that_never_returns_is_named_with_its_stack(
-    own_cache: None, endless: Path, tmp_path: Path
+    own_cache: None, endless: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "hangs.py").write_text(HANGS)
-    programs = Programs(task=(sys.executable, str(tmp_path / "hangs.py")))
+    programs = Programs(task=(sys.executable, "-m", HANGS))
+    monkeypatch.setattr(fork_server, "_SERVED", (*fork_server._SERVED, HANGS))
     restarts: list[RankDied] = []
 
     async def serve_and_hang() -> UnisonoError | None:
@@ -216,7 +205,7 @@ def test_a_forward_that_never_returns_is_named_with_its_stack(
         assert isinstance(error, RankDied)
         assert error.verdict is not None
         assert error.verdict.cause == "user_code_stuck"
-        assert any("hangs.py:9 in step" in evidence.text for evidence in error.verdict.evidence)
+        assert any("hangs.py:15 in step" in evidence.text for evidence in error.verdict.evidence)
     assert len(restarts) == 1
 
 

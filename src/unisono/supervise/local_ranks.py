@@ -19,6 +19,7 @@ from unisono.facts.storage import Hung, unless_stuck
 from unisono.plan import NodePlace, RankPlace, RunPlan
 from unisono.rundir import RunDir
 from unisono.supervise.child_process import ChildProcess, Programs, worker_command
+from unisono.supervise.fork_server import shared_fork_server
 from unisono.supervise.rank_logs import FollowedLog, LogTimes, RateLimit
 from unisono.supervise.task_process import tail_of
 from unisono.watch.views import BeatMemory
@@ -369,7 +370,7 @@ class LocalRanks:
                 output=log,
                 has_input=self.has_input,
                 inherits=(*(() if kept is None else (kept,)), *self.beats[place.rank].fds),
-                fork_server=self.programs.fork_server,
+                fork_server=self.programs.fork_server or shared_fork_server(environment),
                 waits=True,
             )
         except BaseException:  # raised again
