@@ -58,14 +58,40 @@ def _resumes(train_here: Train, straight: Any, **sections: Any) -> None:
     assert all(torch.equal(mine[name], wanted[name]) for name in wanted)
 
 
+@pytest.fixture(scope="module")
+def train_once(train_in: Callable[[Path], Train], tmp_path_factory: pytest.TempPathFactory) -> Train:
+    """Trains a run that several tests begin with."""
+    return train_in(tmp_path_factory.mktemp("first"))
+
+
+@pytest.fixture(scope="module")
+def merged(train_once: Train) -> list[str]:
+    """Two adapters for one base."""
+    first = train_once(adapter={"targets": ["q_proj"], "rank": 2}, optim={"lr": 1e-2})
+    second = train_once(adapter={"kind": "rslora", "rank": 3}, optim={"lr": 1e-2})
+    return [str(run.directory / "adapter") for run in (first, second)]
+
+
+@pytest.fixture(scope="module")
+def plain(train_once: Train) -> Any:
+    """A run with a plain adapter."""
+    return train_once(**_COMMON | {"optim": {"lr": 1e-2}})
+
+
+@pytest.fixture(scope="module")
+def first(train_once: Train) -> str:
+    """The folder of a run of one step."""
+    return str(train_once(duration="1 steps").directory)
+
+
 @pytest.mark.parametrize("kind", ["lora", "rslora"])
 @pytest.mark.parametrize("steps", [None, 4])
 def test_pissa_begins_at_the_base_model_and_is_stored_as_a_plain_adapter_of_twice_the_rank(
-    train_here: Train, model_dir: Path, steps: int | None, kind: str
+    train_here: Train, plain: Any, model_dir: Path, steps: int | None, kind: str
 ) -> None:
     adapter = {"init": "pissa", "init_steps": steps, "kind": kind}
     common = {**_COMMON, "optim": {"lr": 1e-2}}
-    plain, pissa = train_here(**common), train_here(adapter=adapter, **common)
+    pissa = train_here(adapter=adapter, **common)
     assert pissa.losses[0] == pytest.approx(plain.losses[0], abs=1e-5), "B is 0 in the plain adapter"
     assert pissa.losses[1:] != pytest.approx(plain.losses[1:], abs=1e-3)
     settings = json.loads((pissa.directory / "adapter" / "adapter_config.json").read_text())
@@ -110,13 +136,10 @@ def _loaded_logits(run: Any) -> torch.Tensor:
 @pytest.mark.parametrize("kind", ["lora", "rslora", "dora"])
 @pytest.mark.parametrize("init", ["default", "pissa"])
 def test_merged_adapters_are_part_of_the_base_and_of_the_result(
-    train_here: Train, model_dir: Path, kind: str, init: str
+    train_here: Train, merged: list[str], model_dir: Path, kind: str, init: str
 ) -> None:
     if (kind, init) == ("dora", "pissa"):
         return
-    first = train_here(adapter={"targets": ["q_proj"], "rank": 2}, optim={"lr": 1e-2})
-    second = train_here(adapter={"kind": "rslora", "rank": 3}, optim={"lr": 1e-2})
-    merged = [str(run.directory / "adapter") for run in (first, second)]
     adapter = {"kind": kind, "init": init, "merge": merged}
     third = train_here(adapter=adapter, **_COMMON)
 
@@ -156,9 +179,8 @@ def test_one_adapter_may_be_merged_and_another_continued(train_here: Train, mode
     ],
 )
 def test_what_does_not_agree_is_refused_with_the_key_to_set(
-    train_here: Train, adapter: dict[str, Any], where: str, words: str
+    train_here: Train, first: str, adapter: dict[str, Any], where: str, words: str
 ) -> None:
-    first = str(train_here(duration="1 steps").directory)
     section = {"from": first, **adapter}
     if "merge" in section:
         section["merge"] = [first]
