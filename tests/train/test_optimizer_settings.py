@@ -1,6 +1,7 @@
 """Each setting of the optimizer has its effect, and resumes exactly. Run: pytest tests/train/test_optimizer_settings.py"""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,15 +22,24 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
+COMMON: dict[str, Any] = {"duration": "6 steps", "checkpoint": {"every": "3 steps"}}
+
+
+@pytest.fixture(scope="module")
+def plain_losses(train_in: Callable[[Path], Train], tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Of a run without any of the settings."""
+    found: list[float] = train_in(tmp_path_factory.mktemp("plain"))(**COMMON).losses
+    return found
+
+
 @pytest.mark.parametrize("optim", SETTINGS, ids=lambda optim: next(iter(optim)))
 def test_a_setting_changes_the_losses_and_resumes_to_the_same_bits(
-    train_here: Train, optim: dict[str, Any]
+    train_here: Train, plain_losses: list[float], optim: dict[str, Any]
 ) -> None:
-    common: dict[str, Any] = {"duration": "6 steps", "checkpoint": {"every": "3 steps"}}
-    straight = train_here(optim=optim, **common)
-    assert straight.losses != train_here(**common).losses
+    straight = train_here(optim=optim, **COMMON)
+    assert straight.losses != plain_losses
     path = straight.directory / "checkpoints" / "step-00000003"
-    resumed = train_here(optim=optim, resume=(3, path), **common)
+    resumed = train_here(optim=optim, resume=(3, path), **COMMON)
     assert resumed.losses == straight.losses[3:]
     mine, wanted = resumed.weights(), straight.weights()
     assert all(torch.equal(mine[name], wanted[name]) for name in wanted)

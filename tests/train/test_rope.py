@@ -1,5 +1,6 @@
 """Scaled RoPE is that of transformers, and goes wherever the result goes. Run: pytest tests/train/test_rope.py"""
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -22,11 +23,10 @@ Train = Callable[..., Any]
 _KINDS = ["linear", "dynamic", "yarn", "llama3"]
 
 
-@pytest.fixture
-def short_model(model_dir: Path, tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def short_model(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model, trained on 8 positions: the rows of the tests are longer."""
-    directory = tmp_path / "short"
-    directory.mkdir()
+    directory = tmp_path_factory.mktemp("short")
     for file in model_dir.iterdir():
         (directory / file.name).write_bytes(file.read_bytes())
     config = json.loads((directory / "config.json").read_text())
@@ -34,18 +34,37 @@ def short_model(model_dir: Path, tmp_path: Path) -> Path:
     return directory
 
 
+@pytest.fixture(scope="module")
+def plain_loss(
+    train_in: Callable[[Path], Train], short_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[int], float]:
+    """The loss of step 1 without it, by the rank of the adapter, 0 for none: each is trained once."""
+    train = train_in(tmp_path_factory.mktemp("plain"))
+
+    @functools.cache
+    def loss(rank: int) -> float:
+        adapter = {"rank": rank} if rank else None
+        found: float = train(model={"path": str(short_model)}, adapter=adapter, optim={"lr": 1e-3}).losses[0]
+        return found
+
+    return loss
+
+
 @pytest.mark.parametrize("kind", _KINDS)
 @pytest.mark.parametrize("adapter", [{"rank": 4}, None])
 def test_it_changes_the_training_resumes_and_is_stored_with_the_result(
-    train_here: Train, short_model: Path, kind: str, adapter: dict[str, Any] | None
+    train_here: Train,
+    short_model: Path,
+    plain_loss: Callable[[int], float],
+    kind: str,
+    adapter: dict[str, Any] | None,
 ) -> None:
     sections: dict[str, Any] = {
         "model": {"path": str(short_model), "rope": {"kind": kind, "factor": 8}}, "adapter": adapter,
         "checkpoint": {"every": "3 steps"}, "optim": {"lr": 1e-3},
     }  # fmt: skip
     run = train_here(**sections)
-    plain = train_here(model={"path": str(short_model)}, adapter=adapter, optim={"lr": 1e-3})
-    assert run.losses[0] != plain.losses[0]
+    assert run.losses[0] != plain_loss(adapter["rank"] if adapter else 0)
     assert run.of_kind("ready")[0]["facts"]["layout"] == "flat"
     path = run.directory / "checkpoints" / "step-00000003"
     assert train_here(resume=(3, path), **sections).losses == run.losses[3:]
