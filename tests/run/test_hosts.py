@@ -24,7 +24,8 @@ from unisono.guard.program_request import RunRequest, refuse_launcher
 BIN = Path(sys.executable).parent
 LIMIT_S = 150.0
 PROGRAM = """
-import os, sys, time
+import gc, os, sys, time
+gc.disable()  # it would look at the million objects of the imports again and again
 import torch, torch.distributed as dist
 if "RANK" not in os.environ:  # without torchrun: one rank on each node
     os.environ |= {"RANK": os.environ["NODE_RANK"], "WORLD_SIZE": os.environ["NNODES"], "GROUP_RANK": os.environ["NODE_RANK"], "LOCAL_RANK": "0"}

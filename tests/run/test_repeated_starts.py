@@ -29,7 +29,9 @@ subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_n
 """
 """A process of a rank that outlives it, with its environment: a loader, or a tracker."""
 _DIES = """
-import os, signal, sys, time, torch, torch.distributed as dist
+import gc, os, signal, sys, time
+gc.disable()  # it would look at the million objects of the imports again and again
+import torch, torch.distributed as dist
 start, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), os.environ["RANK"]
 
 def of_rank_0():
