@@ -4,12 +4,11 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
@@ -22,6 +21,9 @@ from unisono.files import read_object, write_json
 from unisono.hub.publish import public_config
 from unisono.supervise.child_process import child_environment
 from unisono.supervise.fork_server import SHARED
+
+if TYPE_CHECKING:
+    import subprocess
 
 Push = Callable[..., "subprocess.CompletedProcess[str]"]
 ROOT = Path(__file__).parents[2]
@@ -221,7 +223,9 @@ def files(tmp_path: Path) -> Path:
 def upload(hub: Hub, files: Path) -> "subprocess.CompletedProcess[str]":
     """The end of `push`, from the upload on."""
     env = environment(hub.url, files.parent / "hf", HF_TOKEN=TOKEN)
-    return subprocess.run([sys.executable, "-c", UPLOAD, str(files)], env=env, capture_output=True, text=True, check=False, timeout=300)  # fmt: skip
+    program = files.parent / "upload.py"
+    program.write_text(UPLOAD)
+    return front_server.run([sys.executable, str(program), str(files)], env=env, timeout=300)
 
 
 @pytest.mark.parametrize(
