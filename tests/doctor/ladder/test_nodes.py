@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,6 +33,10 @@ def two_networks(networks: Namespaces) -> Iterator[Namespaces]:
     for node in range(2):
         networks.inside(node, "ip", "addr", "add", f"10.232.7.{node + 1}/24", "dev", "eth1")
         networks.inside(node, "ip", "link", "set", "eth1", "up")
+    end = time.monotonic() + 10  # the kernel reports an interface as up a moment after its cable is
+    while any("state UP" not in networks.inside(node, "ip", "link", "show", "eth1") for node in range(2)):
+        assert time.monotonic() < end, "eth1 does not come up"
+        time.sleep(0.02)
     yield networks
     networks.inside(0, "ip", "link", "del", "eth1")
 
