@@ -414,8 +414,8 @@ def _listening_sockets(net: Path) -> dict[str, int]:
 
 
 def _shared_memory() -> list[str]:
-    """Names in /dev/shm, without folders of `unisono run`, which other runs on the machine create and remove."""
-    return [path.name for path in _entries(_SHM) if not path.name.startswith(f"unisono-{os.getuid()}-")]
+    """Names of files in /dev/shm. Ranks share no folders there; those of `unisono run` and of others come and go."""
+    return [path.name for path in _entries(_SHM) if not path.is_dir()]
 
 
 def _open_in_shared_memory() -> set[str]:
