@@ -2,14 +2,16 @@
 
 import signal
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from tests.watch.run_views import run_view, view
+from tests.watch.run_views import places, run_view, view
 from unisono.control.connection import Left
 from unisono.supervise.decision import NodeLoss
 from unisono.supervise.local_ranks import RankEnd
-from unisono.supervise.postmortem import apart, name_loss
+from unisono.supervise.postmortem import apart, name_death, name_loss
 
 ABORTED = RankEnd(0, -signal.SIGABRT, None, "train", 7)
 
@@ -28,6 +30,21 @@ def test_a_rank_that_has_gone_on_since_is_not_where_it_was_seen() -> None:
     dead = replace(view(0, "comm", 0.0, comm=41, elements=80), has_ended=True)
     assert apart(run_view([dead, view(1, "comm", 0.05, comm=42, elements=160)]), ABORTED) is None
     assert apart(run_view([dead, view(1, "compute", 0.05, comm=41)]), ABORTED) is None
+
+
+def test_what_gloo_printed_names_the_cause_where_no_rank_was_seen_in_a_collective() -> None:
+    printed = (
+        "terminate called after throwing an instance of 'gloo::EnforceNotMet'\n  what():  [enforce fail at /gloo/transport/tcp/pair.cc:456] "
+        "op.preamble.length <= op.nbytes. 664 vs 660. Received data size doesn't match expected size. Is there a distributed collective mismatch in your code?\n"
+    )
+    plan: Any = SimpleNamespace(ranks=places(3))
+    found = name_death(replace(ABORTED, tail=printed), plan)
+    assert (found.cause, found.ranks, found.step) == ("collective_mismatch", (), 7)
+    assert "received data of a different size than expected in phase train after step 7" in found.summary
+    assert "SIGABRT" in found.evidence[0].text
+    assert name_death(ABORTED, plan).cause == "rank_killed"
+    killed = replace(ABORTED, returncode=-signal.SIGKILL, tail=printed)
+    assert name_death(killed, plan).cause == "rank_killed"
 
 
 def test_a_rank_that_was_killed_is_the_culprit_whatever_the_others_wait_in() -> None:

@@ -19,6 +19,7 @@ from unisono.watch.views import RankView, RunView
 
 _TAIL_LINES = 3
 _STACK_FRAMES = 6
+_OTHER_SIZE = "Received data size doesn't match expected size"  # of gloo
 _STALLED_S = 0.2  # a living rank with a newer heartbeat has moved
 
 
@@ -91,7 +92,7 @@ def name_death(
         cause=cause,
         when="during",
         summary=f"{where} {what.format(at=at)}",
-        ranks=(place.rank,),
+        ranks=() if cause == "collective_mismatch" else (place.rank,),  # which of both is wrong is not known
         hosts=(place.host,),
         phase=end.phase,
         step=end.step or None,
@@ -127,6 +128,9 @@ def _how(end: RankEnd, where: str) -> tuple[str, str, list[Evidence]]:
     if end.returncode == -signal.SIGXFSZ:
         text = f"{how}: the kernel sends it when a file would exceed the limit of `ulimit -f`"
         return "ulimit", "was killed by the file size limit {at}", [Evidence(where=where, text=text)]
+    if end.returncode == -signal.SIGABRT and _OTHER_SIZE in end.tail:
+        what = "received data of a different size than expected {at}, so ranks are in different collectives"
+        return "collective_mismatch", what, [Evidence(where=where, text=f"{how}; gloo: {_OTHER_SIZE}")]
     if end.returncode < 0:
         return "rank_killed", f"was {how} {{at}}", [Evidence(where=where, text=how)]
     return "user_code_error", f"exited by itself {{at}}: {how}", [Evidence(where=where, text=how)]
