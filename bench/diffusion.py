@@ -6,7 +6,8 @@ Writes bench/results/diffusion.json. One thread; the ways take turns in one proc
 The model has the proportions of Stable Diffusion 1.5 with an eighth of its channels and attention heads, and random weights: UNet, autoencoder and text encoder then
 share the work about as in the real model. The recipe is that of diffusers' `train_text_to_image_lora.py` as a loop: a data loader that decodes,
 resizes and cuts each picture to a square, autoencoder and text encoder in each step, the UNet with peft's LoRA, AdamW. Both do the same number
-of pictures of about the same area in a step, on the same layers and rank, in float32. The ways `square` cut all pictures to a square, as the recipe
+of pictures of about the same area in a step, on the same layers and rank. The recipe's default is float32, ours bfloat16 where the
+processor has it: both are done in both. The ways `square` cut all pictures to a square, as the recipe
 does; with `buckets` pictures keep one of four aspect ratios, those of a step have one size, and share a forward. `times_by_hand_if_all_else_were_free` is the
 bound: the recipe's step over the part of ours that convolutions, matrix products and attention of the UNet take, which are the same in both.
 """
@@ -89,8 +90,8 @@ def write_model(root: Path, *, divisor: int = 8) -> Path:
     return root / "model"
 
 
-def by_hand(model: Path, pictures: Path) -> dict[str, float]:
-    """The recipe; gives CPU seconds of a step after the first ones."""
+def by_hand(model: Path, pictures: Path, dtype: str) -> dict[str, float]:
+    """The recipe, with the option mixed_precision: float32 is `no`, its default. Gives CPU seconds of a step after the first ones."""
     import numpy as np
     import torch
     from diffusers import AutoencoderKL, DDPMScheduler, UNet2DConditionModel
@@ -108,6 +109,11 @@ def by_hand(model: Path, pictures: Path) -> dict[str, float]:
     unet.add_adapter(LoraConfig(r=16, lora_alpha=16, init_lora_weights="gaussian", target_modules=names))
     trained = [p for p in unet.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4)
+    weights = getattr(torch, dtype)
+    for part in (text, vae, unet):
+        part.to(weights)
+    for parameter in trained:
+        parameter.data = parameter.data.float()
 
     class Pictures(torch.utils.data.Dataset):
         files = sorted(pictures.glob("*.jpg"))
@@ -145,13 +151,13 @@ def by_hand(model: Path, pictures: Path) -> dict[str, float]:
             began = time.process_time()
         batch = next(batches)
         with torch.no_grad():
-            latents = vae.encode(batch["pixels"]).latent_dist.sample() * vae.config.scaling_factor
+            latents = vae.encode(batch["pixels"].to(weights)).latent_dist.sample() * vae.config.scaling_factor
             states = text(batch["ids"])[0]
         noise = torch.randn_like(latents)
         timesteps = torch.randint(0, 1000, (len(latents),))
-        predicted = unet(
-            scheduler.add_noise(latents, noise, timesteps), timesteps, states, return_dict=False
-        )[0]
+        with torch.autocast("cpu", weights, enabled=dtype != "float32"):
+            noisy = scheduler.add_noise(latents, noise, timesteps)
+            predicted = unet(noisy, timesteps, states, return_dict=False)[0]
         loss = torch.nn.functional.mse_loss(predicted.float(), noise.float())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
@@ -194,16 +200,19 @@ def studio_of(model: Path, pictures: Path, folder: Path) -> Any:
     return Studio(model, {"sft": pictures}, folder)
 
 
-def sections(*, cache: bool, steps: int, batch: int = BATCH, buckets: bool = True) -> dict[str, Any]:
+def sections(
+    *, cache: bool, steps: int, batch: int = BATCH, buckets: bool = True, dtype: str = "float32"
+) -> dict[str, Any]:
     """The same work in our config."""
     return {
+        "model": {"dtype": dtype},
         "adapter": {"rank": 16, "alpha": 16, "targets": [LAYERS]}, "data": {"resolution": SIDE}, "optim": {"lr": 1e-4},
         "diffusion": {"bucket_step": 8, "min_side": 64, "max_side": 512, "buckets": buckets, "cache": cache, "caption_dropout": 0.0, "noise_offset": 0.0},
         "batch": {"global": batch, "micro": batch}, "duration": f"{steps} steps", "checkpoint": {"every": "1000 steps"},
     }  # fmt: skip
 
 
-def ours(studio: Any, *, cache: bool, buckets: bool) -> dict[str, float]:
+def ours(studio: Any, *, cache: bool, buckets: bool, dtype: str) -> dict[str, float]:
     """A run; gives CPU seconds of a step after the first ones, and those of everything before the run."""
     from tests.ranks.conftest import _Kept
     from unisono.train.front_io import StopRequest
@@ -217,7 +226,7 @@ def ours(studio: Any, *, cache: bool, buckets: bool) -> dict[str, float]:
                 self.times[int(fields["step"])] = time.process_time()
 
     began = time.process_time()
-    plan = studio.plan("diffusion", **sections(cache=cache, steps=_ARM_STEPS, buckets=buckets))
+    plan = studio.plan("diffusion", **sections(cache=cache, steps=_ARM_STEPS, buckets=buckets, dtype=dtype))
     prepared, report = time.process_time() - began, Clocked()
     run_plan(plan, report, StopRequest())
     return {"cpu_s": (report.times[_ARM_STEPS] - report.times[FIRST]) / STEPS, "prepare_cpu_s": prepared}
@@ -233,10 +242,14 @@ def speed(rounds: int) -> dict[str, Any]:
         studio = studio_of(model, pictures.parent, folder)
         shares = [share_of_products(model) for _ in range(3)]
         ways: dict[str, Callable[[], dict[str, float]]] = {
-            "by_hand": lambda: by_hand(model, pictures),
-            "cached_square": lambda: ours(studio, cache=True, buckets=False),
-            "not_cached_square": lambda: ours(studio, cache=False, buckets=False),
-            "cached_buckets": lambda: ours(studio, cache=True, buckets=True),
+            "by_hand": lambda: by_hand(model, pictures, "float32"),
+            "cached_square": lambda: ours(studio, cache=True, buckets=False, dtype="float32"),
+            "not_cached_square": lambda: ours(studio, cache=False, buckets=False, dtype="float32"),
+            "cached_buckets": lambda: ours(studio, cache=True, buckets=True, dtype="float32"),
+            "by_hand_bfloat16": lambda: by_hand(model, pictures, "bfloat16"),
+            "cached_square_bfloat16": lambda: ours(studio, cache=True, buckets=False, dtype="bfloat16"),
+            "not_cached_square_bfloat16": lambda: ours(studio, cache=False, buckets=False, dtype="bfloat16"),
+            "cached_buckets_bfloat16": lambda: ours(studio, cache=True, buckets=True, dtype="bfloat16"),
         }
         found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
         for number in range(rounds):
@@ -244,11 +257,7 @@ def speed(rounds: int) -> dict[str, Any]:
                 found[way].append(measure())
                 print(f"round {number + 1}, {way}: {found[way][-1]['cpu_s']:.3f} CPU s a step", flush=True)
     steps = {way: [one["cpu_s"] for one in all_] for way, all_ in found.items()}
-    ratios = {
-        way: [a / b for a, b in zip(steps["by_hand"], steps[way], strict=True)]
-        for way in ways
-        if way != "by_hand"
-    }
+    ratios = {recipe: _ratios(steps, recipe) for recipe in ("by_hand", "by_hand_bfloat16")}
     middle = {way: statistics.median(all_) for way, all_ in steps.items()}
     share = statistics.median(shares)
     return {
@@ -257,9 +266,19 @@ def speed(rounds: int) -> dict[str, Any]:
         "pictures": 64, "sizes": SIZES, "batch": BATCH, "steps": STEPS, "rounds": rounds,
         "cpu_seconds_of_a_step": {way: [round(value, 4) for value in all_] for way, all_ in steps.items()},
         "steps_per_cpu_second": {way: round(1 / value, 3) for way, value in middle.items()},
-        "times_by_hand": {way: {"median": round(statistics.median(r), 3), "least": round(min(r), 3)} for way, r in ratios.items()},
+        "times_by_hand": ratios["by_hand"], "times_by_hand_bfloat16": ratios["by_hand_bfloat16"],
         "first_start_cpu_s": {"caches_of_64_pictures": round(found["cached_square"][0]["prepare_cpu_s"], 2), "again": round(found["cached_square"][-1]["prepare_cpu_s"], 2)},
     }  # fmt: skip
+
+
+def _ratios(steps: dict[str, list[float]], recipe: str) -> dict[str, dict[str, float]]:
+    """Steps per CPU second of each of our ways over those of a recipe: round by round, the median and the least."""
+    found = {}
+    for way, all_ in steps.items():
+        if not way.startswith("by_hand"):
+            times = [a / b for a, b in zip(steps[recipe], all_, strict=True)]
+            found[way] = {"median": round(statistics.median(times), 3), "least": round(min(times), 3)}
+    return found
 
 
 _CHILD = """
@@ -269,8 +288,8 @@ from pathlib import Path
 from bench.diffusion import sections, studio_of
 peak = lambda: 1024 * int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
 now = lambda: 1024 * int(re.search(r"VmRSS:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
-model, pictures, folder, batch, checkpointing = sys.argv[1:]
-more = sections(cache=True, steps=2, batch=int(batch)) | {{"memory": {{"gradient_checkpointing": checkpointing == "1"}}}}
+model, pictures, folder, batch, checkpointing, dtype = sys.argv[1:]
+more = sections(cache=True, steps=2, batch=int(batch), dtype=dtype) | {{"memory": {{"gradient_checkpointing": checkpointing == "1"}}}}
 if folder.endswith("filled"):
     import diffusers, peft, transformers.models.clip.modeling_clip
     from diffusers import StableDiffusionPipeline, UNet2DConditionModel
@@ -299,16 +318,30 @@ def memory() -> list[dict[str, Any]]:
             for studio in studios.values():
                 studio.mkdir()
             (studios["filled"] / "cache").symlink_to(studios["fill"] / "cache")
-            for number, (batch, checkpointing) in enumerate(((4, 0), (4, 1))):
+            runs = ((4, 0, "float32"), (4, 1, "float32"), (4, 0, "bfloat16"), (4, 1, "bfloat16"))
+            for number, (batch, checkpointing, dtype) in enumerate(runs):
                 printed = ""
                 for studio in [*studios.values()][number > 0 :]:
                     for old in studio.glob("0*"):
                         shutil.rmtree(old)
-                    words = [str(model), str(pictures.parent), str(studio), str(batch), str(checkpointing)]
+                    words = [
+                        str(model),
+                        str(pictures.parent),
+                        str(studio),
+                        str(batch),
+                        str(checkpointing),
+                        dtype,
+                    ]
                     command = [sys.executable, "-c", _CHILD.format(root=str(ROOT)), *words]
                     printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
                 one = json.loads(printed.splitlines()[-1])
-                one = {"model": label, "batch": batch, "gradient_checkpointing": bool(checkpointing), **one}
+                one = {
+                    "model": label,
+                    "batch": batch,
+                    "dtype": dtype,
+                    "gradient_checkpointing": bool(checkpointing),
+                    **one,
+                }
                 one["estimate_over_measured"] = round(one["estimate"]["total"] / one["measured"], 2)
                 found.append(one)
                 print(json.dumps(one), flush=True)

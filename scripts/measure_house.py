@@ -64,7 +64,7 @@ ROOM_BUDGETS = {
     "control": 3_400,
     "data": 6_200,
     "diagnose": 8_400,
-    "diffusion": 3_100,
+    "diffusion": 3_150,
     "doctor": 5_300,
     "drill": 1_550,
     "facts": 3_650,

@@ -6,6 +6,7 @@ Run: pytest tests/diffusion/test_parity.py
 """
 
 import math
+import shutil
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -18,6 +19,8 @@ from tests import needs
 from tests.diffusion.conftest import Studio
 from unisono.data.token_table import TokenTable
 from unisono.diffusion.latents import PictureLoader, PictureUse
+from unisono.diffusion.pipeline import fast_attention
+from unisono.model.kernels import Kernels, load_kernels
 from unisono.plan import RunPlan, Stream
 from unisono.train.run import stream_seed
 
@@ -262,7 +265,58 @@ def test_dropout_and_gradient_checkpointing_change_no_loss(ours: Ours) -> None:
     assert losses[1] != pytest.approx(_by_hand(plan)[1], rel=1e-5)
 
 
-def test_bfloat16_has_the_losses_of_autocast(ours: Ours) -> None:
+def test_bfloat16_has_the_losses_of_autocast(ours: Ours, monkeypatch: pytest.MonkeyPatch) -> None:
+    called, softmax = [], Kernels.softmax
+
+    def seen(kernels: Kernels, scores: torch.Tensor, **more: Any) -> None:
+        called.append(scores.shape)
+        softmax(kernels, scores, **more)
+
+    monkeypatch.setattr(Kernels, "softmax", seen)
     plan, losses = ours({}, model={"dtype": "bfloat16"})
+    assert bool(called) == bool(load_kernels()), "attention is computed by the compiled functions"
     assert losses == pytest.approx(_by_hand(plan, bf16=True), rel=1e-3)
     assert losses != pytest.approx(_by_hand(plan), rel=1e-6)
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs cc")
+@pytest.mark.parametrize(("heads", "queries", "keys"), [(1, 64, 0), (2, 200, 77), (3, 1024, 0), (2, 7, 1024)])
+def test_attention_in_bfloat16_is_as_exact_as_its_dtype(heads: int, queries: int, keys: int) -> None:
+    """A layer of diffusers, its output and all gradients, with and without it, against float64; without `keys` the layer attends to itself."""
+    from diffusers.models.attention_processor import Attention, AttnProcessor2_0
+
+    kernels = load_kernels()
+    assert kernels is not None
+    torch.manual_seed(0)
+    layer = Attention(24, 16 if keys else None, heads=heads, dim_head=20)
+    x, context = torch.randn(2, queries, 24), torch.randn(2, keys, 16) if keys else None
+    weight = torch.randn(2, queries, 24)
+
+    def found(processor: Any, dtype: torch.dtype) -> list[torch.Tensor]:
+        layer.to(dtype).set_processor(processor)
+        inputs = [one.to(dtype).requires_grad_() for one in (x, context) if one is not None]
+        out = layer(*inputs)
+        return [
+            out.detach(),
+            *torch.autograd.grad(out, [*inputs, *layer.parameters()], weight.to(dtype)),
+        ]
+
+    mine = found(fast_attention(kernels), torch.bfloat16)
+    theirs = found(AttnProcessor2_0(), torch.bfloat16)
+    exact = found(AttnProcessor2_0(), torch.float64)
+    assert not torch.equal(mine[0], theirs[0])
+    for a, b, c in zip(mine, theirs, exact, strict=True):
+        assert (a - c).norm() < 2 * (b - c).norm() + 2e-3 * c.norm()
+
+
+def test_attention_to_many_keys_or_with_a_mask_is_torchs() -> None:
+    from diffusers.models.attention_processor import Attention, AttnProcessor2_0
+
+    kernels = load_kernels() or pytest.skip("needs cc")
+    layer = Attention(16, heads=2, dim_head=8).bfloat16()
+    for tokens, mask in ((1025, None), (12, torch.zeros(2, 12).bfloat16())):
+        x = torch.randn(2, tokens, 16).bfloat16()
+        layer.set_processor(fast_attention(kernels))
+        mine = layer(x, attention_mask=mask)
+        layer.set_processor(AttnProcessor2_0())
+        assert torch.equal(mine, layer(x, attention_mask=mask))

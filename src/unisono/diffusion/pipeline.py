@@ -19,6 +19,7 @@ from unisono.config.schema import AdapterSection, RunConfig
 from unisono.diffusion.pipeline_files import Pipeline, read_pipeline
 from unisono.errors import ModelError
 from unisono.model.forward import Forward
+from unisono.model.kernels import KEEP_UP_TO, Kernels, has_kernels, load_kernels
 from unisono.model.load import DTYPES, LoadedModel
 from unisono.text import library_words
 
@@ -113,6 +114,90 @@ class PictureForward(Forward):
         if not self.autocast:
             return super()._precision()
         return torch.autocast(next(self.denoiser.parameters()).device.type, dtype=self.dtype)
+
+
+class FullAttention(torch.autograd.Function):
+    """Attention of all queries to all keys in bfloat16 on a CPU: q (B, N, D), k and v (B, M, D) → (B, N, D), for B pictures × heads.
+
+    The probabilities (B, N, M) are kept for the backward, in bfloat16. torch's function recomputes them, in float32, and takes 1.5 × as long.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, kernels: Kernels
+    ) -> torch.Tensor:
+        """Also takes the factor of the scores."""
+        scaled = q * scale
+        p = torch.bmm(scaled, k.transpose(1, 2))
+        kernels.softmax(p, first=k.shape[1], group=1, window=None)
+        ctx.save_for_backward(scaled, k, v, p)
+        ctx.settings = (scale, kernels)
+        return torch.bmm(p, v)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The gradients of q, k and v."""
+        scaled, k, v, p = ctx.saved_tensors
+        scale, kernels = ctx.settings
+        d_scores = torch.bmm(grad, v.transpose(1, 2))
+        kernels.softmax_backward(d_scores, p, first=k.shape[1], group=1, window=None)
+        d_q = torch.bmm(d_scores, k).mul_(scale)
+        return (
+            d_q,
+            torch.bmm(d_scores.transpose(1, 2), scaled),
+            torch.bmm(p.transpose(1, 2), grad),
+            None,
+            None,
+        )
+
+
+def fast_attention(kernels: Kernels) -> Any:
+    """What a UNet of diffusers calls for its attention: `FullAttention` where it can, else torch's function."""
+    from diffusers.models.attention_processor import AttnProcessor2_0
+
+    class Processor(AttnProcessor2_0):
+        def __call__(
+            self,
+            attn: Any,
+            hidden_states: torch.Tensor,
+            encoder_hidden_states: Any = None,
+            *more: Any,
+            **named: Any,
+        ) -> torch.Tensor:
+            context = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+            if (
+                context.shape[1] > KEEP_UP_TO
+                or _is_special(attn, hidden_states)
+                or any(value is not None for value in (*more, *named.values()))
+            ):
+                return super().__call__(attn, hidden_states, encoder_hidden_states, *more, **named)
+            shape, heads = hidden_states.shape, attn.heads
+            q, k, v = (
+                _split(layer(x), heads)
+                for layer, x in ((attn.to_q, hidden_states), (attn.to_k, context), (attn.to_v, context))
+            )
+            with torch.autocast("cpu", enabled=False):
+                mixed = FullAttention.apply(q, k, v, q.shape[2] ** -0.5, kernels)
+            out = attn.to_out[0](mixed.unflatten(0, (-1, heads)).transpose(1, 2).reshape(*shape[:2], -1))
+            return attn.to_out[1](out)
+
+    return Processor()
+
+
+def _is_special(attn: Any, hidden_states: torch.Tensor) -> bool:
+    """Whether an attention layer does more than those of Stable Diffusion's UNets."""
+    norms = (attn.spatial_norm, attn.group_norm, attn.norm_cross, attn.norm_q, attn.norm_k)
+    return (
+        hidden_states.ndim != 3
+        or any(map(bool, norms))
+        or attn.residual_connection
+        or attn.rescale_output_factor != 1
+    )
+
+
+def _split(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+    """(U, N, H · D) → (U · H, N, D)."""
+    return tensor.unflatten(2, (heads, -1)).transpose(1, 2).flatten(0, 1)
 
 
 def load_component(pipeline: Pipeline, name: str, *, dtype: torch.dtype = torch.float32) -> Any:
@@ -372,6 +457,9 @@ def choose_picture_forward(
             for encoder in denoiser.text_encoders:
                 encoder.gradient_checkpointing_enable({"use_reentrant": False})
     speed_up_lora(denoiser)
+    kernels = load_kernels() if has_kernels(dtype, next(denoiser.parameters()).device) else None
+    if kernels is not None:
+        denoiser.unet.set_attn_processor(fast_attention(kernels))
     with quiet():
         folder = str(pipeline.root / "scheduler")
         scheduler = import_diffusers().DDPMScheduler.from_pretrained(folder, local_files_only=True)

@@ -52,7 +52,7 @@ def load_kernels() -> "Kernels | None":
 
 
 def has_kernels(dtype: str, device: torch.device) -> bool | None:
-    """Whether a computation on text uses them; None where it would not in any case: other dtypes and devices."""
+    """Whether a computation uses them; None where it would not in any case: other dtypes and devices."""
     return load_kernels() is not None if dtype == "bfloat16" and device.type == "cpu" else None
 
 
@@ -174,7 +174,7 @@ class Kernels:
         self._call("pack_heads", flat, packed, *places, tokens, heads, kv, size, int(back))
 
     def softmax(self, scores: torch.Tensor, *, first: int, group: int, window: int | None) -> None:
-        """Causal softmax of scores (batch, queries * G, keys) in place; `first` is the first query's place among the keys."""
+        """Causal softmax of scores (batch, queries * G, keys) in place; `first` is the first query's place among the keys, or their number: of all."""
         self._call("softmax", scores, *scores.shape, first, group, window or 0)
 
     def softmax_backward(

@@ -493,8 +493,8 @@ def _picture_activations(model: ModelFacts, positions: int, gradient_checkpointi
     """Values that a UNet keeps for its backward: 500 for each channel of the first level and position, and less for the levels below.
 
     From the shapes of its blocks: five residual blocks with attention in each level, and half as many channels for each position from level to
-    level. On a CPU it is above what was measured, with gradient checkpointing and without: bench/results/diffusion.json. It has not been measured
-    on a GPU.
+    level. On a CPU in float32 it is above what was measured, with gradient checkpointing and without; in bfloat16 oneDNN keeps about 100 MB beside it:
+    bench/results/diffusion.json. It has not been measured on a GPU.
     """
     values = _VALUES_OF_A_LEVEL * model.hidden_size * sum(0.5**level for level in range(model.layers))
     return int(positions * values * (_SHARE_KEPT if gradient_checkpointing else 1))

@@ -245,7 +245,7 @@ def ready_facts(run: Run, *, peak: int, kept_every: int | None) -> dict[str, Any
         "head": forward.head,
         "why": forward.why,
         "quick": forward.quick,
-        "kernels": None if run.pictures is not None else has_kernels(run.plan.dtype, run.device),
+        "kernels": has_kernels(run.plan.dtype, run.device),
         "peak_bytes": peak,
         "resumed_step": run.state.step,
         "threads": torch.get_num_threads(),
