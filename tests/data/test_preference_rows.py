@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from unisono.config.schema import RunConfig
@@ -187,6 +187,15 @@ def prompt_of(table: TokenTable, i: int, side: int) -> list[int]:
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@example(
+    rows=[{"prompt": "?", "chosen": "???", "rejected": "???"}],
+    too_long="drop",
+    template="chatml_tools",
+    share=None,
+    room=8,
+    packing=False,
+    weight=0.5,
+)
 @given(
     rows=_pair_rows,
     too_long=st.sampled_from(["cut", "balanced", "drop"]),
@@ -218,7 +227,9 @@ def test_pairs_stay_whole_with_one_prompt_and_the_ledger_adds_up(
         summary, ledger = prepare(config, tokenizer_dir(template), folder)
         total = ledger["total"]
         assert total["rows"] == len(rows) == total["used"] + sum(total["dropped"].values()) + total["bad"]
-        assert total["bad"] >= sum(row["chosen"] == row.get("rejected", row["chosen"]) for row in rows)
+        too_long_rows = sum(total["dropped"].values()) if too_long == "drop" else 0
+        equal_sides = sum(row["chosen"] == row.get("rejected", row["chosen"]) for row in rows)
+        assert total["bad"] + too_long_rows >= equal_sides
         tokens = used = 0
         for split in ("train", "eval") if share else ("train",):
             table = TokenTable.open(Path(summary.cache_dir), split)
