@@ -1,5 +1,6 @@
 """Which tests go to the same process when several run side by side (`pytest -n`): those of a file, files that share dear runs, some rooms."""
 
+import sys
 import time
 from pathlib import Path
 
@@ -37,8 +38,10 @@ class Sharing(LoadFileScheduling):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: WorkerController) -> None:
-    """On a fresh clone, no test is compiled yet."""
-    node.workerinput["compiled"] = (Path(__file__).parent / "agree" / "__pycache__").exists()
+    """On a fresh clone, no test is compiled yet. Where no bytecode is kept, each process has to compile them all, and to wait would gain nothing."""
+    node.workerinput["compiled"] = (
+        sys.dont_write_bytecode or (Path(__file__).parent / "agree" / "__pycache__").exists()
+    )
 
 
 def wait_for_bytecode(config: pytest.Config) -> None:

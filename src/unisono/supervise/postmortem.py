@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from unisono.agree.membership import refused_node
 from unisono.causes import Evidence, Verdict, find_cause
+from unisono.causes.signatures import match_line
 from unisono.causes.verdict import OwnRunOnly
 from unisono.events import Message
 from unisono.plan import RankPlace
@@ -19,7 +20,6 @@ from unisono.watch.views import RankView, RunView
 
 _TAIL_LINES = 3
 _STACK_FRAMES = 6
-_OTHER_SIZE = "Received data size doesn't match expected size"  # of gloo
 _STALLED_S = 0.2  # a living rank with a newer heartbeat has moved
 
 
@@ -128,12 +128,17 @@ def _how(end: RankEnd, where: str) -> tuple[str, str, list[Evidence]]:
     if end.returncode == -signal.SIGXFSZ:
         text = f"{how}: the kernel sends it when a file would exceed the limit of `ulimit -f`"
         return "ulimit", "was killed by the file size limit {at}", [Evidence(where=where, text=text)]
-    if end.returncode == -signal.SIGABRT and _OTHER_SIZE in end.tail:
+    if end.returncode == -signal.SIGABRT and _printed(end, "gloo_sizes"):
         what = "received data of a different size than expected {at}, so ranks are in different collectives"
-        return "collective_mismatch", what, [Evidence(where=where, text=f"{how}; gloo: {_OTHER_SIZE}")]
+        return "collective_mismatch", what, [Evidence(where=where, text=how)]
     if end.returncode < 0:
         return "rank_killed", f"was {how} {{at}}", [Evidence(where=where, text=how)]
     return "user_code_error", f"exited by itself {{at}}: {how}", [Evidence(where=where, text=how)]
+
+
+def _printed(end: RankEnd, signature: str) -> bool:
+    """Whether the end of a rank's output has a line with this signature of the catalogue."""
+    return any(found.id == signature for line in end.tail.splitlines() for found in match_line(line))
 
 
 def name_task_death(
