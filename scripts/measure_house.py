@@ -73,7 +73,7 @@ ROOM_BUDGETS = {
     "integrations": 3_000,
     "launch": 5_550,
     "locale": 350,
-    "model": 6_100,
+    "model": 6_600,
     "objectives": 800,
     "plan": 1_900,
     "remote_checkpoint": 1_900,

@@ -31,6 +31,8 @@ def _config(kind: str) -> Any:
             return transformers.Gemma2Config(**_SMALL, head_dim=8, sliding_window=5)
         case "granite":
             return transformers.GraniteConfig(**_SMALL, logits_scaling=4.0)
+        case "granite with scaled residuals":
+            return transformers.GraniteConfig(**_SMALL, residual_multiplier=0.5)
         case "gpt2":
             return transformers.GPT2Config(
                 vocab_size=97, n_embd=32, n_layer=2, n_head=4, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0
@@ -49,6 +51,7 @@ _EXPECTED = {
     "mistral with a window of 5": ("flat", "chunked"),
     "gemma2": ("padded", "model"),
     "granite": ("flat", "model"),
+    "granite with scaled residuals": ("flat", "chunked"),
     "gpt2": ("flat", "chunked"),
     "mamba": ("padded", "chunked"),
 }
@@ -111,6 +114,20 @@ def test_the_loss_and_its_gradient_are_those_of_each_row_alone(kind: str) -> Non
             assert mine.grad is not None, name
             # float32 sums in another order, over 180 tokens that partly cancel: the worst seen is 3e-5 of the largest entry
             assert (mine.grad - theirs.grad).abs().max() <= 1e-4 * theirs.grad.abs().max() + 1e-9, name
+
+
+@pytest.mark.parametrize(
+    "kind", ["llama", "qwen3", "mistral with a window of 5", "granite with scaled residuals"]
+)
+def test_the_last_layer_computes_its_mlp_at_loss_tokens_only_where_that_changes_nothing(kind: str) -> None:
+    forward = _choose(loaded := _loaded(kind))
+    assert forward.shortens == ("granite" not in kind)
+    rows, _ = _rows([7, 2, 140, 31])
+    tokens: list[int] = []
+    for layer in loaded.base.model.layers:
+        layer.mlp.register_forward_hook(lambda _m, _i, out: tokens.append(out.shape[1]))
+    forward.loss(rows, count=9)
+    assert tokens == [len(rows.input_ids), len(rows.labels if forward.shortens else rows.input_ids)]
 
 
 def test_dropout_on_attention_is_trained_with_the_models_own_attention() -> None:

@@ -9,7 +9,7 @@ does the same.
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -233,6 +233,41 @@ def _flash(
         window_size=(left, 0),
         enable_gqa=q.shape[1] != k.shape[1],
     )
+
+
+# ---- the last layer
+
+_TOKENWISE = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
+
+
+def shorten_last_layer(body: Any) -> Callable[[], None] | None:
+    """Lets the last layer compute what follows its attention at wanted tokens only; gives what undoes it, or None without the usual parts.
+
+    Its attention needs the keys and values of all tokens, but the rest of its work reaches the loss from the loss tokens alone. They are
+    the keyword argument `wanted_tokens` of the body's forward, (N,) int64 among T, whose result is then (1, N, E).
+    """
+    layers = getattr(body, "layers", None)
+    last: Any = layers[-1] if isinstance(layers, torch.nn.ModuleList) and len(layers) else None
+    if last is None or {name for name, _ in last.named_children()} != _TOKENWISE:
+        return None
+    kind = type(last)
+
+    def forward(
+        layer: Any, hidden_states: torch.Tensor, *, wanted_tokens: torch.Tensor | None = None, **kwargs: Any
+    ) -> Any:
+        if wanted_tokens is None:
+            return kind.forward(layer, hidden_states, **kwargs)
+        attended, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **kwargs)
+        hidden_states = (hidden_states + attended).index_select(1, wanted_tokens)
+        return hidden_states + layer.mlp(layer.post_attention_layernorm(hidden_states))
+
+    # A subclass, not a method of the instance: transformers wraps the forward of a class for gradient checkpointing.
+    last.__class__ = type(kind.__name__, (kind,), {"forward": forward})
+
+    def undo() -> None:
+        last.__class__ = kind
+
+    return undo
 
 
 def register() -> None:

@@ -19,7 +19,14 @@ import torch
 from peft.utils import ModulesToSaveWrapper
 
 from unisono.errors import ModelError
-from unisono.model.attention import FLAT_ATTENTION, Merged, UnsupportedAttentionError, merge, register
+from unisono.model.attention import (
+    FLAT_ATTENTION,
+    Merged,
+    UnsupportedAttentionError,
+    merge,
+    register,
+    shorten_last_layer,
+)
 from unisono.model.decoder import release_originals, slow_down_layers, speed_up_layers
 from unisono.model.layers import (
     head_log_probs,
@@ -89,6 +96,8 @@ class Forward:
     """Whether each adapted layer computes the products of its weight and its adapter in one function."""
     fast_layers: int = 0
     """Norms, MLPs and attentions that are one function each (`model.decoder`)."""
+    shortens: bool = False
+    """Whether the last layer computes what follows its attention at loss tokens only."""
 
     def within(self, use: Callable[[], T]) -> T:
         """The result of `use`, called where all weights are unsharded. With sharded weights all ranks must call it alike."""
@@ -179,8 +188,10 @@ class Forward:
         body = getattr(self.loaded.base, self.loaded.base.base_model_prefix)
         if self.layout == "flat":
             merged = self._merged(rows)
-            hidden = body(**_flat_inputs(rows, merged)).last_hidden_state[0]
-            return hidden[rows.label_index if merged is None else merged.place[rows.label_index]]
+            index = rows.label_index if merged is None else merged.place[rows.label_index]
+            wanted = {"wanted_tokens": index} if self.shortens else {}
+            hidden = body(**_flat_inputs(rows, merged), **wanted).last_hidden_state[0]
+            return hidden if self.shortens else hidden[index]
         ids, row, column = _padded_inputs(rows)
         return body(input_ids=ids, use_cache=False).last_hidden_state[row, column]
 
@@ -260,6 +271,8 @@ def choose_forward(
             forward.within(lambda: _try_flat(forward, wanted))
         if forward.layout == "flat" and not forward.rows_apart:
             forward.within(lambda: _try_merging(forward))
+        if forward.layout == "flat" and forward.head == "chunked":
+            forward.within(lambda: _try_last_layer(forward))
         # The head of a reward model needs its hidden states in float32.
         is_full = loaded.model is base and not loaded.is_reward
         on_cpu = dtype == "bfloat16" and base.device.type == "cpu"
@@ -440,6 +453,24 @@ def _try_merging(forward: Forward) -> None:
         forward.merges = False
     else:
         forward.merges = _alike(merged, complete, forward.dtype)
+
+
+def _try_last_layer(forward: Forward) -> None:
+    """Shortens the last layer only if the hidden states stay the same."""
+    base = forward.loaded.base
+    rows = _probe_rows(base, first=11)
+    rows = replace(rows, label_index=rows.label_index[::2])
+    with forward._precision():  # noqa: SLF001 - same module
+        complete = forward._hidden(rows).float()  # noqa: SLF001
+        undo = shorten_last_layer(getattr(base, base.base_model_prefix))
+        forward.shortens = undo is not None
+        try:
+            short = forward._hidden(rows).float()  # noqa: SLF001
+        except (RuntimeError, TypeError, ValueError):
+            short = complete[:0]
+    if undo is not None and (short.shape != complete.shape or not _alike(short, complete, forward.dtype)):
+        forward.shortens = False
+        undo()
 
 
 def _try_layers(forward: Forward, wanted: torch.Tensor) -> None:
