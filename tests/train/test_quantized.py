@@ -20,9 +20,11 @@ from unisono.config import RunConfig
 from unisono.data.token_table import TokenTable
 from unisono.errors import ModelError
 from unisono.model import file_settings
+from unisono.model.decoder import slow_down_layers
 from unisono.model.forward import Rows, choose_forward
+from unisono.model.kernels import load_kernels
 from unisono.model.load import LoadedModel, load_for_training
-from unisono.model.quantization import is_quantized, weight_bytes
+from unisono.model.quantization import dequantized, is_quantized, weight_bytes
 from unisono.plan import Stream
 from unisono.plan.run_plan import packed_bytes
 from unisono.train.join import make_rank_report
@@ -44,6 +46,12 @@ def _loaded(run: Any) -> LoadedModel:
         dtype=run.plan.dtype,
         device=torch.device("cpu"),
     )
+
+
+def _rows(run: Any) -> Rows:
+    """Two rows of its data."""
+    table = TokenTable.open(Path(run.plan.data.cache_dir), "train")
+    return load_micro(table, [0, 1], torch.device("cpu"))[0].rows
 
 
 def _by_hand(run: Any, settings: transformers.BitsAndBytesConfig, dtype: torch.dtype) -> list[float]:
@@ -156,22 +164,64 @@ def test_a_flipped_bit_in_packed_weights_or_scales_changes_the_digest_that_ranks
     assert digest() == before
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_at_most_one_weight_is_dequantized_at_a_time(train_here: Train, *, checkpointing: bool) -> None:
-    run = train_here(model={"quantize": "nf4"}, duration="1 steps")
+@pytest.mark.parametrize(
+    ("dtype", "checkpointing", "wanted"),
+    [
+        ("float32", False, 14 * 2 - 3),  # three input projections have an input without gradient
+        ("float32", True, 14 * 3),  # forward again
+        ("bfloat16", False, 14 * 2),  # in the fast layers
+    ],
+)
+def test_at_most_one_weight_is_dequantized_at_a_time(
+    train_here: Train, dtype: str, *, checkpointing: bool, wanted: int
+) -> None:
+    run = train_here(model={"quantize": "nf4", "dtype": dtype}, duration="1 steps")
     loaded = _loaded(run)
-    forward = choose_forward(
-        loaded, dtype="float32", quick_adapter=True, gradient_checkpointing=checkpointing
-    )
+    forward = choose_forward(loaded, dtype=dtype, quick_adapter=True, gradient_checkpointing=checkpointing)
+    assert (forward.fast_layers > 0) is (dtype == "bfloat16" and load_kernels() is not None)
     loaded.model.train()
-    table = TokenTable.open(Path(run.plan.data.cache_dir), "train")
-    rows = load_micro(table, [0, 1], torch.device("cpu"))[0].rows
+    rows = _rows(run)
     gc.collect()
     with _Dense() as dense:
         forward.loss(rows, count=len(rows.labels)).backward()
-    # Forward and backward, and forward again with checkpointing; without it, three input projections have an input without gradient.
-    assert dense.made == (14 * 3 if checkpointing else 14 * 2 - 3)
+    assert dense.made == wanted
     assert dense.most == 1
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_the_fast_layers_compute_with_quantized_weights_what_the_separate_products_do(
+    train_here: Train, kind: str
+) -> None:
+    run = train_here(model={"quantize": kind, "dtype": "bfloat16"}, duration="1 steps")
+    rows = _rows(run)
+    found = {}
+    for fast in (True, False):
+        loaded = _loaded(run)
+        for parameter in loaded.trainable.values():
+            torch.nn.init.normal_(
+                parameter, std=0.05, generator=torch.Generator().manual_seed(len(parameter))
+            )
+        forward = choose_forward(loaded, dtype="bfloat16", quick_adapter=True, gradient_checkpointing=False)
+        if not fast:
+            slow_down_layers([module for module in loaded.model.modules() if hasattr(module, "_kernels")])
+        loss = forward.loss(rows, count=len(rows.labels))
+        loss.backward()
+        gradients = [p.grad.flatten() for p in loaded.trainable.values() if p.grad is not None]
+        found[fast] = loss.item(), torch.cat(gradients)
+    assert found[True][0] == pytest.approx(found[False][0], rel=1e-3)
+    difference = (found[True][1] - found[False][1]).norm() / found[False][1].norm()
+    assert difference < 0.03, "roundings of bfloat16"
+
+
+def test_the_compiled_function_dequantizes_int8_as_torch_does() -> None:
+    kernels = load_kernels()
+    if kernels is None:
+        pytest.skip("no C compiler")
+    generator = torch.Generator().manual_seed(0)
+    packed = torch.randint(-127, 128, (37, 65), dtype=torch.int8, generator=generator)
+    scale = torch.rand(37, generator=generator)
+    wanted = packed.to(torch.bfloat16).mul_(scale[:, None] * (1 / 127))
+    assert torch.equal(dequantized(packed, scale, torch.bfloat16), wanted)
 
 
 def test_an_evaluation_changes_nothing_in_training(train_here: Train, rows_file: Path) -> None:

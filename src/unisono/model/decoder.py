@@ -13,14 +13,16 @@ the fast layers only if the model's outputs stay the same.
 import copy
 import ctypes
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from peft.tuners.lora.layer import Linear as LoraLinear
+from peft.tuners.lora.layer import LoraLayer
 
 from unisono.model.kernels import Heads, Kernels, attend, attend_backward, load_kernels, pack_rows
 from unisono.model.layers import is_quick
+from unisono.model.quantization import dequantized, state_of
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
@@ -40,9 +42,13 @@ class Joined:
         self.out = sum(self.sizes)
         self.width = self.out + sum(self.ranks)
         self.scales = [layer.scaling[next(iter(layer.lora_A))] for layer in layers]
+        # (out, r): each B in its rows and columns
+        self.up = torch.zeros(self.out, sum(self.ranks), dtype=torch.bfloat16)
+        self._join(bases)
+
+    def _join(self, bases: list[Any]) -> None:
         first = bases[0].weight
         self.weight = first.new_empty(self.width, first.shape[1])  # (out + r, in)
-        self.up = first.new_zeros(self.out, sum(self.ranks))  # (out, r): each B in its rows and columns
         for base, part in zip(bases, self.weight[: self.out].split(self.sizes), strict=True):
             part.copy_(base.weight.data)
             base.weight.data = part
@@ -57,14 +63,17 @@ class Joined:
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """x (T, in) → (T, out + r): the outputs of the layers, and s·A·x of all."""
-        parts = self.weight[self.out :].split(self.ranks)
-        for part, layer, scale in zip(parts, self.layers, self.scales, strict=True):
-            part.copy_(_a_of(layer).detach() * scale)
-        for part, layer in zip(_diagonal(self.up.split(self.ranks, 1), self.sizes), self.layers, strict=True):
-            part.copy_(_b_of(layer).detach())
+        self._take_adapters(self.weight[self.out :])
         joint = x @ self.weight.t()
         joint[:, : self.out].addmm_(joint[:, self.out :], self.up.t())
         return joint
+
+    def _take_adapters(self, down: torch.Tensor) -> None:
+        """Copies all s·A into `down` (r, in), and all B into `up`."""
+        for part, layer, scale in zip(down.split(self.ranks), self.layers, self.scales, strict=True):
+            part.copy_(_a_of(layer).detach() * scale)
+        for part, layer in zip(_diagonal(self.up.split(self.ranks, 1), self.sizes), self.layers, strict=True):
+            part.copy_(_b_of(layer).detach())
 
     def input_gradient(self, d_joint: torch.Tensor) -> torch.Tensor:
         """(T, in), from the gradient of the outputs, the first columns of `d_joint` (T, out + r); writes that of s·A·x into the others."""
@@ -102,6 +111,39 @@ def _b_of(layer: Any) -> torch.Tensor:
     (name,) = layer.lora_B
     found: torch.Tensor = layer.lora_B[name].weight
     return found
+
+
+class Packed(Joined):
+    """Adapted layers with quantized weights and the same input: each weight is dequantized for its product, and freed before the next one."""
+
+    def _join(self, bases: list[Any]) -> None:
+        self.down = torch.empty(self.width - self.out, bases[0].in_features, dtype=torch.bfloat16)  # (r, in)
+
+    def _weights(self, joint: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The columns of `joint` (T, out + r) of each layer, and its weight (out, in), one after the other."""
+        for part, layer in zip(joint[:, : self.out].split(self.sizes, 1), self.layers, strict=True):
+            base = layer.get_base_layer()
+            yield part, dequantized(base.weight, state_of(base), joint.dtype)
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """x (T, in) → (T, out + r): the outputs of the layers, and s·A·x of all."""
+        self._take_adapters(self.down)
+        joint = x.new_empty(len(x), self.width)
+        for part, weight in self._weights(joint):
+            torch.mm(x, weight.t(), out=part)
+            del weight
+        torch.mm(x, self.down.t(), out=joint[:, self.out :])
+        joint[:, : self.out].addmm_(joint[:, self.out :], self.up.t())
+        return joint
+
+    def input_gradient(self, d_joint: torch.Tensor) -> torch.Tensor:
+        """(T, in), from the gradient of the outputs, the first columns of `d_joint` (T, out + r); writes that of s·A·x into the others."""
+        d_joint[:, self.out :].copy_(d_joint[:, : self.out] @ self.up)
+        d_x = d_joint[:, self.out :] @ self.down
+        for part, weight in self._weights(d_joint):
+            d_x.addmm_(part, weight)
+            del weight
+        return d_x
 
 
 class Frozen:
@@ -373,7 +415,7 @@ def speed_up_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     kernels = load_kernels()
     if kernels is None:
         return []
-    trains_all = not any(isinstance(module, LoraLinear) for module in model.modules())
+    trains_all = not any(isinstance(module, LoraLayer) for module in model.modules())
     scratch = Scratch()
     changed = []
     for module in model.modules():
@@ -427,6 +469,8 @@ def slow_down_layers(changed: list[torch.nn.Module]) -> None:
 def _join(layers: list[Any], scratch: Scratch) -> Joined | Frozen | Trained:
     if _is_wide(layers[0]):
         return Trained(layers, scratch)
+    if _is_packed(layers[0]):
+        return Packed(layers)
     return Frozen(layers) if _is_frozen(layers[0]) else Joined(layers)
 
 
@@ -456,7 +500,7 @@ def _has_parts(module: Any, names: tuple[str, ...]) -> bool:
     children = {
         name: child for name, child in module.named_children() if next(child.parameters(), None) is not None
     }
-    kinds = (_is_dense, _is_frozen, _is_wide)
+    kinds = (_is_dense, _is_packed, _is_frozen, _is_wide)
     return set(children) == set(names) and any(all(map(kind, children.values())) for kind in kinds)
 
 
@@ -477,6 +521,14 @@ def _is_dense(layer: Any) -> bool:
         return False
     base = layer.get_base_layer()
     return base.bias is None and base.weight.dtype == torch.bfloat16 and not base.weight.requires_grad
+
+
+def _is_packed(layer: Any) -> bool:
+    """Whether it is a quick LoRA layer on a quantized weight without bias, computed in bfloat16."""
+    if not isinstance(layer, LoraLayer) or not is_quick(layer, quantized=True):
+        return False
+    base = layer.get_base_layer()
+    return base.bias is None and base.compute_dtype == torch.bfloat16
 
 
 def _is_silu(function: Any) -> bool:

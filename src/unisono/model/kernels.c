@@ -161,6 +161,19 @@ void gate_backward(const bf16 *grad, const bf16 *gate, const bf16 *up, int64_t s
     }
 }
 
+/* ---- int8 weights: each row times its scale */
+
+void dequantize(const int8_t *packed, const float *scale, int64_t rows, int64_t width, bf16 *out) {
+    PARALLEL(rows * width > MANY)
+    for (int64_t row = 0; row < rows; row++) {
+        const int8_t *from = packed + row * width;
+        bf16 *to = out + row * width;
+        float factor = scale[row];
+#pragma omp simd
+        for (int64_t i = 0; i < width; i++) to[i] = narrow((float)from[i] * factor);
+    }
+}
+
 /* ---- attention. Packed layout: the rows of a group have L places each, and a row is (K, L, G, D), or (K, L, D) of keys and values.
 The key-value head k of token t is at place start[t] + k * length[t]. Pads are left as they are. */
 

@@ -133,6 +133,12 @@ class Kernels:
         self._call("gate_backward", grad, gate, up, stride, *gate.shape, gate, up, stride, out)
         return out
 
+    def dequantize(self, packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """(out, in) from int8 values (out, in), each row times its float32 scale (out,)."""
+        found = torch.empty(packed.shape, dtype=torch.bfloat16)
+        self._call("dequantize", packed.contiguous(), scale, *packed.shape, found)
+        return found
+
     def pack(
         self,
         inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],

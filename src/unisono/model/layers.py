@@ -85,11 +85,10 @@ def speed_up_lora(model: torch.nn.Module) -> int:
     return count
 
 
-def is_quick(layer: Any) -> bool:
-    """Whether a LoRA layer has the fast forward, on a weight that is not quantized."""
-    return (
-        isinstance(layer, LoraLinear) and _is_linear(layer) and _is_plain(layer) and "forward" in vars(layer)
-    )
+def is_quick(layer: Any, *, quantized: bool = False) -> bool:
+    """Whether a LoRA layer has the fast forward, on a weight that is quantized or not."""
+    forward = getattr(vars(layer).get("forward"), "__func__", None)
+    return forward is (_forward_of_quantized if quantized else _forward_of_linear)
 
 
 def _is_plain(layer: Any) -> bool:
@@ -175,6 +174,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 torch.mm(d_logits, weight, out=d_hidden[first : first + chunk])
             if d_weight is not None:
                 _add_product(d_weight, d_logits, rows, is_first=first == 0)
+            del d_logits  # before the next chunk is computed
         if d_weight is not None and not len(hidden):
             d_weight.zero_()
         ctx.save_for_backward(*(t for t in (d_hidden, d_weight) if t is not None))
