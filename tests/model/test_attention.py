@@ -64,13 +64,17 @@ def test_long_rows_compute_their_probabilities_again_with_the_same_result() -> N
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs cc")
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("lengths", [[5, 9, 9, 30], [300, 128, 129, 1], [1100, 60]])
+@pytest.mark.parametrize(
+    ("kv", "group", "size"),
+    [(2, 3, 16), (2, 3, 32), (1, 4, 96)],  # one function needs a multiple of 32
+)
 def test_packed_attention_in_bfloat16_is_as_exact_as_its_dtype(
-    lengths: list[int], window: int | None
+    lengths: list[int], window: int | None, kv: int, group: int, size: int
 ) -> None:
     torch.manual_seed(0)
     kernels = load_kernels()
     assert kernels is not None
-    tokens, kv, group, size = sum(lengths), 2, 3, 16
+    tokens = sum(lengths)
     shapes = ((tokens, kv * group, size), (tokens, kv, size), (tokens, kv, size))
     tensors = [torch.randn(shape).bfloat16().requires_grad_() for shape in shapes]
     exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
@@ -87,3 +91,38 @@ def test_packed_attention_in_bfloat16_is_as_exact_as_its_dtype(
     )
     for a, b, c in zip(mine, theirs, wanted, strict=True):
         assert (a - c).norm() < 1.2 * (b - c).norm() + 1e-3 * c.norm()
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs cc")
+def test_attention_as_one_function_gives_the_same_bits_with_any_number_of_threads_and_keeps_nan() -> None:
+    kernels = load_kernels()
+    assert kernels is not None
+    if not kernels.has_attention:
+        pytest.skip("needs a processor with AVX512_BF16 and without AMX")
+    torch.manual_seed(0)
+    lengths, heads = (70, 1, 200), Heads(3, 2, 32, 32**-0.5, None)
+    shapes = ((271, 6, 32), (271, 3, 32), (271, 3, 32))
+    tensors = [torch.randn(shape).bfloat16().requires_grad_() for shape in shapes]
+
+    def found() -> list[torch.Tensor]:
+        out = PackedAttention.apply(*tensors, lengths, heads, kernels)
+        return [out.detach(), *torch.autograd.grad(out, tensors, torch.ones_like(out))]
+
+    threads, of_threads = torch.get_num_threads(), []
+    try:
+        for n in (1, 2, 3):
+            torch.set_num_threads(n)
+            of_threads.append(found())
+    finally:
+        torch.set_num_threads(threads)
+    for other in of_threads[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(of_threads[0], other, strict=True))
+    for tensor in tensors:
+        kept = tensor.detach().clone()
+        with torch.no_grad():
+            tensor[100, 0, 5] = float("nan")
+        odd = found()[0].isnan().any(2).any(1)
+        assert odd[100]
+        assert not odd[:70].any(), "of another row"
+        with torch.no_grad():
+            tensor.copy_(kept)

@@ -36,11 +36,14 @@ _SMALL = {
     "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 8,
     "num_key_value_heads": 2,
 }  # fmt: skip
-_MODELS = {
+_MODELS = {  # a head size of 32 is that of attention as one function
     "llama": (transformers.LlamaConfig(**_SMALL), 9),
-    "mistral with a window of 100": (transformers.MistralConfig(**_SMALL, sliding_window=100, head_dim=8), 9),
+    "mistral with a window of 100": (
+        transformers.MistralConfig(**_SMALL, sliding_window=100, head_dim=32),
+        9,
+    ),
     "qwen2, whose products have a bias": (transformers.Qwen2Config(**_SMALL), 7),
-    "qwen3, whose queries and keys have norms": (transformers.Qwen3Config(**_SMALL, head_dim=8), 11),
+    "qwen3, whose queries and keys have norms": (transformers.Qwen3Config(**_SMALL, head_dim=32), 11),
 }
 
 

@@ -20,7 +20,7 @@ import torch
 from peft.tuners.lora.layer import Linear as LoraLinear
 from peft.tuners.lora.layer import LoraLayer
 
-from unisono.model.kernels import Heads, Kernels, attend, attend_backward, load_kernels, pack_rows
+from unisono.model.kernels import Heads, Kernels, attend, attend_backward, load_kernels, place_rows
 from unisono.model.layers import is_quick
 from unisono.model.quantization import dequantized, state_of
 
@@ -375,22 +375,25 @@ class SelfAttention(torch.autograd.Function):
         *parameters: torch.Tensor,
     ) -> torch.Tensor:
         """x (T, E), cosines and sines (T, D) → (T, H · D)."""
-        packed = pack_rows(lengths, heads.kv, heads.window)
+        places = place_rows(lengths, heads, kernels)
         joint = joined.product(x)
-        tensors, kept, out = attend(_heads_of(joint, joined, heads), rope, packed, heads, kernels)
-        ctx.save_for_backward(x, joint[:, joined.out :].contiguous(), *rope, *tensors, *kept)
-        ctx.parts = (packed, joined, heads, kernels)
+        out, kept = attend(_heads_of(joint, joined, heads), rope, places, heads, kernels)
+        low = joint[:, joined.out :]
+        if not isinstance(places, torch.Tensor):
+            low = low.contiguous()  # the joint product is not kept
+        ctx.save_for_backward(x, low, *rope, *kept)
+        ctx.parts = (places, joined, heads, kernels)
         return out.view(len(x), -1)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The gradients of x and of what is trained."""
-        x, low, cosine, sine, queries, keys, values, *kept = ctx.saved_tensors
-        packed, joined, heads, kernels = ctx.parts
+        x, low, cosine, sine, *kept = ctx.saved_tensors
+        places, joined, heads, kernels = ctx.parts
         d_joint = x.new_empty(len(x), joined.width)
         grads = _heads_of(d_joint, joined, heads)
         d_out = grad.reshape(len(x), -1, heads.size)
-        attend_backward(d_out, (queries, keys, values), kept, (cosine, sine), packed, heads, kernels, grads)
+        attend_backward(d_out, kept, (cosine, sine), places, heads, kernels, grads)
         d_x = joined.input_gradient(d_joint)
         return d_x, None, None, None, None, None, *joined.gradients(d_joint, x, low)
 

@@ -300,3 +300,411 @@ void cross_entropy(bf16 *logits, const int64_t *labels, int64_t rows, int64_t wi
         l[labels[row]] = narrow((exponential(picked - top) / sum - 1.0f) * factor);
     }
 }
+
+/* ---- causal attention as one function, for processors that multiply bfloat16 in vectors of 512 bits. Others compute it with torch's
+products and the functions above. Blocks of queries and keys stay in the cache (arXiv:2205.14135). The G queries of a key-value head and a
+token are G lines. Scores are held transposed, keys by lines, so that sums over keys need no shuffles. */
+
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#include <stdlib.h>
+
+#define LINES 64 /* in a block */
+#define KEYS 128 /* in a block */
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 8")
+
+typedef uint32_t __attribute__((may_alias)) pair; /* two bfloat16 that are multiplied and added up in one step */
+
+typedef struct {
+    const bf16 *q, *k, *v;
+    int64_t q_stride, k_stride, v_stride;
+    const float *cosine, *sine;
+    float scale;
+    const int64_t *begins;
+    int64_t rows, heads, kv, size, window;
+} Attention;
+
+INLINE void product_tile(const pair *a, int64_t a_row, const pair *b, int64_t b_row, float *c, int64_t c_row, int64_t steps, int adds,
+                         const int rows, const int vectors) {
+    __m512 sum[8][4];
+    UNROLL for (int i = 0; i < rows; i++)
+        UNROLL for (int j = 0; j < vectors; j++) sum[i][j] = adds ? _mm512_loadu_ps(c + i * c_row + 16 * j) : _mm512_setzero_ps();
+    for (int64_t step = 0; step < steps; step++) {
+        __m512bh right[4];
+        UNROLL for (int j = 0; j < vectors; j++) right[j] = (__m512bh)_mm512_loadu_si512(b + step * b_row + 16 * j);
+        UNROLL for (int i = 0; i < rows; i++) {
+            __m512bh left = (__m512bh)_mm512_set1_epi32(a[i * a_row + step]);
+            UNROLL for (int j = 0; j < vectors; j++) sum[i][j] = _mm512_dpbf16_ps(sum[i][j], left, right[j]);
+        }
+    }
+    UNROLL for (int i = 0; i < rows; i++)
+        UNROLL for (int j = 0; j < vectors; j++) _mm512_storeu_ps(c + i * c_row + 16 * j, sum[i][j]);
+}
+
+/* c (rows, columns) = a (rows, steps) b (steps, columns), or adds it; rows are a multiple of 8, columns of 16. */
+static void product(const pair *a, int64_t a_row, const pair *b, int64_t b_row, float *c, int64_t c_row, int64_t rows, int64_t columns,
+                    int64_t steps, int adds) {
+#define TILES(height, vectors) \
+    for (int64_t i = 0; i < rows; i += height) \
+    product_tile(a + i * a_row, a_row, b + j, b_row, c + i * c_row + j, c_row, steps, adds, height, vectors)
+    for (int64_t j = 0; j < columns; j += 64) switch (columns - j) {
+            case 16: TILES(8, 1); break;
+            case 32: TILES(8, 2); break;
+            case 48: TILES(8, 3); break;
+            default: TILES(4, 4);
+        }
+}
+
+/* 16 by 16. */
+static void transpose(const void *from, int64_t from_row, void *to, int64_t to_row) {
+    __m512i r[16], m[16];
+    UNROLL for (int i = 0; i < 16; i++) r[i] = _mm512_loadu_si512((const int32_t *)from + i * from_row);
+    UNROLL for (int i = 0; i < 16; i += 4) {
+        __m512i a = _mm512_unpacklo_epi32(r[i], r[i + 1]), b = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+        __m512i c = _mm512_unpacklo_epi32(r[i + 2], r[i + 3]), d = _mm512_unpackhi_epi32(r[i + 2], r[i + 3]);
+        m[i] = _mm512_unpacklo_epi64(a, c), m[i + 1] = _mm512_unpackhi_epi64(a, c);
+        m[i + 2] = _mm512_unpacklo_epi64(b, d), m[i + 3] = _mm512_unpackhi_epi64(b, d);
+    }
+    UNROLL for (int i = 0; i < 4; i++) {
+        __m512i a = _mm512_shuffle_i32x4(m[i], m[i + 4], 0x88), b = _mm512_shuffle_i32x4(m[i], m[i + 4], 0xdd);
+        __m512i c = _mm512_shuffle_i32x4(m[i + 8], m[i + 12], 0x88), d = _mm512_shuffle_i32x4(m[i + 8], m[i + 12], 0xdd);
+        int32_t *column = (int32_t *)to + i * to_row;
+        _mm512_storeu_si512(column, _mm512_shuffle_i32x4(a, c, 0x88));
+        _mm512_storeu_si512(column + 4 * to_row, _mm512_shuffle_i32x4(b, d, 0x88));
+        _mm512_storeu_si512(column + 8 * to_row, _mm512_shuffle_i32x4(a, c, 0xdd));
+        _mm512_storeu_si512(column + 12 * to_row, _mm512_shuffle_i32x4(b, d, 0xdd));
+    }
+}
+
+/* (rows, size / 2) pairs to (size / 2, rows); rows are a multiple of 16. */
+static void transpose_pairs(const bf16 *from, int64_t rows, int64_t size, pair *to, int64_t to_row) {
+    for (int64_t i = 0; i < rows; i += 16)
+        for (int64_t j = 0; j < size / 2; j += 16) transpose(from + i * size + 2 * j, size / 2, to + j * to_row + i, to_row);
+}
+
+/* (rows, size) to (rows / 2, size) pairs of two rows each. */
+static void interleave(const bf16 *from, int64_t from_row, int64_t rows, int64_t size, pair *to, int64_t to_row) {
+    for (int64_t i = 0; i < rows; i += 2)
+        for (int64_t j = 0; j < size; j += 16) {
+            const bf16 *place = from + i * from_row + j;
+            __m512i even = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)place));
+            __m512i odd = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(place + from_row)));
+            _mm512_storeu_si512(to + i / 2 * to_row + j, _mm512_or_si512(even, _mm512_slli_epi32(odd, 16)));
+        }
+}
+
+/* (rows, size) to (size, rows / 2) pairs of two rows each; rows are a multiple of 32. */
+static void interleave_transposed(const bf16 *from, int64_t rows, int64_t size, pair *to) {
+    pair block[16 * 16];
+    for (int64_t i = 0; i < rows; i += 32)
+        for (int64_t j = 0; j < size; j += 16) {
+            interleave(from + i * size + j, size, 32, 16, block, 16);
+            transpose(block, 16, to + j * (rows / 2) + i / 2, rows / 2);
+        }
+}
+
+/* e^x for x <= 0, to 3e-6 of it; e^-100 below. */
+INLINE __m512 vector_exponential(__m512 x) {
+    x = _mm512_max_ps(_mm512_set1_ps(-100.0f), x); /* NaN stays NaN in this order */
+    __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 8);
+    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693147181f), x);
+    __m512 p = _mm512_set1_ps(8.33333333e-3f);
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.16666667e-2f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.66666667e-1f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.5f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
+    return _mm512_scalef_ps(p, n);
+}
+
+/* 16 bfloat16 of a, then 16 of b. */
+INLINE __m512i narrow_two(__m512 a, __m512 b) { return (__m512i)_mm512_cvtne2ps_pbh(b, a); }
+
+/* The same as pairs of an element of a and one of b. */
+INLINE __m512i paired(__m512i two) {
+    const __m512i lanes = _mm512_set_epi32(0x1f000f, 0x1e000e, 0x1d000d, 0x1c000c, 0x1b000b, 0x1a000a, 0x190009, 0x180008, 0x170007,
+                                           0x160006, 0x150005, 0x140004, 0x130003, 0x120002, 0x110001, 0x100000);
+    return _mm512_permutexvar_epi16(lanes, two);
+}
+
+/* Whether each line of a vector may attend to a key. */
+INLINE __mmask16 allowed(int64_t key, __m512i query, int64_t window) {
+    __m512i place = _mm512_set1_epi32((int32_t)key);
+    __mmask16 found = _mm512_cmple_epi32_mask(place, query);
+    return window ? _mm512_mask_cmplt_epi32_mask(found, _mm512_sub_epi32(query, _mm512_set1_epi32((int32_t)window)), place) : found;
+}
+
+INLINE __m512 widen_16(const bf16 *from) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)), 16));
+}
+
+INLINE void store_16(bf16 *to, __m512 values) { _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh(values)); }
+
+/* A head of a token, rotated and scaled. */
+INLINE void rotate_head(const Attention *of, const bf16 *from, int64_t token, float scale, bf16 *to) {
+    int64_t half = of->size / 2;
+    __m512 factor = _mm512_set1_ps(scale);
+    for (int64_t i = 0; i < half; i += 16) {
+        const float *cosine = of->cosine + token * of->size + i, *sine = of->sine + token * of->size + i;
+        __m512 a = _mm512_mul_ps(widen_16(from + i), factor), b = _mm512_mul_ps(widen_16(from + half + i), factor);
+        store_16(to + i, _mm512_fnmadd_ps(b, _mm512_loadu_ps(sine), _mm512_mul_ps(a, _mm512_loadu_ps(cosine))));
+        store_16(to + half + i, _mm512_fmadd_ps(a, _mm512_loadu_ps(sine + half), _mm512_mul_ps(b, _mm512_loadu_ps(cosine + half))));
+    }
+}
+
+/* The gradient of what was rotated and scaled, from that of the result. */
+INLINE void rotate_back(const Attention *of, const float *from, int64_t token, float scale, bf16 *to) {
+    int64_t half = of->size / 2;
+    __m512 factor = _mm512_set1_ps(scale);
+    for (int64_t i = 0; i < half; i += 16) {
+        const float *cosine = of->cosine + token * of->size + i, *sine = of->sine + token * of->size + i;
+        __m512 a = _mm512_mul_ps(_mm512_loadu_ps(from + i), factor), b = _mm512_mul_ps(_mm512_loadu_ps(from + half + i), factor);
+        store_16(to + i, _mm512_fmadd_ps(b, _mm512_loadu_ps(sine + half), _mm512_mul_ps(a, _mm512_loadu_ps(cosine))));
+        store_16(to + half + i, _mm512_fnmadd_ps(a, _mm512_loadu_ps(sine), _mm512_mul_ps(b, _mm512_loadu_ps(cosine + half))));
+    }
+}
+
+/* What one thread computes with; the longest row decides. */
+typedef struct {
+    bf16 *k, *v, *lines, *d_lines, *p, *d_s; /* (keys, D) twice, (LINES, D) twice, (KEYS, LINES) twice */
+    pair *flipped, *lines_t, *d_lines_t, *lines_i, *d_lines_i, *paired; /* (D, keys / 2), (D / 2, LINES) twice, (LINES / 2, D) twice, (KEYS / 2, LINES) */
+    float *s, *d_p, *out, *d_k, *d_v; /* (KEYS, LINES) twice, (D, LINES), (keys, D) twice */
+    int32_t query[LINES];
+    float top[LINES], share[LINES], delta[LINES];
+} Space;
+
+static void *part(char **memory, int64_t bytes) {
+    void *found = *memory;
+    *memory += (bytes + 63) / 64 * 64;
+    return found;
+}
+
+static Space *make_space(const Attention *of, int backward) {
+    int64_t longest = 0, size = of->size;
+    for (int64_t row = 0; row < of->rows; row++) {
+        int64_t length = of->begins[row + 1] - of->begins[row];
+        longest = length > longest ? length : longest;
+    }
+    int64_t keys = (longest + 31) / 32 * 32, squares = KEYS * LINES, lines = LINES * size;
+    int64_t bytes = (int64_t)sizeof(Space) + keys * size * (backward ? 14 : 6) + squares * 14 + lines * 16 + 18 * 64;
+    char *memory = aligned_alloc(64, (bytes + 63) / 64 * 64);
+    Space *s = part(&memory, sizeof(Space));
+    s->k = part(&memory, keys * size * 2), s->v = part(&memory, keys * size * 2), s->flipped = part(&memory, keys * size * 2);
+    s->lines = part(&memory, lines * 2), s->lines_t = part(&memory, lines * 2);
+    s->d_lines = part(&memory, lines * 2), s->d_lines_t = part(&memory, lines * 2);
+    s->lines_i = part(&memory, lines * 2), s->d_lines_i = part(&memory, lines * 2);
+    s->out = part(&memory, lines * 4), s->s = part(&memory, squares * 4), s->d_p = part(&memory, squares * 4);
+    s->p = part(&memory, squares * 2), s->d_s = part(&memory, squares * 2), s->paired = part(&memory, squares * 2);
+    if (backward) s->d_k = part(&memory, keys * size * 4), s->d_v = part(&memory, keys * size * 4);
+    return s;
+}
+
+/* The keys of a head, rotated, and its values, with zeros up to a multiple of 32. */
+static void take_keys(const Attention *of, int64_t row, int64_t head, Space *s) {
+    int64_t begin = of->begins[row], length = of->begins[row + 1] - begin, size = of->size, keys = (length + 31) / 32 * 32;
+    for (int64_t key = 0; key < length; key++) {
+        rotate_head(of, of->k + (begin + key) * of->k_stride + head * size, begin + key, 1.0f, s->k + key * size);
+        memcpy(s->v + key * size, of->v + (begin + key) * of->v_stride + head * size, size * sizeof(bf16));
+    }
+    memset(s->k + length * size, 0, (keys - length) * size * sizeof(bf16));
+    memset(s->v + length * size, 0, (keys - length) * size * sizeof(bf16));
+}
+
+/* A block of lines: the queries, rotated and scaled, with zeros up to `width`, and the place of each in its row. */
+static void take_lines(const Attention *of, int64_t begin, int64_t head, int64_t first, int64_t count, int64_t width, Space *s) {
+    int64_t group = of->heads / of->kv, size = of->size, query = first / group, g = first % group;
+    for (int64_t line = 0; line < width; line++) {
+        s->query[line] = (int32_t)query;
+        if (line < count)
+            rotate_head(of, of->q + (begin + query) * of->q_stride + (head * group + g) * size, begin + query, of->scale,
+                           s->lines + line * size);
+        else
+            memset(s->lines + line * size, 0, size * sizeof(bf16));
+        if (++g == group) g = 0, query++;
+    }
+    transpose_pairs(s->lines, width, size, s->lines_t, LINES);
+}
+
+/* Probabilities of a block in `paired`, not divided by their sums; what was computed of earlier keys is scaled to the new maxima. */
+static void online_softmax(int64_t key, int64_t keys, int64_t width, int64_t window, int is_first, int64_t size, Space *s) {
+    for (int64_t j = 0; j < width; j += 16) {
+        __m512i query = _mm512_loadu_si512(s->query + j);
+        __m512 before = is_first ? _mm512_set1_ps(-1e30f) : _mm512_loadu_ps(s->top + j), top = before;
+        for (int64_t i = 0; i < keys; i++) {
+            __m512 score = _mm512_loadu_ps(s->s + i * LINES + j);
+            top = _mm512_mask_max_ps(top, allowed(key + i, query, window), score, top);
+        }
+        __m512 sum = _mm512_setzero_ps();
+        for (int64_t i = 0; i < keys; i += 2) {
+            __m512 e[2];
+            for (int64_t n = 0; n < 2; n++) {
+                __m512 score = _mm512_loadu_ps(s->s + (i + n) * LINES + j);
+                e[n] = _mm512_maskz_mov_ps(allowed(key + i + n, query, window), vector_exponential(_mm512_sub_ps(score, top)));
+                sum = _mm512_add_ps(sum, e[n]);
+            }
+            _mm512_storeu_si512(s->paired + i / 2 * LINES + j, paired(narrow_two(e[0], e[1])));
+        }
+        if (!is_first) {
+            __m512 factor = vector_exponential(_mm512_sub_ps(before, top));
+            sum = _mm512_fmadd_ps(_mm512_loadu_ps(s->share + j), factor, sum);
+            for (int64_t i = 0; i < size; i++)
+                _mm512_storeu_ps(s->out + i * LINES + j, _mm512_mul_ps(_mm512_loadu_ps(s->out + i * LINES + j), factor));
+        }
+        _mm512_storeu_ps(s->top + j, top);
+        _mm512_storeu_ps(s->share + j, sum);
+    }
+}
+
+static int64_t first_key(int64_t query, int64_t window) { return window && query >= window ? (query + 1 - window) / 8 * 8 : 0; }
+
+/* The output (T, H, D), and for each line its maximum and what its probabilities are multiplied by. */
+static void attend_head(const Attention *of, int64_t row, int64_t head, bf16 *out, float *tops, float *shares, Space *s) {
+    int64_t begin = of->begins[row], length = of->begins[row + 1] - begin, size = of->size, group = of->heads / of->kv;
+    int64_t half = (length + 31) / 32 * 16, lines = length * group, place = begin * of->heads + head * lines;
+    take_keys(of, row, head, s);
+    interleave_transposed(s->v, 2 * half, size, s->flipped);
+    for (int64_t first = 0; first < lines; first += LINES) {
+        int64_t count = lines - first < LINES ? lines - first : LINES, width = (count + 15) / 16 * 16;
+        int64_t low = first_key(first / group, of->window), high = (first + count - 1) / group + 1;
+        take_lines(of, begin, head, first, count, width, s);
+        for (int64_t key = low; key < high; key += KEYS) {
+            int64_t keys = high - key < KEYS ? (high - key + 7) / 8 * 8 : KEYS;
+            product((pair *)(s->k + key * size), size / 2, s->lines_t, LINES, s->s, LINES, keys, width, size / 2, 0);
+            online_softmax(key, keys, width, of->window, key == low, size, s);
+            product(s->flipped + key / 2, half, s->paired, LINES, s->out, LINES, size, width, keys / 2, key > low);
+        }
+        float turned[16 * 16];
+        for (int64_t j = 0; j < width; j += 16) {
+            __m512 share = _mm512_div_ps(_mm512_set1_ps(1.0f), _mm512_loadu_ps(s->share + j));
+            _mm512_storeu_ps(s->share + j, share);
+            for (int64_t i = 0; i < size; i += 16) {
+                for (int64_t n = 0; n < 16; n++) {
+                    float *values = s->out + (i + n) * LINES + j;
+                    _mm512_storeu_ps(values, _mm512_mul_ps(_mm512_loadu_ps(values), share));
+                }
+                transpose(s->out + i * LINES + j, LINES, turned, 16);
+                for (int64_t n = 0; n < 16 && j + n < count; n++) {
+                    int64_t token = begin + s->query[j + n], g = (first + j + n) % group;
+                    bf16 *to = out + (token * of->heads + head * group + g) * size + i;
+                    store_16(to, _mm512_loadu_ps(turned + 16 * n));
+                }
+            }
+        }
+        memcpy(tops + place + first, s->top, count * sizeof(float));
+        memcpy(shares + place + first, s->share, count * sizeof(float));
+    }
+}
+
+/* The gradients of a block's output as lines, and of each line its product with the output. */
+static void take_gradients(const Attention *of, int64_t begin, int64_t head, int64_t first, int64_t count, int64_t width, const bf16 *grad,
+                           const bf16 *out, Space *s) {
+    int64_t group = of->heads / of->kv, size = of->size;
+    for (int64_t line = 0; line < count; line++) {
+        int64_t place = ((begin + s->query[line]) * of->heads + head * group + (first + line) % group) * size;
+        memcpy(s->d_lines + line * size, grad + place, size * sizeof(bf16));
+        __m512 sum = _mm512_setzero_ps();
+        for (int64_t i = 0; i < size; i += 32)
+            sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512(grad + place + i), (__m512bh)_mm512_loadu_si512(out + place + i));
+        s->delta[line] = _mm512_reduce_add_ps(sum);
+    }
+    memset(s->d_lines + count * size, 0, (width - count) * size * sizeof(bf16));
+    memset(s->delta + count, 0, (LINES - count) * sizeof(float));
+    transpose_pairs(s->d_lines, width, size, s->d_lines_t, LINES);
+}
+
+/* Probabilities and the gradients of scores of a block: as rows of keys, the latter also in `paired`. */
+static void softmax_gradient(int64_t key, int64_t keys, int64_t width, int64_t window, Space *s) {
+    for (int64_t j = 0; j < width; j += 16) {
+        __m512i query = _mm512_loadu_si512(s->query + j);
+        __m512 top = _mm512_loadu_ps(s->top + j), share = _mm512_loadu_ps(s->share + j), delta = _mm512_loadu_ps(s->delta + j);
+        for (int64_t i = 0; i < keys; i += 2) {
+            __m512 p[2], d[2];
+            for (int64_t n = 0; n < 2; n++) {
+                int64_t place = (i + n) * LINES + j;
+                __m512 e = vector_exponential(_mm512_sub_ps(_mm512_loadu_ps(s->s + place), top));
+                p[n] = _mm512_maskz_mul_ps(allowed(key + i + n, query, window), e, share);
+                d[n] = _mm512_mul_ps(p[n], _mm512_sub_ps(_mm512_loadu_ps(s->d_p + place), delta));
+            }
+            __m512i both = narrow_two(p[0], p[1]), of_scores = narrow_two(d[0], d[1]);
+            int64_t place = i * LINES + j;
+            _mm256_storeu_si256((__m256i *)(s->p + place), _mm512_castsi512_si256(both));
+            _mm256_storeu_si256((__m256i *)(s->p + place + LINES), _mm512_extracti64x4_epi64(both, 1));
+            _mm256_storeu_si256((__m256i *)(s->d_s + place), _mm512_castsi512_si256(of_scores));
+            _mm256_storeu_si256((__m256i *)(s->d_s + place + LINES), _mm512_extracti64x4_epi64(of_scores, 1));
+            _mm512_storeu_si512(s->paired + i / 2 * LINES + j, paired(of_scores));
+        }
+    }
+}
+
+static void attend_head_backward(const Attention *of, int64_t row, int64_t head, const bf16 *grad, const bf16 *out, const float *tops,
+                                 const float *shares, bf16 *d_q, bf16 *d_k, bf16 *d_v, int64_t stride, Space *s) {
+    int64_t begin = of->begins[row], length = of->begins[row + 1] - begin, size = of->size, group = of->heads / of->kv;
+    int64_t half = (length + 31) / 32 * 16, lines = length * group, place = begin * of->heads + head * lines;
+    take_keys(of, row, head, s);
+    interleave_transposed(s->k, 2 * half, size, s->flipped);
+    memset(s->d_k, 0, 2 * half * size * sizeof(float));
+    memset(s->d_v, 0, 2 * half * size * sizeof(float));
+    for (int64_t first = 0; first < lines; first += LINES) {
+        int64_t count = lines - first < LINES ? lines - first : LINES, width = (count + 15) / 16 * 16;
+        int64_t low = first_key(first / group, of->window), high = (first + count - 1) / group + 1;
+        take_lines(of, begin, head, first, count, width, s);
+        take_gradients(of, begin, head, first, count, width, grad, out, s);
+        interleave(s->lines, size, width, size, s->lines_i, size);
+        interleave(s->d_lines, size, width, size, s->d_lines_i, size);
+        memset(s->top, 0, sizeof(s->top)), memset(s->share, 0, sizeof(s->share));
+        memcpy(s->top, tops + place + first, count * sizeof(float));
+        memcpy(s->share, shares + place + first, count * sizeof(float));
+        for (int64_t key = low; key < high; key += KEYS) {
+            int64_t keys = high - key < KEYS ? (high - key + 7) / 8 * 8 : KEYS;
+            product((pair *)(s->k + key * size), size / 2, s->lines_t, LINES, s->s, LINES, keys, width, size / 2, 0);
+            product((pair *)(s->v + key * size), size / 2, s->d_lines_t, LINES, s->d_p, LINES, keys, width, size / 2, 0);
+            softmax_gradient(key, keys, width, of->window, s);
+            product((pair *)s->p, LINES / 2, s->d_lines_i, size, s->d_v + key * size, size, keys, size, width / 2, 1);
+            product((pair *)s->d_s, LINES / 2, s->lines_i, size, s->d_k + key * size, size, keys, size, width / 2, 1);
+            product(s->flipped + key / 2, half, s->paired, LINES, s->out, LINES, size, width, keys / 2, key > low);
+        }
+        float turned[16 * size];
+        for (int64_t j = 0; j < width; j += 16) {
+            for (int64_t i = 0; i < size; i += 16) transpose(s->out + i * LINES + j, LINES, turned + i, size);
+            for (int64_t n = 0; n < 16 && j + n < count; n++) {
+                int64_t token = begin + s->query[j + n], g = (first + j + n) % group;
+                rotate_back(of, turned + n * size, token, of->scale, d_q + token * stride + (head * group + g) * size);
+            }
+        }
+    }
+    for (int64_t key = 0; key < length; key++) {
+        rotate_back(of, s->d_k + key * size, begin + key, 1.0f, d_k + (begin + key) * stride + head * size);
+        bf16 *to = d_v + (begin + key) * stride + head * size;
+        for (int64_t i = 0; i < size; i += 16) store_16(to + i, _mm512_loadu_ps(s->d_v + key * size + i));
+    }
+}
+
+void attention(const bf16 *q, const bf16 *k, const bf16 *v, int64_t q_stride, int64_t k_stride, int64_t v_stride, const float *cosine,
+               const float *sine, float scale, const int64_t *begins, int64_t rows, int64_t heads, int64_t kv, int64_t size, int64_t window,
+               bf16 *out, float *tops, float *shares) {
+    Attention of = {q, k, v, q_stride, k_stride, v_stride, cosine, sine, scale, begins, rows, heads, kv, size, window};
+#pragma omp parallel if (begins[rows] * heads * size > MANY)
+    {
+        Space *space = make_space(&of, 0);
+#pragma omp for schedule(dynamic)
+        for (int64_t task = 0; task < rows * kv; task++) attend_head(&of, task / kv, task % kv, out, tops, shares, space);
+        free(space);
+    }
+}
+
+void attention_backward(const bf16 *grad, const bf16 *q, const bf16 *k, const bf16 *v, int64_t q_stride, int64_t k_stride, int64_t v_stride,
+                        const float *cosine, const float *sine, float scale, const int64_t *begins, int64_t rows, int64_t heads, int64_t kv,
+                        int64_t size, int64_t window, const bf16 *out, const float *tops, const float *shares, bf16 *d_q, bf16 *d_k,
+                        bf16 *d_v, int64_t stride) {
+    Attention of = {q, k, v, q_stride, k_stride, v_stride, cosine, sine, scale, begins, rows, heads, kv, size, window};
+#pragma omp parallel if (begins[rows] * heads * size > MANY)
+    {
+        Space *space = make_space(&of, 1);
+#pragma omp for schedule(dynamic)
+        for (int64_t task = 0; task < rows * kv; task++)
+            attend_head_backward(&of, task / kv, task % kv, grad, out, tops, shares, d_q, d_k, d_v, stride, space);
+        free(space);
+    }
+}
+#endif

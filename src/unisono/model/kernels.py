@@ -1,7 +1,8 @@
 """Functions of kernels.c, and causal attention with them: tokens are packed so that all products are batched.
 
 They are built once for a machine by its C compiler, kept in unisono's cache, and called on bfloat16 tensors in host memory. Without a compiler
-`load_kernels` gives None, and torch's own operations do the same work, slower. Letters: T tokens of all rows, H query heads, K key-value heads,
+`load_kernels` gives None, and torch's own operations do the same work, slower. A processor with AVX512_BF16 computes attention as one function
+instead; with AMX torch's batched products may be faster, so they are kept. Letters: T tokens of all rows, H query heads, K key-value heads,
 G = H / K, D head size; others are those of kernels.c.
 """
 
@@ -86,6 +87,7 @@ class Kernels:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
+        self.has_attention = hasattr(library, "attention") and "amx_bf16" not in _flags_of_cpu().split()
 
     def _call(self, name: str, *values: torch.Tensor | int | float) -> None:
         getattr(self._library, name)(*(_c_value(value) for value in values))
@@ -189,11 +191,50 @@ class Kernels:
         """Replaces the gradient of probabilities by that of scores."""
         self._call("softmax_backward", grad, p, *grad.shape, first, group, window or 0)
 
+    def attention(
+        self,
+        inputs: tuple[torch.Tensor, ...],
+        rope: tuple[torch.Tensor, torch.Tensor],
+        begins: torch.Tensor,
+        heads: "Heads",
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The output (T, H, D) of q (T, H, D), k and v (T, K, D), rotated by `rope`, and float32 (2, T · H) that the backward pass needs."""
+        out = torch.empty(inputs[0].shape, dtype=torch.bfloat16)
+        sums = torch.empty(2, out.shape[0] * out.shape[1])
+        self._call("attention", *_attention_values(inputs, rope, begins, heads), out, *sums)
+        return out, sums
+
+    def attention_backward(
+        self,
+        grad: torch.Tensor,
+        inputs: tuple[torch.Tensor, ...],
+        found: tuple[torch.Tensor, torch.Tensor],
+        rope: tuple[torch.Tensor, torch.Tensor],
+        begins: torch.Tensor,
+        heads: "Heads",
+        grads: tuple[torch.Tensor, ...],
+    ) -> None:
+        """Writes the gradients of q, k and v, with rows equally far apart, from that of the output; `found` is what `attention` gave."""
+        values = _attention_values(inputs, rope, begins, heads)
+        out, sums = found
+        self._call("attention_backward", grad, *values, out, *sums, *grads, grads[0].stride(0))
+
     def cross_entropy(self, logits: torch.Tensor, labels: torch.Tensor, factor: float) -> torch.Tensor:
         """(N,) float32: the losses of logits (N, V), which their gradients times `factor` replace, unless that is 0."""
         losses = torch.empty(logits.shape[0])
         self._call("cross_entropy", logits, labels, *logits.shape, factor, losses)
         return losses
+
+
+def _attention_values(
+    inputs: tuple[torch.Tensor, ...],
+    rope: tuple[torch.Tensor, torch.Tensor],
+    begins: torch.Tensor,
+    heads: "Heads",
+) -> list[torch.Tensor | int | float]:
+    strides = [tensor.stride(0) for tensor in inputs]
+    sizes = (heads.kv * heads.group, heads.kv, heads.size, heads.window or 0)
+    return [*inputs, *strides, *rope, heads.scale, begins, len(begins) - 1, *sizes]
 
 
 def _c_value(value: torch.Tensor | int | float) -> Any:
@@ -216,6 +257,32 @@ def group_rows(lengths: Sequence[int], *, window: int | None) -> tuple[list[list
         else:
             groups.append([row])
     return groups, [row for row, n in enumerate(lengths) if n > longest_short]
+
+
+class Heads(NamedTuple):
+    """The shape of an attention layer."""
+
+    kv: int
+    group: int
+    size: int
+    scale: float
+    window: int | None
+
+
+@functools.lru_cache(maxsize=8)
+def begins_of(lengths: tuple[int, ...]) -> torch.Tensor:
+    """(rows + 1,) int64: the first token of each row, and T."""
+    return torch.tensor([0, *lengths]).cumsum(0)
+
+
+def place_rows(lengths: tuple[int, ...], heads: Heads, kernels: Kernels) -> "Packed | torch.Tensor":
+    """What attention needs to know of the rows: where each begins, if it is one function; else where tokens are packed.
+
+    The function's threads divide the key-value heads of all rows among them, and torch's products divide a single one as well.
+    """
+    if kernels.has_attention and heads.size % 32 == 0 and len(lengths) * heads.kv >= torch.get_num_threads():
+        return begins_of(lengths)
+    return pack_rows(lengths, heads.kv, heads.window)
 
 
 class Packed(NamedTuple):
@@ -249,16 +316,6 @@ def pack_rows(lengths: tuple[int, ...], kv: int, window: int | None) -> Packed:
             length[tokens] = longest
             place += longest
     return Packed(start, length, found, place)
-
-
-class Heads(NamedTuple):
-    """The shape of an attention layer."""
-
-    kv: int
-    group: int
-    size: int
-    scale: float
-    window: int | None
 
 
 class _Block(NamedTuple):
@@ -383,25 +440,24 @@ class PackedAttention(torch.autograd.Function):
         kernels: Kernels,
     ) -> torch.Tensor:
         """Also takes the lengths of the rows (sum T)."""
-        packed = pack_rows(lengths, heads.kv, heads.window)
+        places = place_rows(lengths, heads, kernels)
         rope = _no_rotation(len(q), heads.size)
         inputs = tuple(tensor if _is_dense(tensor) else tensor.contiguous() for tensor in (q, k, v))
-        tensors, kept, out = attend(inputs, rope, packed, heads, kernels)
-        ctx.save_for_backward(*tensors, *kept)
-        ctx.parts = (packed, heads, kernels)
+        out, kept = attend(inputs, rope, places, heads, kernels)
+        ctx.save_for_backward(*kept)
+        ctx.parts = (places, heads, kernels)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The gradients of q, k and v."""
-        queries, keys, values, *kept = ctx.saved_tensors
-        packed, heads, kernels = ctx.parts
+        places, heads, kernels = ctx.parts
         tokens, kv = len(grad), heads.kv
         joint = grad.new_empty(tokens, (kv * heads.group + 2 * kv) * heads.size)
         sizes = [kv * heads.group * heads.size, kv * heads.size, kv * heads.size]
         grads = tuple(part.unflatten(1, (-1, heads.size)) for part in joint.split(sizes, 1))
         rope = _no_rotation(tokens, heads.size)
-        attend_backward(grad, (queries, keys, values), kept, rope, packed, heads, kernels, grads)
+        attend_backward(grad, ctx.saved_tensors, rope, places, heads, kernels, grads)
         return *grads, None, None, None
 
 
@@ -419,49 +475,57 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 def attend(
     inputs: tuple[torch.Tensor, ...],
     rope: tuple[torch.Tensor, torch.Tensor],
-    packed: Packed,
+    places: Packed | torch.Tensor,
     heads: Heads,
     kernels: Kernels,
-) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor], torch.Tensor]:
-    """What is packed of q, k and v, the probabilities to keep, and the output (T, H, D).
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The output (T, H, D), and what the backward pass needs.
 
     Args:
         inputs: q (T, H, D), k and v (T, K, D).
         rope: cosines and sines (T, D), float32.
-        packed: where the tokens are.
+        places: of the rows.
         heads: the shape of the layer.
         kernels: the functions.
     """
+    if isinstance(places, torch.Tensor):
+        out, sums = kernels.attention(inputs, rope, places, heads)
+        return out, [*inputs, out, sums]
     tokens, dtype = len(inputs[0]), inputs[0].dtype
-    make = torch.empty if packed.places == tokens else torch.zeros
+    make = torch.empty if places.places == tokens else torch.zeros
     sizes = [heads.kv * heads.group, heads.kv, heads.kv]
-    tensors = [make(packed.places * n * heads.size, dtype=dtype) for n in sizes]
+    tensors = [make(places.places * n * heads.size, dtype=dtype) for n in sizes]
     queries, keys, values = tensors
-    places = (packed.start, packed.length)
+    of_tokens = (places.start, places.length)
     q, k, v = inputs
-    kernels.pack((q, k, v), rope, heads.scale, places, (queries, keys, values))
+    kernels.pack((q, k, v), rope, heads.scale, of_tokens, (queries, keys, values))
     mixed = torch.empty_like(queries)
-    kept = _attend(packed, heads, kernels, (queries, keys, values, mixed))
+    kept = _attend(places, heads, kernels, (queries, keys, values, mixed))
     out = torch.empty(tokens, sizes[0], heads.size, dtype=dtype)
-    kernels.pack_heads(out, mixed, places, kv=heads.kv, back=True)
-    return (queries, keys, values), kept, out
+    kernels.pack_heads(out, mixed, of_tokens, kv=heads.kv, back=True)
+    return out, [queries, keys, values, *kept]
 
 
 def attend_backward(
     grad: torch.Tensor,
-    tensors: tuple[torch.Tensor, ...],
-    kept: list[torch.Tensor],
+    kept: Sequence[torch.Tensor],
     rope: tuple[torch.Tensor, torch.Tensor],
-    packed: Packed,
+    places: Packed | torch.Tensor,
     heads: Heads,
     kernels: Kernels,
     grads: tuple[torch.Tensor, ...],
 ) -> None:
-    """Writes the gradients of q, k and v into `grads`, from that of the output, (T, H, D)."""
-    places = (packed.start, packed.length)
-    make = torch.empty_like if packed.places == len(grad) else torch.zeros_like
-    d_mixed = make(tensors[0])
-    kernels.pack_heads(grad.contiguous(), d_mixed, places, kv=heads.kv, back=False)
-    found = _attend_backward(packed, heads, kernels, (*tensors, d_mixed), kept)
+    """Writes the gradients of q, k and v into `grads`, from that of the output, (T, H, D), and what `attend` kept."""
+    grad = grad.contiguous()
+    inputs = tuple(kept[:3])
+    if isinstance(places, torch.Tensor):
+        out, sums = kept[3:]
+        kernels.attention_backward(grad, inputs, (out, sums), rope, places, heads, grads)
+        return
+    of_tokens = (places.start, places.length)
+    make = torch.empty_like if places.places == len(grad) else torch.zeros_like
+    d_mixed = make(inputs[0])
+    kernels.pack_heads(grad, d_mixed, of_tokens, kv=heads.kv, back=False)
+    found = _attend_backward(places, heads, kernels, (*inputs, d_mixed), list(kept[3:]))
     d_q, d_k, d_v = grads
-    kernels.unpack(found, rope, heads.scale, places, (d_q, d_k, d_v))
+    kernels.unpack(found, rope, heads.scale, of_tokens, (d_q, d_k, d_v))
