@@ -7,13 +7,15 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, normalizers, pre_tokenizers, processors
 
 from unisono.data import Conversation
-from unisono.data.encode import Encoder, encode_texts
+from unisono.data.encode import Encoder, TextEncoder, _FastTokens
 from unisono.data.prepare import load_tokenizer
 from unisono.data.token_table import Encoded
 
@@ -29,7 +31,7 @@ def test_between_special_tokens_the_range_is_that_of_the_text_alone(
     tokenizer = load_tokenizer(tokenizer_dir(trim=trim), trust_remote_code=False)
     text = before + "<|im_start|>" + inside + "<|im_end|>" + after
     first = len(before) + len("<|im_start|>")
-    (tokens,) = encode_texts(tokenizer, [text], special=False)
+    (tokens,) = TextEncoder(tokenizer).encode([text], special=False)
     found = tokens.range(first, first + len(inside))
     assert found is not None
     assert tokens.ids == tokenizer(text, add_special_tokens=False).input_ids
@@ -43,7 +45,7 @@ def test_anywhere_the_range_holds_all_the_characters_and_no_token_too_much(
 ) -> None:
     tokenizer = load_tokenizer(tokenizer_dir(trim=trim), trust_remote_code=False)
     text = before + inside + after
-    (tokens,) = encode_texts(tokenizer, [text], special=False)
+    (tokens,) = TextEncoder(tokenizer).encode([text], special=False)
     found = tokens.range(len(before), len(before) + len(inside))
     assert found is not None
     whole = tokenizer.decode(tokens.ids[found[0] : found[1]], clean_up_tokenization_spaces=False)
@@ -52,6 +54,59 @@ def test_anywhere_the_range_holds_all_the_characters_and_no_token_too_much(
     ).strip("\ufffd")
     assert inside in whole or "\ufffd" in whole
     assert len(shorter) <= len(inside)
+
+
+_KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "trimmed offsets": {"post_processor": processors.ByteLevel(trim_offsets=True)},
+    "NFC": {"normalizer": normalizers.NFC()},
+    "lower case": {"normalizer": normalizers.Lowercase()},
+    "prefixed": {"pre_tokenizer": pre_tokenizers.ByteLevel(add_prefix_space=True)},
+    "words": {"pre_tokenizer": pre_tokenizers.Whitespace()},
+}
+
+
+@pytest.fixture(params=_KINDS)
+def byte_level(request: pytest.FixtureRequest, tokenizer_dir: TokenizerDir) -> Any:
+    """A byte-level tokenizer with a part of its own."""
+    tokenizer = load_tokenizer(tokenizer_dir(), trust_remote_code=False)
+    for part, value in _KINDS[request.param].items():
+        setattr(tokenizer.backend_tokenizer, part, value)
+    tokenizer.backend_tokenizer.add_tokens(
+        [AddedToken("<wide>", lstrip=True, rstrip=True), AddedToken("a b")]
+    )
+    return tokenizer
+
+
+_PIECES = ["a", "b", " ", "\n", "é", "e\u0301", "Å", "日", "🙂", "<wide>", "a b", "hello there", "<|im_end|>"]
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_ranges_are_those_of_the_offsets(byte_level: Any, data: st.DataObject) -> None:
+    """Also where the tokens of a byte-level tokenizer are not the bytes of the text: it changes the text, or drops spaces around a token."""
+    text = "".join(data.draw(st.lists(st.sampled_from(_PIECES), min_size=1, max_size=20)))
+    first = data.draw(st.integers(0, len(text) - 1))
+    end = data.draw(st.integers(first + 1, len(text)))
+    encoding = byte_level.backend_tokenizer.encode(text, add_special_tokens=False)
+    (tokens,) = TextEncoder(byte_level).encode([text], special=False)
+    assert tokens.ids == encoding.ids
+    assert tokens.range(first, end) == _FastTokens(encoding).range(first, end)
+
+
+def test_offsets_are_recorded_where_the_bytes_of_tokens_are_seldom_those_of_texts(
+    tokenizer_dir: TokenizerDir,
+) -> None:
+    """Encoding a text a second time must stay an exception: its time is that of the first."""
+    tokenizer = load_tokenizer(tokenizer_dir(), trust_remote_code=False)
+    tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
+    encoder = TextEncoder(tokenizer)
+    kinds = []
+    for text in ("hello", "e\u0301", "hello"):
+        batch = encoder.encode([text] * 40, special=False)
+        assert all(tokens.range(0, 1) for tokens in batch)
+        kinds.append({type(tokens).__name__ for tokens in batch})
+    assert kinds == [{"_ByteTokens"}, {"_ByteTokens"}, {"_FastTokens"}]
 
 
 def test_a_tokenizer_in_python_gives_the_same_mask(tmp_path: Path) -> None:
@@ -79,7 +134,7 @@ def test_neither_cut_nor_padded_whatever_the_tokenizer_was_set_to(
     tokenizer = load_tokenizer(tokenizer_dir(), trust_remote_code=False)
     tokenizer.backend_tokenizer.enable_truncation(2)
     tokenizer.backend_tokenizer.enable_padding(length=50)
-    short, long = encode_texts(tokenizer, ["a", "a b c d e f g"], special=special)
+    short, long = TextEncoder(tokenizer).encode(["a", "a b c d e f g"], special=special)
     assert (len(short.ids), len(long.ids) > 4) == (1, True)
 
 

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from unisono.config.lf_template import CONTENT, LfTemplate, Slots, Token
 from unisono.data import Exchange, RowError, Turn, grouped
-from unisono.data.encode import encode_texts
+from unisono.data.encode import TextEncoder
 
 DEFAULT_TOOLS = (
     "You have access to the following tools:\n{tools}"
@@ -425,12 +425,8 @@ class PieceTokens:
         return [[i for piece in row for i in known[piece]] for row in rows]
 
     def _encoded(self, texts: list[str]) -> list[Ids]:
-        if not self._tokenizer.is_fast:
-            return [tokens.ids for tokens in encode_texts(self._tokenizer, texts, special=False)]
-        backend = self._tokenizer.backend_tokenizer
-        backend.no_truncation()
-        backend.no_padding()
-        return [found.ids for found in backend.encode_batch_fast(texts, add_special_tokens=False)]
+        found = TextEncoder(self._tokenizer).encode(texts, special=False, ranges=False)
+        return [tokens.ids for tokens in found]
 
     def _single(self, token: Token) -> Ids:
         if token not in self._tokens:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from unisono.data import BadRow, RawRow, RowError, RowFile
-from unisono.data.encode import encode_texts
+from unisono.data.encode import TextEncoder
 from unisono.data.readers import kind_of, read_rows
 from unisono.data.template import ChatTemplate
 from unisono.errors import DataError, Problem, UsageError
@@ -137,7 +137,7 @@ def _ids_of(
 
 def tokens_of_text(opened: InferenceModel, text: str) -> list[int]:
     """The tokens of a complete text: with the tokenizer's special tokens, but no end of sequence."""
-    ids = list(encode_texts(opened.tokenizer, [text], special=True)[0].ids)
+    ids = list(TextEncoder(opened.tokenizer).encode([text], special=True, ranges=False)[0].ids)
     end = opened.tokenizer.eos_token_id
     while len(ids) > 1 and ids[-1] == end:
         ids.pop()

@@ -19,7 +19,7 @@ from unisono.child import without_bitsandbytes
 from unisono.config.lf_template import adapt_tokenizer, lf_name, lf_template_of
 from unisono.config.schema import RunConfig
 from unisono.data import Message
-from unisono.data.encode import encode_texts
+from unisono.data.encode import TextEncoder
 from unisono.data.lf_encoder import LfChatTemplate, lf_chat_template
 from unisono.data.template import ChatTemplate, choose_template, fallback_template, known_stop_ids
 from unisono.errors import ModelError, UsageError
@@ -211,7 +211,7 @@ def prompt_ids(
     if isinstance(template, LfChatTemplate):
         return template.prompt_ids(messages, tools)
     text = template.render(messages, tools, prompt=True)
-    return list(encode_texts(tokenizer, [text], special=False)[0].ids)
+    return list(TextEncoder(tokenizer).encode([text], special=False, ranges=False)[0].ids)
 
 
 def stops_of(target: Target, tokenizer: Any, template: ChatTemplate | None) -> set[int]:
