@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests import needs
+from tests.grouped_files import write_grouped
 from tests.ranks.front import Ended, Front
 from unisono.config import RunConfig
 from unisono.events import Reporter
@@ -35,6 +36,7 @@ _CPU = DeviceChoice(kind="cpu", name="cpu", memory_bytes=10**10, bfloat16=True)
 _COMMON: dict[str, Any] = {
     "duration": "3.65 epochs", "batch": {"global": 10, "micro": 2}, "checkpoint": {"every": "7 steps", "keep": 9},
 }  # fmt: skip
+_GPTQ = "gptq"  # the model in files of GPTQ
 KINDS: dict[str, dict[str, Any]] = {
     "lora": {"data": {"eval": 0.1}, "eval": {"every": "10 steps", "exact_match": True, "samples": 1}},
     "dropout": {"adapter": {"dropout": 0.1}},
@@ -51,10 +53,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "reward": {"objective": "reward", "data": {"packing": True, "eval": 0.2}, "duration": "8 steps"},
     "nf4": {"model": {"quantize": "nf4", "dtype": "float32"}, "duration": "4 steps"},
     "int8": {"model": {"quantize": "int8", "dtype": "float32"}, "duration": "4 steps"},
+    "gptq": {"model": {"path": _GPTQ, "dtype": "float32"}, "duration": "4 steps"},
 }  # fmt: skip
 Key = TypeVar("Key")
 Value = TypeVar("Value")
-_QUANTIZED = ("nf4", "int8")  # one import of bitsandbytes, in a single start, serves both
+_QUANTIZED = ("nf4", "int8", "gptq")  # one import of bitsandbytes, in a single start, serves two of them
 PREFERENCES = ("dpo", "kto", "orpo", "simpo", "reward")
 
 
@@ -166,6 +169,12 @@ class Workshop:
         (ended,) = Front([plan], self._folder(), **options).listen()
         return Done(plan, ended)
 
+    def _in_files_of_gptq(self) -> Path:
+        directory = self.folder / _GPTQ
+        if not directory.exists():
+            write_grouped(self.model_dir, directory, layout="gptq", shuffled=True)
+        return directory
+
     def _folder(self) -> Path:
         self._count += 1
         folder = self.folder / f"{self._count:03d}"
@@ -181,6 +190,8 @@ class Workshop:
         for key, value in (_COMMON | sections).items():
             both = isinstance(value, dict) and isinstance(raw.get(key), dict)
             raw[key] = {**raw[key], **value} if both else value
+        if raw["model"]["path"] == _GPTQ:
+            raw["model"]["path"] = str(self._in_files_of_gptq())
         return RunConfig.model_validate(raw)
 
 

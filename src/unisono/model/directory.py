@@ -16,7 +16,9 @@ from unisono.files import read_bytes
 from unisono.model.file_settings import (
     ADAPTER_FILE,
     Quantization,
+    dense_headers,
     find_adapters,
+    grouped_shapes,
     quantization_of,
     refuse_training,
 )
@@ -242,7 +244,14 @@ def inspect_model(
     odd = {file: found.odd for file, found in contents.items() if found.odd}
     if odd:
         raise odd_weights(odd)
-    if quantized is not None and quantized.stored:  # the shapes in its files are those of packed values
+    known = _quantized_facts(quantized)
+    if quantized is not None and quantized.layout:
+        shapes = grouped_shapes(quantized, headers, str(directory))
+        headers = dense_headers(headers, shapes)
+        weights = sum(shape.outs * shape.ins for shape in shapes.values())
+        known["quantized_bits"] = sum(s.outs * s.ins * s.bits for s in shapes.values()) / weights
+        known["quantized_bytes"] = sum(shape.bytes for shape in shapes.values()) / weights
+    elif quantized is not None and quantized.stored:  # the shapes in its files are those of packed values
         facts = _facts_from_config(directory, settings, text, quantized)
         size = sum(file.stat().st_size for file in files)
         return facts.model_copy(update={"weight_bytes": size, "digest": _digest(digests)})
@@ -265,7 +274,7 @@ def inspect_model(
         weight_bytes=sum(file.stat().st_size for file in files),
         digest=_digest(digests),
         positions=_positions(text),
-        **_quantized_facts(quantized),
+        **known,
     )
 
 

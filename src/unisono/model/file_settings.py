@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from unisono.config.schema import AdapterSection, ModelSection, RunConfig
 from unisono.errors import ModelError, Problem
-from unisono.model.files import read_json_object
+from unisono.model.files import TensorHeader, read_json_object
 
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_SETTINGS = "adapter_config.json"
@@ -194,6 +194,11 @@ def _shown(value: Any) -> str:
 
 
 Kind = Literal["nf4", "fp4", "int8", "gptq", "awq"]
+LAYOUTS = {"gptq": ("gptq", "gptq_v2"), "awq": ("gemm",)}
+"""The layouts that are read of files of GPTQ (arXiv:2210.17323) and AWQ (arXiv:2306.00978); in the first, zero points are stored less one."""
+_WIDTHS = {"gptq": (2, 4, 8), "awq": (4,)}  # bits of a weight
+_PARTS = ("qweight", "qzeros", "scales", "g_idx")
+_ORIGINAL = "use the model's original files, e.g. with model.quantize: nf4"
 _LIBRARIES = {"bitsandbytes": (0, 50), "accelerate": (1, 1)}
 """What transformers needs to quantize weights and to read quantized ones, with the first tested version."""
 _INSTALL = "pip install bitsandbytes accelerate"
@@ -204,14 +209,16 @@ class Quantization:
     """How the linear layers of a base model are quantized.
 
     Attributes:
-        kind: the data type of bitsandbytes (nf4, fp4, int8), or the method of files that were quantized by another library.
+        kind: the data type of bitsandbytes (nf4, fp4, int8), or the method by which files were quantized.
         double: whether the scales of blocks are quantized, too.
         stored: whether the model's files have quantized weights; if not, weights are quantized when they are loaded.
+        layout: of files of GPTQ and AWQ, one of LAYOUTS.
     """
 
     kind: Kind
     double: bool
     stored: bool
+    layout: str = ""
 
     @property
     def by_bitsandbytes(self) -> bool:
@@ -288,21 +295,103 @@ def stored_quantization(directory: Path, settings: dict[str, Any]) -> Quantizati
             return Quantization("int8", double=False, stored=True)
         kind: Kind = "nf4" if found.get("bnb_4bit_quant_type") == "nf4" else "fp4"
         return Quantization(kind, bool(found.get("bnb_4bit_use_double_quant")), stored=True)
-    if method in ("gptq", "awq"):
-        if installed("gptqmodel") is None:
-            raise ModelError.of(
-                f"the weights in {directory} are quantized with {method.upper()}, and gptqmodel is not installed",
-                where=where,
-                why="transformers reads such weights through it",
-                fix="pip install gptqmodel optimum, or use the model's original files with model.quantize: nf4",
-            )
-        return Quantization("gptq" if method == "gptq" else "awq", double=False, stored=True)
+    if method in LAYOUTS:
+        return _grouped(method, found, directory)
     raise ModelError.of(
         f"the weights in {directory} are quantized with {method!r}",
         where=where,
         why="bitsandbytes, GPTQ and AWQ are read",
-        fix="use the model's original files, e.g. with model.quantize: nf4",
+        fix=_ORIGINAL,
     )
+
+
+def _grouped(method: str, found: dict[str, Any], directory: Path) -> Quantization:
+    """How weights are stored that GPTQ or AWQ quantized."""
+    named = [str(found[key]).lower() for key in ("checkpoint_format", "version", "format") if found.get(key)]
+    layout = named[0] if named else LAYOUTS[method][0]
+    what = None
+    if layout not in LAYOUTS[method] or found.get("is_marlin_format"):
+        what = f"in the layout {layout if layout not in LAYOUTS[method] else 'marlin'!r}"
+    elif found.get("bits") not in _WIDTHS[method]:
+        what = f"to {found.get('bits')} bits"
+    if what is not None:
+        raise ModelError.of(
+            f"the weights in {directory} are quantized with {method.upper()} {what}",
+            where=str(directory / "config.json"),
+            why=f"{' and '.join(LAYOUTS[method])} with {', '.join(map(str, _WIDTHS[method]))} bits are read",
+            fix=_ORIGINAL,
+        )
+    return Quantization("gptq" if method == "gptq" else "awq", double=False, stored=True, layout=layout)
+
+
+@dataclass(frozen=True)
+class GroupedShape:
+    """A matrix (outs, ins) in files of GPTQ or AWQ: `bits` for each weight, and a scale and a zero point for each of `groups` of inputs.
+
+    `parts` are its tensors by their last name.
+    """
+
+    outs: int
+    ins: int
+    bits: int
+    groups: int
+    parts: dict[str, TensorHeader]
+
+    @property
+    def bytes(self) -> float:
+        """Of weights, scales and zero points in memory."""
+        return self.outs * (self.ins * self.bits / 8 + self.groups * 3)
+
+
+def grouped_shapes(how: Quantization, headers: list[TensorHeader], where: str) -> dict[str, GroupedShape]:
+    """The matrices that GPTQ or AWQ quantized, by the name of their layer.
+
+    Raises:
+        ModelError: if there are none, if shapes contradict each other, or if the head is among them.
+    """
+    parts: dict[str, dict[str, TensorHeader]] = {}
+    for header in headers:
+        layer, _, last = header.name.rpartition(".")
+        if last in _PARTS:
+            parts.setdefault(layer, {})[last] = header
+    found = {layer: _grouped_shape(how, layer, tensors, where) for layer, tensors in parts.items()}
+    head = next((layer for layer in found if layer.endswith("lm_head")), None)
+    if head is not None or not found:
+        raise ModelError.of(
+            f"{head} is quantized" if head else f"no weight is quantized with {how.kind.upper()}",
+            where=where,
+            why="the head is computed with dense weights" if head else "it is the method in config.json",
+            fix=_ORIGINAL if head else "copy config.json and the weights again",
+        )
+    return found
+
+
+def _grouped_shape(how: Quantization, layer: str, parts: dict[str, TensorHeader], where: str) -> GroupedShape:
+    shapes = {name: header.shape for name, header in parts.items()}
+    packed, zeros, scales = (shapes.get(name, ()) for name in _PARTS[:3])
+    dtypes = {parts[name].dtype for name in ("qweight", "qzeros") if name in parts}
+    if dtypes == {"I32"} and len(packed) == len(zeros) == len(scales) == 2 and all(scales):
+        groups, outs = scales
+        bits = zeros[1] * 32 // outs
+        ins = packed[0] if how.kind == "awq" else packed[0] * 32 // max(bits, 1)
+        wanted = (ins, outs * bits // 32) if how.kind == "awq" else (ins * bits // 32, outs)
+        fits = (packed, zeros) == (wanted, (groups, outs * bits // 32)) and ins % groups == 0
+        if fits and bits in _WIDTHS[how.kind] and shapes.get("g_idx", (ins,)) == (ins,):
+            return GroupedShape(outs, ins, bits, groups, parts)
+    raise ModelError.of(
+        f"the tensors of {layer} are not those of a matrix that {how.kind.upper()} quantized to {' or '.join(map(str, _WIDTHS[how.kind]))} bits",
+        where=where,
+        why=", ".join(f"{name} {parts[name].dtype} {shape}" for name, shape in shapes.items()),
+        fix=f"copy the weights again, or {_ORIGINAL}",
+    )
+
+
+def dense_headers(headers: list[TensorHeader], shapes: dict[str, GroupedShape]) -> list[TensorHeader]:
+    """The tensors of the model before it was quantized."""
+    kept = [h for h in headers if h.name.rpartition(".")[2] not in _PARTS]
+    return kept + [
+        TensorHeader(f"{layer}.weight", "I32", (shape.outs, shape.ins)) for layer, shape in shapes.items()
+    ]
 
 
 def _require_libraries(where: str) -> None:

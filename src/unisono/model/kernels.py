@@ -275,7 +275,7 @@ def begins_of(lengths: tuple[int, ...]) -> torch.Tensor:
     return torch.tensor([0, *lengths]).cumsum(0)
 
 
-def place_rows(lengths: tuple[int, ...], heads: Heads, kernels: Kernels) -> "Packed | torch.Tensor":
+def place_rows(lengths: tuple[int, ...], heads: Heads, kernels: Kernels) -> Any:
     """What attention needs to know of the rows: where each begins, if it is one function; else where tokens are packed.
 
     The function's threads divide the key-value heads of all rows among them, and torch's products divide a single one as well.

@@ -223,6 +223,7 @@ def load_base(
             model = auto.from_config(settings, trust_remote_code=trust_remote_code)
             _check_head(directory, model, reward=reward)
             return model.to(dtype)
+        loading = quantized.options(directory, settings) if quantized else {}
         with _quiet() if reward else contextlib.nullcontext():  # the missing head is no news
             model, info = auto.from_pretrained(
                 str(directory),
@@ -232,7 +233,7 @@ def load_base(
                 output_loading_info=True,
                 use_safetensors=True,
                 ignore_mismatched_sizes=True,  # otherwise the error has neither tensor nor shapes; refused below
-                **(quantized.options() if quantized else {}),
+                **loading,
             )
     except LIBRARY_ERRORS as error:
         raise _load_error(directory, error) from error

@@ -11,6 +11,7 @@ import ctypes
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,14 @@ import torch
 from unisono.config.schema import ModelSection, RunConfig
 from unisono.errors import ModelError
 from unisono.model.directory import read_model_config
-from unisono.model.file_settings import Quantization, quantization_of
+from unisono.model.file_settings import GroupedShape, Quantization, grouped_shapes, quantization_of
+from unisono.model.files import read_safetensors_header, weight_files
 from unisono.model.kernels import load_kernels
 
 _LARGEST_INT8 = 127.0
+_READER = "unisono_grouped"  # our name among the methods of transformers
+_AT_A_TIME = 1 << 18  # weights of which all steps are done before the next ones on a CPU, in its cache
+_AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where in 32 bits the weights of eight outputs are
 
 
 @dataclass(frozen=True)
@@ -39,15 +44,19 @@ class QuantizedLoad:
     compute: torch.dtype
     device: torch.device
 
-    def options(self) -> dict[str, Any]:
-        """The keyword arguments of `from_pretrained`.
+    def options(self, directory: Path, settings: Any) -> dict[str, Any]:
+        """The keyword arguments of `from_pretrained`, for the files of a directory; changes their config where unisono reads them itself.
 
         Raises:
             ModelError: if bitsandbytes does not support the device.
         """
+        if self.how.layout:
+            _register_reader()
+            how = {"kind": self.how.kind, "double": False, "stored": True, "layout": self.how.layout}
+            settings.quantization_config = {"quant_method": _READER, "directory": str(directory), "how": how}
+            return {}
+        self._check_device()
         found: dict[str, Any] = {"device_map": {"": str(self.device)}}
-        if self.how.by_bitsandbytes:
-            self._check_device()
         return found if self.how.stored else {**found, "quantization_config": self._settings()}
 
     def _settings(self) -> Any:
@@ -97,9 +106,10 @@ def set_products(model: torch.nn.Module, load: QuantizedLoad, *, where: str) -> 
     Raises:
         ModelError: if most of the model's matrices are not linear layers, so that they are not quantized.
     """
-    if not load.how.by_bitsandbytes:
-        return
     layers = [layer for _, layer in quantized_layers(model)]
+    for layer in layers:
+        if isinstance(layer, GroupedLinear):
+            layer.pack(load.how.layout, load.device, where=where)
     inside = sum(layer.in_features * layer.out_features for layer in layers)
     outside = {name: p.numel() for name, p in model.named_parameters() if p.ndim > 2}  # fused experts
     if inside == 0 or sum(outside.values()) > inside:
@@ -113,7 +123,7 @@ def set_products(model: torch.nn.Module, load: QuantizedLoad, *, where: str) -> 
             fix="set model.quantize: null",
         )
     for layer in layers:
-        if (state := getattr(layer, "quant_state", None)) is not None:
+        if not load.how.layout and (state := getattr(layer, "quant_state", None)) is not None:
             state.dtype = load.compute
         layer.compute_dtype = load.compute
         layer.forward = types.MethodType(_forward, layer)
@@ -135,11 +145,12 @@ def _release_files(model: torch.nn.Module) -> None:
 
 
 def quantized_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Name and module of each linear layer that bitsandbytes has quantized."""
+    """Name and module of each linear layer with a quantized weight."""
     for name, module in model.named_modules():
         # By name: bitsandbytes may not be installed. The layers of peft that wrap them have the same names, and no compute_dtype or state.
         kind = type(module)
-        if kind.__module__.startswith("bitsandbytes.") and kind.__name__ in ("Linear4bit", "Linear8bitLt"):
+        is_theirs = kind.__module__.startswith("bitsandbytes.")
+        if kind is GroupedLinear or (is_theirs and kind.__name__ in ("Linear4bit", "Linear8bitLt")):
             yield name, module
 
 
@@ -163,6 +174,9 @@ def scales_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         state = state_of(layer)
         if isinstance(state, torch.Tensor):
             found[f"{name}.weight.scale"] = state
+            continue
+        if isinstance(state, Groups):
+            found |= {f"{name}.weight.{part}": tensor for part, tensor in state.tensors().items()}
             continue
         found[f"{name}.weight.absmax"] = state.absmax
         if state.nested:
@@ -212,6 +226,8 @@ def dequantized(packed: torch.Tensor, state: Any, dtype: torch.dtype) -> torch.T
         compiled = dtype == torch.bfloat16 and packed.device.type == "cpu"
         kernels = load_kernels() if compiled else None
         return kernels.dequantize(packed, scale) if kernels else packed.to(dtype).mul_(scale[:, None])
+    if isinstance(state, Groups):
+        return state.dequantized(packed, dtype)
     from bitsandbytes.functional import dequantize_4bit
 
     return dequantize_4bit(packed.data, state).to(dtype)
@@ -243,13 +259,188 @@ def _forward(layer: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def adapted_layers(model: torch.nn.Module) -> Iterator[Any]:
-    """The peft layers whose base layer is quantized by bitsandbytes."""
+    """The peft layers whose base layer is quantized."""
     from peft.tuners.lora.layer import LoraLayer
 
     quantized = {id(layer) for _, layer in quantized_layers(model)}
     for module in model.modules():
         if isinstance(module, LoraLayer) and id(module.get_base_layer()) in quantized:
             yield module
+
+
+# ---- files of GPTQ and AWQ
+
+
+@dataclass
+class Groups:
+    """What dequantizes a weight of GPTQ or AWQ: W[o, i] = scales[o, g] · (codes[o, i] − zeros[o, g]), where g is the group of input i.
+
+    Attributes:
+        bits: of a code; a byte has several, the first one in its lowest bits.
+        scales: (out, groups) in the dtype of the files.
+        zeros: (out, groups) uint8.
+        places: (in,) int64, where among the codes, which are in the order of groups, each input is; None if inputs are in that order.
+    """
+
+    bits: int
+    scales: torch.Tensor
+    zeros: torch.Tensor
+    places: torch.Tensor | None
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """By name."""
+        found = {"scales": self.scales, "zeros": self.zeros, "places": self.places}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    def to(self, device: torch.device) -> None:
+        """Moves the tensors."""
+        for name, tensor in self.tensors().items():
+            setattr(self, name, tensor.to(device))
+
+    def dequantized(self, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """W (out, in) of the bytes (out, in · bits / 8). Differences and products are exact in float32, and rounded once."""
+        outs, width = packed.shape[0], packed.shape[1] * 8 // self.bits
+        found = torch.empty(outs, width, dtype=dtype, device=packed.device)
+        step = max(1, _AT_A_TIME // width) if packed.device.type == "cpu" else outs
+        for first in range(0, outs, step):
+            rows = slice(first, first + step)
+            scales, zeros = self.scales[rows, :, None], self.zeros[rows, :, None]
+            codes = _unpacked(packed[rows], self.bits).unflatten(1, (scales.shape[1], -1))
+            values = codes.float().sub_(zeros).mul_(scales).flatten(1)
+            found[rows] = values if self.places is None else values[:, self.places]
+        return found
+
+
+def _unpacked(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """(…, n) bytes → (…, n · 8 / bits) codes, uint8."""
+    if bits == 8:
+        return packed
+    parts = [(packed >> shift) & ((1 << bits) - 1) for shift in range(0, 8, bits)]
+    return torch.stack(parts, dim=-1).flatten(-2)
+
+
+def _packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """The reverse."""
+    parts = [codes[..., place :: 8 // bits] << (place * bits) for place in range(8 // bits)]
+    return torch.stack(parts).sum(0, dtype=torch.uint8)
+
+
+class GroupedLinear(torch.nn.Linear):
+    """A linear layer whose weight was quantized by GPTQ or AWQ. It has the tensors of the files until `pack` makes one weight of them.
+
+    It is a `Linear`, so that peft adapts it, and has the interface of HQQ's layers, from which peft gets dense weights for DoRA.
+    """
+
+    def __init__(self, linear: torch.nn.Linear, shape: GroupedShape) -> None:
+        torch.nn.Module.__init__(self)
+        self.in_features, self.out_features, self.bits = shape.ins, shape.outs, shape.bits
+        self.bias, self.compute_dtype = linear.bias, torch.float32
+        self.weight: torch.nn.Parameter
+        self.register_parameter("weight", None)
+        for name, header in shape.parts.items():
+            dtype = _DTYPES[header.dtype]
+            self.register_buffer(name, torch.empty(header.shape, dtype=dtype, device=linear.weight.device))
+
+    def pack(self, layout: str, device: torch.device, *, where: str) -> None:
+        """Makes the weight and its state of the tensors of the files.
+
+        Raises:
+            ModelError: if the groups of inputs differ in size.
+        """
+        parts = {name: tensor.to(device) for name, tensor in self.named_buffers(recurse=False)}
+        packed, zeros, places = parts["qweight"], parts["qzeros"], None
+        if layout == "gemm":
+            packed = _packed(_awq_codes(packed).t(), self.bits)
+            zeros = _awq_codes(zeros)
+        else:
+            packed = packed.t().contiguous().view(torch.uint8)
+            if layout == "gptq":  # stored less one, as one number of 32 bits
+                zeros = zeros + sum(1 << shift for shift in range(0, 32, self.bits))
+            zeros = _unpacked(zeros.contiguous().view(torch.uint8), self.bits)
+        if "g_idx" in parts:
+            packed, places = self._by_group(packed, parts["g_idx"].long(), len(zeros), where)
+        self.quant_state = Groups(self.bits, parts["scales"].t().contiguous(), zeros.t().contiguous(), places)
+        for name in parts:
+            delattr(self, name)
+        self.weight = torch.nn.Parameter(packed, requires_grad=False)
+
+    def _by_group(
+        self, packed: torch.Tensor, index: torch.Tensor, groups: int, where: str
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The codes in the order of the groups (in,) of inputs, and where each input is then."""
+        sizes = index.clamp(min=0).bincount(minlength=groups)
+        if not torch.equal(sizes, torch.full_like(index[:groups], len(index) // groups)):
+            raise ModelError.of(
+                f"the {len(index)} numbers of a g_idx are not those of {groups} groups of one size",
+                where=where,
+                fix="copy the weights again, or use the model's original files",
+            )
+        order = index.argsort(stable=True)
+        if torch.equal(order, torch.arange(len(order), device=order.device)):
+            return packed, None
+        return _packed(_unpacked(packed, self.bits)[:, order], self.bits), order.argsort()
+
+    @property
+    def W_q(self) -> torch.Tensor:  # noqa: N802 - peft's
+        """The packed weight; peft calls `dequantize` where there is one of this name."""
+        return self.weight
+
+    def dequantize(self) -> torch.Tensor:
+        """W (out, in), for peft."""
+        return self.quant_state.dequantized(self.weight, self.compute_dtype)
+
+
+_DTYPES = {"I32": torch.int32, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
+
+
+def _awq_codes(packed: torch.Tensor) -> torch.Tensor:
+    """(n, out / 8) int32 → (n, out) uint8."""
+    codes = _unpacked(packed.contiguous().view(torch.uint8), 4)
+    return codes.unflatten(1, (-1, 8))[..., _AWQ_ORDER].flatten(1)
+
+
+@cache
+def _register_reader() -> None:
+    """Makes transformers read files of GPTQ and AWQ into layers of ours; its own way needs gptqmodel, and a CUDA device for most kernels."""
+    from transformers.quantizers.auto import register_quantization_config, register_quantizer
+    from transformers.quantizers.base import HfQuantizer
+    from transformers.utils.quantization_config import QuantizationConfigMixin
+
+    @register_quantization_config(_READER)
+    class _Settings(QuantizationConfigMixin):
+        def __init__(self, quant_method: str, directory: str, how: dict[str, Any]) -> None:
+            self.quant_method, self.directory, self.how = quant_method, directory, how
+
+    @register_quantizer(_READER)
+    class _Reader(HfQuantizer):
+        is_trainable = False
+
+        def is_serializable(self, *_args: Any, **_kwargs: Any) -> bool:
+            return False
+
+        def _process_model_before_weight_loading(self, model: Any, **_kwargs: Any) -> None:
+            settings = self.quantization_config
+            _put_grouped_layers(model, Path(settings.directory), Quantization(**settings.how))
+
+        def _process_model_after_weight_loading(self, model: Any, **_kwargs: Any) -> None:
+            pass
+
+
+def _put_grouped_layers(model: Any, directory: Path, how: Quantization) -> None:
+    """Replaces the linear layers of which the files have quantized weights; the model is on the meta device."""
+    headers = [header for file in weight_files(directory) for header in read_safetensors_header(file)]
+    linear = {name: module for name, module in model.named_modules() if type(module) is torch.nn.Linear}
+    for name, shape in grouped_shapes(how, headers, str(directory)).items():
+        layer = linear.get(name)
+        if layer is None or tuple(layer.weight.shape) != (shape.outs, shape.ins):
+            has = "no such linear layer" if layer is None else f"({layer.out_features}, {layer.in_features})"
+            raise ModelError.of(
+                f"the files have a quantized weight ({shape.outs}, {shape.ins}) of {name}, and the model {has}",
+                where=str(directory),
+                why="layers of experts, for example, are one tensor in this version of transformers",
+                fix="use the model's original files",
+            )
+        model.set_submodule(name, GroupedLinear(layer, shape))
 
 
 # ---- the dense model that a quantized one computes with

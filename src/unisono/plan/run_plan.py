@@ -41,6 +41,10 @@ class ModelFacts(Part):
     """The data type of the linear layers in memory (nf4, fp4, int8), or the method of quantized files (gptq, awq); empty: not quantized."""
     quantized_double: bool = False
     """Whether the scales of blocks are quantized, too."""
+    quantized_bits: float = 0
+    """Bits of a weight in files of GPTQ or AWQ; 0 for other kinds."""
+    quantized_bytes: float = 0
+    """Bytes of such a weight with its share of scales and zero points."""
     positions: int = 0
     """Tokens of a row that the model was trained on, by its config.json; 0 if it has no such number."""
 
@@ -502,6 +506,8 @@ def _picture_activations(model: ModelFacts, positions: int, gradient_checkpointi
 
 def packed_bytes(model: ModelFacts) -> float:
     """Bytes of a quantized weight with its share of the scales: nf4 and fp4 have one for each block, int8 one for each row."""
+    if model.quantized_bytes:
+        return model.quantized_bytes
     packed = _bits(model) / 8
     if model.quantized == "int8":
         return packed + 4 / model.hidden_size
@@ -510,5 +516,5 @@ def packed_bytes(model: ModelFacts) -> float:
     return packed + (1 + 4 / _BLOCKS) / _BLOCK
 
 
-def _bits(model: ModelFacts) -> int:
-    return 8 if model.quantized == "int8" else 4
+def _bits(model: ModelFacts) -> float:
+    return model.quantized_bits or (8 if model.quantized == "int8" else 4)

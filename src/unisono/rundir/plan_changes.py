@@ -243,8 +243,8 @@ def _versions(before: Mapping[str, str], after: Mapping[str, str], names: tuple[
 
 
 def _quantizers(plan: dict[str, Any]) -> tuple[str, ...]:
-    """The package that quantized weights depend on; empty if there are none."""
-    return ("bitsandbytes",) if _at(plan, "model.quantized") else ()
+    """The package that quantized weights depend on; empty if there is none."""
+    return ("bitsandbytes",) if _at(plan, "model.quantized") in ("nf4", "fp4", "int8") else ()
 
 
 def _pointing_at(changed: list[Change], name: str) -> list[Change]:

@@ -524,7 +524,7 @@ def trusts_code(target: Target) -> bool:
 def stored_dtype(directory: Path) -> str:
     """The dtype of the largest tensor in a model's files; packed bytes of quantized weights do not count."""
     headers = [header for file in weight_files(directory) for header in read_safetensors_header(file)]
-    headers = [header for header in headers if header.dtype not in ("U8", "I8")]
+    headers = [header for header in headers if header.dtype not in ("U8", "I8", "I32")]
     largest = max(headers, key=lambda header: torch.Size(header.shape).numel())
     return _DTYPES.get(largest.dtype, "float32")
 

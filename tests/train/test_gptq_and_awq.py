@@ -1,0 +1,277 @@
+"""Adapters on base models in the files of GPTQ and AWQ. Run: pytest tests/train/test_gptq_and_awq.py
+
+The last test compares with gptqmodel, where it is installed: `pip install gptqmodel optimum`, then `pytest -m long tests/train/test_gptq_and_awq.py`.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from tests import needs
+from tests.grouped_files import write_grouped
+from unisono.data.token_table import TokenTable
+from unisono.errors import ModelError
+from unisono.model import file_settings
+from unisono.model.load import LoadedModel, load_for_training
+from unisono.model.quantization import dequantized, quantized_layers, state_of, weight_bytes
+from unisono.plan import Stream
+from unisono.train.join import make_rank_report
+from unisono.train.run import TrainingData, load_micro, seed_torch
+
+Train = Callable[..., Any]
+_CPU = torch.device("cpu")
+_MATRICES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+_FILES: dict[str, dict[str, Any]] = {
+    "gptq": {"layout": "gptq"},
+    "gptq in any order": {"layout": "gptq", "shuffled": True},
+    "gptq_v2, 8 bits": {"layout": "gptq_v2", "bits": 8, "group": 32},
+    "gptq, 2 bits": {"layout": "gptq", "bits": 2},
+    "awq": {"layout": "gemm"},
+}
+
+
+@pytest.fixture(scope="session")
+def grouped(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """The directory of a model in the files of one of _FILES; made once."""
+    folder = tmp_path_factory.mktemp("grouped")
+
+    def made(name: str) -> Path:
+        if not (folder / name).exists():
+            values = write_grouped(model_dir, folder / name, **_FILES[name])
+            save_file(values, folder / f"{name}.safetensors")
+        return folder / name
+
+    return made
+
+
+def _exact(directory: Path) -> dict[str, torch.Tensor]:
+    """The values of the quantized weights of such a model."""
+    return load_file(directory.with_name(f"{directory.name}.safetensors"))
+
+
+def _loaded(run: Any) -> LoadedModel:
+    """The model as it was before step 1."""
+    config, directory = run.plan.config, Path(run.plan.model.directory)
+    seed_torch(config.seed, "weights")
+    return load_for_training(
+        config, directory=directory, tokenizer_directory=directory, dtype=run.plan.dtype, device=_CPU
+    )
+
+
+def _steps_by_hand(run: Any, model: Any) -> list[float]:
+    """The losses of peft on a model: its own layers, each row alone, torch's cross entropy and AdamW."""
+    adapter = run.plan.config.adapter
+    wanted = peft.LoraConfig(
+        r=adapter.rank, lora_alpha=adapter.alpha, target_modules=_MATRICES, task_type="CAUSAL_LM",
+        use_dora=adapter.kind == "dora", use_rslora=adapter.kind == "rslora",
+    )  # fmt: skip
+    model = peft.get_peft_model(model, wanted).train()
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    with torch.no_grad():
+        for name, begun in _loaded(run).trainable.items():
+            trained[name].copy_(begun)
+    optimizer = torch.optim.AdamW(trained.values(), lr=run.plan.config.optim.lr, weight_decay=0.0)
+    table = TokenTable.open(Path(run.plan.data.cache_dir), "train")
+    stream, losses = Stream(table.sequences, run.plan.config.seed), []
+    for step in range(1, run.plan.total_steps + 1):
+        sequences = stream.step(step, global_batch=4, total_sequences=run.plan.total_sequences)
+        rows = load_micro(table, sequences, _CPU)[0].rows
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=run.plan.dtype == "bfloat16"):
+            logits = torch.cat(
+                [model(input_ids=ids[None]).logits[0] for ids in rows.input_ids.split(rows.lengths)]
+            )
+            loss = torch.nn.functional.cross_entropy(logits[rows.label_index].float(), rows.labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def _five_steps(train_here: Train, directory: Path, *, kind: str = "lora", dtype: str = "float32") -> Any:
+    return train_here(
+        model={"path": str(directory), "dtype": dtype},
+        adapter={"kind": kind},
+        data={"packing": False},
+        batch={"global": 4},
+        optim={"lr": 1e-2, "schedule": "constant", "warmup": "0%", "max_grad_norm": None},
+        duration="5 steps",
+    )
+
+
+@pytest.mark.parametrize("name", _FILES)
+def test_weights_have_the_values_that_the_files_stand_for_and_the_memory_of_the_estimate(
+    train_here: Train, grouped: Callable[..., Path], name: str
+) -> None:
+    run = train_here(model={"path": str(grouped(name))}, duration="1 steps")
+    loaded, wanted = _loaded(run), _exact(grouped(name))
+    layers = {n.replace(".base_layer", ".weight"): layer for n, layer in quantized_layers(loaded.base)}
+    assert layers.keys() == wanted.keys()
+    for weight, layer in layers.items():
+        assert torch.equal(dequantized(layer.weight, state_of(layer), torch.float32), wanted[weight]), weight
+    adapters = sum(4 * p.numel() for p in loaded.trainable.values())
+    order = sum(8 * layer.in_features for layer in layers.values() if state_of(layer).places is not None)
+    assert weight_bytes(loaded.model) - adapters - order == pytest.approx(run.plan.memory.weights, rel=0.001)
+    assert loaded.parameters - loaded.trainable_parameters == run.plan.model.parameters
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "kind"),
+    [("gptq in any order", "float32", "lora"), ("awq", "float32", "dora"), ("awq", "bfloat16", "rslora")],
+)
+def test_five_steps_have_the_losses_of_peft_on_the_values_of_the_files(
+    train_here: Train, model_dir: Path, grouped: Callable[..., Path], name: str, dtype: str, kind: str
+) -> None:
+    run = _five_steps(train_here, grouped(name), kind=kind, dtype=dtype)
+    (ready,) = run.of_kind("ready")
+    assert ready["facts"]["quick"] is (kind != "dora")
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir)
+    model.load_state_dict(_exact(grouped(name)), strict=False)
+    theirs = _steps_by_hand(run, model.to(getattr(torch, dtype)))
+    assert run.losses == pytest.approx(theirs, rel=1e-3 if dtype == "bfloat16" else 1e-5)
+    assert run.losses[-1] < run.losses[0], "it trains"
+
+
+def test_a_resumed_run_is_bit_equal_and_its_checkpoint_has_the_digest_of_the_weights(
+    train_here: Train, grouped: Callable[..., Path]
+) -> None:
+    model = {"path": str(grouped("gptq in any order"))}
+    straight = train_here(model=model, checkpoint={"every": "3 steps"})
+    path = straight.directory / "checkpoints" / "step-00000003"
+    assert json.loads((path / "state.json").read_text())["state"]["base"]["quantized"] == "gptq"
+    resumed = train_here(model=model, checkpoint={"every": "3 steps"}, resume=(3, path))
+    assert resumed.losses == straight.losses[3:]
+    assert all(torch.equal(resumed.weights()[name], tensor) for name, tensor in straight.weights().items())
+    assert set(straight.weights()) == {name for name in straight.weights() if "lora_" in name}
+    assert not [m for m in resumed.of_kind("warning") if m["code"] == "quantized_differently"]
+
+
+def test_a_flipped_bit_in_weights_scales_or_zero_points_changes_the_digest_that_ranks_compare(
+    train_here: Train, grouped: Callable[..., Path]
+) -> None:
+    run = train_here(model={"path": str(grouped("gptq in any order"))}, duration="1 steps")
+    loaded = _loaded(run)
+    layer = loaded.base.model.layers[1].mlp.up_proj.base_layer
+
+    def digest() -> str:
+        table = TokenTable.open(Path(run.plan.data.cache_dir), "train")
+        plan = run.plan
+        data = TrainingData(
+            table, Stream(table.sequences, 0), plan.global_batch, plan.micro_batch, plan.total_sequences, 0, 1
+        )
+        return make_rank_report(
+            plan, plan.ranks[0], device=_CPU, loaded=loaded, data=data, store_port=None
+        ).frozen_values_digest
+
+    before = digest()
+    for tensor in (layer.weight.data, *layer.quant_state.tensors().values()):
+        tensor.view(torch.uint8).view(-1)[3] ^= 1
+        assert digest() != before
+        tensor.view(torch.uint8).view(-1)[3] ^= 1
+    assert digest() == before
+
+
+@pytest.mark.parametrize(
+    ("settings", "what"),
+    [
+        ({"quant_method": "gptq", "bits": 3}, "GPTQ to 3 bits"),
+        ({"quant_method": "awq", "bits": 8, "version": "gemm"}, "AWQ to 8 bits"),
+        ({"quant_method": "awq", "bits": 4, "version": "GEMV"}, "AWQ in the layout 'gemv'"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "GPTQ in the layout 'marlin'"),
+        ({"quant_method": "gptq", "bits": 4, "is_marlin_format": True}, "GPTQ in the layout 'marlin'"),
+    ],
+)
+def test_other_widths_and_layouts_are_refused_by_name(
+    tmp_path: Path, settings: dict[str, Any], what: str
+) -> None:
+    with pytest.raises(ModelError, match=what) as error:
+        file_settings.stored_quantization(tmp_path, {"quantization_config": settings})
+    assert "use the model's original files" in error.value.problems[0].fix
+
+
+def _changed(source: Path, target: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
+    """A copy of a model with other tensors."""
+    shutil.copytree(source, target)
+    tensors = load_file(target / "model.safetensors")
+    change(tensors)
+    save_file(
+        {name: t.clone().contiguous() for name, t in tensors.items()},
+        target / "model.safetensors",
+        {"format": "pt"},
+    )
+    return target
+
+
+_LAYER = "model.layers.1.mlp.up_proj"
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda t: t.update({f"{_LAYER}.scales": t[f"{_LAYER}.scales"][:, :8]}), f"the tensors of {_LAYER} are not"),
+        (lambda t: t.pop(f"{_LAYER}.qzeros"), f"the tensors of {_LAYER} are not"),
+        (lambda t: t[f"{_LAYER}.g_idx"].fill_(1), "32 numbers of a g_idx are not those of 2 groups"),
+        (lambda t: t.update({f"lm_head.{p}": t[f"{_LAYER}.{p}"] for p in ("qweight", "qzeros", "scales")}), "lm_head is quantized"),
+        (lambda t: t.update({f"model.layers.1.mlp.other.{p}": t[f"{_LAYER}.{p}"] for p in ("qweight", "qzeros", "scales")}), "of model.layers.1.mlp.other, and the model no such linear layer"),
+        (lambda t: [t.pop(name) for name in list(t) if name.rpartition(".")[2] in ("qweight", "qzeros", "scales", "g_idx")], "no weight is quantized with GPTQ"),
+    ],
+    ids=["width", "missing", "groups", "head", "experts", "none"],
+)  # fmt: skip
+def test_tensors_that_do_not_fit_are_refused_by_name(
+    train_here: Train, grouped: Callable[..., Path], tmp_path: Path, change: Any, what: str
+) -> None:
+    with pytest.raises(ModelError, match=what) as error:
+        train_here(model={"path": str(_changed(grouped("gptq"), tmp_path / "changed", change))})
+    assert error.value.problems[0].fix
+
+
+@pytest.mark.parametrize(
+    ("sections", "what"),
+    [
+        ({"model": {"quantize": "nf4"}}, "already quantized as awq"),
+        ({"adapter": None}, "cannot be trained themselves"),
+        ({"adapter": {"init": "pissa"}}, "cannot be changed"),
+    ],
+)
+def test_weights_that_are_not_to_change_are_refused(
+    train_here: Train, grouped: Callable[..., Path], sections: dict[str, Any], what: str
+) -> None:
+    model = {"path": str(grouped("awq")), **sections.get("model", {})}
+    with pytest.raises(ModelError, match=what):
+        train_here(**{**sections, "model": model})
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # gptqmodel leaves folders to the garbage collector
+@pytest.mark.parametrize(("layout", "shuffled"), [("gptq", False), ("gptq", True), ("gemm", False)])
+def test_five_steps_have_the_losses_of_peft_and_gptqmodel(
+    train_here: Train, model_dir: Path, tmp_path: Path, layout: str, *, shuffled: bool
+) -> None:
+    """Its layers want wider matrices than those of the other tests. It compiles functions when it is first used."""
+    needs.package("gptqmodel")
+    needs.package("optimum")
+    dense, stored = tmp_path / "dense", tmp_path / "stored"
+    config = transformers.AutoConfig.from_pretrained(model_dir)
+    config.update({"hidden_size": 128, "intermediate_size": 256, "head_dim": 32})
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(dense)
+    transformers.AutoTokenizer.from_pretrained(model_dir).save_pretrained(dense)
+    write_grouped(
+        dense, stored, layout=layout, group=32, shuffled=shuffled, sym=False, backend="auto_trainable"
+    )
+    run = _five_steps(train_here, stored, dtype="bfloat16")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        stored, dtype=torch.bfloat16, device_map={"": "cpu"}
+    )
+    assert any(type(module).__module__.startswith("gptqmodel.") for module in theirs.modules())
+    assert run.losses == pytest.approx(_steps_by_hand(run, theirs), rel=1e-3)
