@@ -1,4 +1,4 @@
-"""LoRA on quantized base weights against LoRA on bfloat16 ones, and against peft with bitsandbytes by hand: memory, losses, CPU time.
+"""LoRA on base weights quantized by bitsandbytes or in files of GPTQ against LoRA on bfloat16 ones, and against peft with bitsandbytes by hand: memory, losses, CPU time.
 
     OMP_NUM_THREADS=1 python bench/quantized.py [--model m135] [--repetitions 1]
 
@@ -29,6 +29,8 @@ ARMS = {
     "bf16": (None, False),
     "nf4": ("nf4", False),
     "int8": ("int8", False),
+    "gptq": (None, False),  # 4 bits, groups of 64 inputs, in the files
+    "gptq, any order": (None, False),  # `desc_act`
     "nf4 by hand": ("nf4", True),
     "int8 by hand": ("int8", True),
 }
@@ -39,14 +41,19 @@ BATCHES = {  # rows × tokens, gradient checkpointing
 }
 
 
-def make_model(shape: str, out: Path) -> None:
-    """Writes a random model in bfloat16."""
+def make_models(shape: str, folder: Path) -> None:
+    """Writes a random model in bfloat16, and in files of GPTQ."""
     from transformers import LlamaConfig, LlamaForCausalLM
+
+    from tests.grouped_files import write_grouped
 
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**MODELS[shape], max_position_embeddings=2048)).to(
         torch.bfloat16
-    ).save_pretrained(out)
+    ).save_pretrained(folder / "dense")
+    for name in ARMS:
+        if name.startswith("gptq"):
+            write_grouped(folder / "dense", folder / name, layout="gptq", group=64, shuffled="order" in name)
 
 
 def resident(key: str) -> int:
@@ -218,13 +225,14 @@ def main() -> None:
     torch.set_num_threads(1)
     if given.arm:
         kind, by_hand = ARMS[given.arm]
-        print(json.dumps(arm(given.directory, kind, given.batch, by_hand=by_hand)))
+        model = given.directory / (given.arm if given.arm.startswith("gptq") else "dense")
+        print(json.dumps(arm(model, kind, given.batch, by_hand=by_hand)))
         return
     runs: dict[str, dict[str, list[dict[str, Any]]]] = {
         batch: {name: [] for name in ARMS} for batch in BATCHES
     }
     with tempfile.TemporaryDirectory() as folder:
-        make_model(given.model, Path(folder))
+        make_models(given.model, Path(folder))
         for _ in range(given.repetitions):
             for batch, arms in runs.items():
                 for name, found in arms.items():

@@ -59,7 +59,7 @@ def memory_page() -> list[str]:
         "## The formula", "",
         formula.strip(), "",
         f"`packed_bytes` of nf4 and fp4 are 0.5 + (1 + 4 / 256) / 64 = {packed:.4f} with `model.quantize_double`, else 0.5 + 4 / 64 = 0.5625;"
-        " of int8 1 + 4 / hidden.", "",
+        " of int8 1 + 4 / hidden; of files of GPTQ and AWQ bits / 8 + 3 / group size.", "",
         "## Which device for which model", "",
         f"GB for one device, and in brackets the smallest usual size of a device whose memory is used to at most {SHARE:.0%}. One row of {TOKENS:,}"
         f" tokens at once, gradient checkpointing, bfloat16; LoRA with rank {RANK} on all linear layers; QLoRA: the same with `model.quantize: nf4`."

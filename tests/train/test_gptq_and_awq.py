@@ -3,8 +3,10 @@
 The last test compares with gptqmodel, where it is installed: `pip install gptqmodel optimum`, then `pytest -m long tests/train/test_gptq_and_awq.py`.
 """
 
+import gc
 import json
 import shutil
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,8 +22,11 @@ from tests.grouped_files import write_grouped
 from unisono.data.token_table import TokenTable
 from unisono.errors import ModelError
 from unisono.model import file_settings
+from unisono.model.directory import inspect_model
+from unisono.model.forward import choose_forward
+from unisono.model.kernels import load_kernels
 from unisono.model.load import LoadedModel, load_for_training
-from unisono.model.quantization import dequantized, quantized_layers, state_of, weight_bytes
+from unisono.model.quantization import Groups, dequantized, quantized_layers, state_of, weight_bytes
 from unisono.plan import Stream
 from unisono.train.join import make_rank_report
 from unisono.train.run import TrainingData, load_micro, seed_torch
@@ -121,6 +126,13 @@ def test_weights_have_the_values_that_the_files_stand_for_and_the_memory_of_the_
     order = sum(8 * layer.in_features for layer in layers.values() if state_of(layer).places is not None)
     assert weight_bytes(loaded.model) - adapters - order == pytest.approx(run.plan.memory.weights, rel=0.001)
     assert loaded.parameters - loaded.trainable_parameters == run.plan.model.parameters
+    unread = run.plan.config.model_copy(
+        update={"model": run.plan.config.model.model_copy(update={"weights": "random"})}
+    )
+    facts = inspect_model(unread)
+    assert (facts.quantized_bits, facts.quantized_bytes) == pytest.approx(
+        (run.plan.model.quantized_bits, run.plan.model.quantized_bytes)
+    )
 
 
 @pytest.mark.parametrize(
@@ -138,6 +150,47 @@ def test_five_steps_have_the_losses_of_peft_on_the_values_of_the_files(
     theirs = _steps_by_hand(run, model.to(getattr(torch, dtype)))
     assert run.losses == pytest.approx(theirs, rel=1e-3 if dtype == "bfloat16" else 1e-5)
     assert run.losses[-1] < run.losses[0], "it trains"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_at_most_one_weight_is_dequantized_at_a_time(
+    train_here: Train, grouped: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    run = train_here(model={"path": str(grouped("awq")), "dtype": dtype}, duration="1 steps")
+    loaded = _loaded(run)
+    forward = choose_forward(loaded, dtype=dtype, quick_adapter=True, gradient_checkpointing=False)
+    assert (forward.fast_layers > 0) is (dtype == "bfloat16" and load_kernels() is not None)
+    loaded.model.train()
+    alive, counts, dequantize = weakref.WeakSet[Any](), [], Groups.dequantized
+
+    def counted(*args: Any) -> torch.Tensor:
+        found = dequantize(*args)
+        alive.add(found.untyped_storage())
+        counts.append(len(alive))
+        return found
+
+    monkeypatch.setattr(Groups, "dequantized", counted)
+    rows = load_micro(TokenTable.open(Path(run.plan.data.cache_dir), "train"), [0, 1], _CPU)[0].rows
+    gc.collect()
+    forward.loss(rows, count=len(rows.labels)).backward()
+    assert len(counts) >= 14 * 2 - 3, (
+        "forward and backward; three input projections have an input without gradient"
+    )
+    assert max(counts) == 1
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("in_order", [True, False])
+def test_the_compiled_function_dequantizes_as_torch_does(bits: int, *, in_order: bool) -> None:
+    if load_kernels() is None:
+        pytest.skip("needs cc")
+    generator = torch.Generator().manual_seed(bits)
+    packed = torch.randint(0, 256, (37, 6 * 40 * bits // 8), dtype=torch.uint8, generator=generator)
+    zeros = torch.randint(0, 2**bits, (37, 6), dtype=torch.uint8, generator=generator)
+    places = None if in_order else torch.randperm(240, generator=generator)
+    groups = Groups(bits, torch.rand(37, 6, generator=generator).half(), zeros, places)
+    found = groups.dequantized(packed, torch.bfloat16)
+    assert torch.equal(found, groups.dequantized(packed, torch.float32).bfloat16())
 
 
 def test_a_resumed_run_is_bit_equal_and_its_checkpoint_has_the_digest_of_the_weights(

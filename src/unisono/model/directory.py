@@ -410,6 +410,11 @@ def _facts_from_config(
     facts = facts_of_shape(text, model_type=str(settings.get("model_type", "unknown")))
     digest = _digest({"config.json": _digest_file(directory / "config.json")})
     known = {"directory": str(directory), "digest": digest, **_quantized_facts(quantized)}
+    if quantized is not None and quantized.layout:
+        stored = settings["quantization_config"]
+        group = stored.get("group_size")
+        size = group if isinstance(group, int) and group > 0 else facts.hidden_size
+        known |= {"quantized_bits": stored["bits"], "quantized_bytes": stored["bits"] / 8 + 3 / size}
     return facts.model_copy(update=known)
 
 

@@ -174,6 +174,42 @@ void dequantize(const int8_t *packed, const float *scale, int64_t rows, int64_t 
     }
 }
 
+/* ---- GPTQ and AWQ: codes of 2, 4 or 8 bits, the first in the lowest of a byte, less the zero point of their group, times its scale */
+
+static void dequantize_group(const uint8_t *codes, float scale, float zero, int64_t size, int64_t bits, bf16 *to) {
+    if (bits == 4) {
+#pragma omp simd
+        for (int64_t i = 0; i < size / 2; i++) {
+            to[2 * i] = narrow(((float)(codes[i] & 15) - zero) * scale);
+            to[2 * i + 1] = narrow(((float)(codes[i] >> 4) - zero) * scale);
+        }
+    } else if (bits == 8) {
+#pragma omp simd
+        for (int64_t i = 0; i < size; i++) to[i] = narrow(((float)codes[i] - zero) * scale);
+    } else {
+        for (int64_t i = 0; i < size; i++) {
+            int code = codes[i * bits >> 3] >> (i * bits & 7) & ((1 << bits) - 1);
+            to[i] = narrow(((float)code - zero) * scale);
+        }
+    }
+}
+
+/* places, or NULL: where among the codes of a row each input is */
+void dequantize_groups(const uint8_t *packed, const float *scales, const uint8_t *zeros, const int64_t *places, int64_t rows,
+                       int64_t width, int64_t groups, int64_t bits, bf16 *out) {
+    int64_t size = width / groups;
+    PARALLEL(rows * width > MANY)
+    for (int64_t row = 0; row < rows; row++) {
+        bf16 in_order[places ? width : 1], *to = out + row * width, *values = places ? in_order : to;
+        for (int64_t g = 0; g < groups; g++) {
+            int64_t at = row * groups + g;
+            const uint8_t *codes = packed + at * size * bits / 8;
+            dequantize_group(codes, scales[at], (float)zeros[at], size, bits, values + g * size);
+        }
+        for (int64_t i = 0; places && i < width; i++) to[i] = in_order[places[i]];
+    }
+}
+
 /* ---- attention. Packed layout: the rows of a group have L places each, and a row is (K, L, G, D), or (K, L, D) of keys and values.
 The key-value head k of token t is at place start[t] + k * length[t]. Pads are left as they are. */
 

@@ -141,6 +141,30 @@ class Kernels:
         self._call("dequantize", packed.contiguous(), scale, *packed.shape, found)
         return found
 
+    def dequantize_groups(
+        self,
+        packed: torch.Tensor,
+        scales: torch.Tensor,
+        zeros: torch.Tensor,
+        places: torch.Tensor | None,
+        bits: int,
+    ) -> torch.Tensor:
+        """(out, in) of the bytes of codes, and of float32 scales and uint8 zero points (out, groups); see `quantization.Groups`."""
+        found = torch.empty(len(packed), packed.shape[1] * 8 // bits, dtype=torch.bfloat16)
+        order = 0 if places is None else places
+        self._call(
+            "dequantize_groups",
+            packed.contiguous(),
+            scales,
+            zeros,
+            order,
+            *found.shape,
+            zeros.shape[1],
+            bits,
+            found,
+        )
+        return found
+
     def pack(
         self,
         inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],

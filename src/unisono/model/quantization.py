@@ -300,6 +300,10 @@ class Groups:
     def dequantized(self, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """W (out, in) of the bytes (out, in · bits / 8). Differences and products are exact in float32, and rounded once."""
         outs, width = packed.shape[0], packed.shape[1] * 8 // self.bits
+        compiled = dtype == torch.bfloat16 and packed.device.type == "cpu"
+        whole_bytes = width // self.scales.shape[1] * self.bits % 8 == 0
+        if compiled and whole_bytes and (kernels := load_kernels()):
+            return kernels.dequantize_groups(packed, self.scales.float(), self.zeros, self.places, self.bits)
         found = torch.empty(outs, width, dtype=dtype, device=packed.device)
         step = max(1, _AT_A_TIME // width) if packed.device.type == "cpu" else outs
         for first in range(0, outs, step):

@@ -289,7 +289,7 @@ def _strategies(given: PlanInputs) -> list[Strategy]:
             f"parallel.strategy is fsdp, adapter.kind dora, and the weights are quantized as {given.model.quantized}",
             where="parallel.strategy",
             why="peft's DoRA computes norms of full matrices, and cannot dequantize sharded ones",
-            fix="set adapter.kind to lora or rslora, parallel.strategy to ddp, or model.quantize to null",
+            fix="set adapter.kind to lora or rslora, or parallel.strategy to ddp",
         )
     return [requested]
 
