@@ -74,7 +74,7 @@ def loading_modules() -> Iterator[None]:
     # On CPUs bitsandbytes 0.50 reports a kernel that it can do without, in every process.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     try:
-        with without_bitsandbytes():
+        with without_bitsandbytes(), models_scanned_once():
             yield
     finally:
         gc.freeze()
@@ -106,6 +106,61 @@ _REMEMBERED = (
     ("transformers.utils.import_utils", ("is_bitsandbytes_available",)),
 )
 """Functions that remember whether bitsandbytes is installed."""
+
+
+@contextlib.contextmanager
+def models_scanned_once() -> Iterator[None]:
+    """transformers 5 reads the sources of all models for the names in them, twice: for itself and for `transformers.models`.
+
+    Here the second is given what the first has found, which saves a quarter of a second of CPU time.
+    """
+    if any(isinstance(finder, _ModelsFinder) for finder in sys.meta_path):
+        yield
+        return
+    finder = _ModelsFinder()
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        finder.restore()
+
+
+class _ModelsFinder:
+    """Finds no module, but sees that `transformers.models` is about to be imported, with `transformers` being there already."""
+
+    def __init__(self) -> None:
+        self._utils: Any = None
+        self._scan: Any = None
+
+    def find_spec(self, name: str, _path: object = None, _target: object = None) -> None:
+        """Replaces transformers' function for names in a folder, for this import."""
+        if name == "transformers.models":
+            self._utils = sys.modules.get("transformers.utils.import_utils")
+            self._scan = getattr(self._utils, _SCAN, None)
+            if self._scan is not None:
+                setattr(self._utils, _SCAN, self._reuse)
+
+    def restore(self) -> None:
+        """Gives transformers its function back."""
+        if self._scan is not None:
+            setattr(self._utils, _SCAN, self._scan)
+
+    def _reuse(self, path: Any, *rest: Any, **more: Any) -> Any:
+        models = Path(path).parent
+        if rest or more or models.name != "models":
+            return self._scan(path, *rest, **more)
+        found = self._scan(
+            models, prefix="models"
+        )  # as transformers calls it for itself; it remembers the result
+        prefix = "models."  # the others are of transformers itself
+        return {
+            needed: {name[len(prefix) :]: names for name, names in own.items() if name.startswith(prefix)}
+            for needed, own in found.items()
+        }
+
+
+_SCAN = "define_import_structure"
 
 
 def run_child(body: Callable[[Reporter], dict[str, Any]], arguments: argparse.Namespace) -> int:

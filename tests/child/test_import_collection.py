@@ -57,3 +57,23 @@ def test_a_rank_and_a_task_collect_nothing_while_they_load() -> None:
     )
     reported = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert reported.stdout.strip() == "0"
+
+
+def test_transformers_reads_its_models_once_and_finds_in_them_what_it_does_alone() -> None:
+    """A table of names that lacks one would make a model unknown."""
+    program = (
+        "import sys\n"
+        "from unisono.child import loading_modules\n"
+        "with loading_modules(), loading_modules():\n"
+        "    import transformers\n"
+        "    from transformers.utils import import_utils as utils\n"
+        "    scan, read = utils.define_import_structure, utils.create_import_structure_from_path.cache_info().misses\n"
+        "    import transformers.models as models\n"
+        "print(utils.create_import_structure_from_path.cache_info().misses - read)\n"
+        "print(utils.define_import_structure is scan, not any('unisono' in type(f).__module__ for f in sys.meta_path))\n"
+        "alone = utils._LazyModule('transformers.models', models.__file__, scan(models.__file__), models.__spec__)\n"
+        "print(alone._class_to_module == models._class_to_module, alone._modules == models._modules)\n"
+        "print(sorted(dir(alone)) == sorted(dir(models)), len(alone._class_to_module) > 1000)"
+    )
+    reported = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert reported.stdout.split() == ["0", "True", "True", "True", "True", "True", "True"]
