@@ -97,7 +97,7 @@ def test_packed_attention_in_bfloat16_is_as_exact_as_its_dtype(
 def test_attention_as_one_function_gives_the_same_bits_with_any_number_of_threads_and_keeps_nan() -> None:
     kernels = load_kernels()
     assert kernels is not None
-    if not kernels.has_attention:
+    if not kernels.has_products:
         pytest.skip("needs a processor with AVX512_BF16 and without AMX")
     torch.manual_seed(0)
     lengths, heads = (70, 1, 200), Heads(3, 2, 32, 32**-0.5, None)

@@ -36,7 +36,7 @@ _SMALL = {
     "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 8,
     "num_key_value_heads": 2,
 }  # fmt: skip
-_MODELS = {  # a head size of 32 is that of attention as one function
+_MODELS = {  # attention as one function needs a head size of 32, the functions for adapters such widths and a rank of 8
     "llama": (transformers.LlamaConfig(**_SMALL), 9),
     "mistral with a window of 100": (
         transformers.MistralConfig(**_SMALL, sliding_window=100, head_dim=32),
@@ -51,7 +51,8 @@ def _model(config: Any, *, dtype: torch.dtype, targets: str | list[str] = "all-l
     """A LoRA model on the same weights for every dtype; what is adapted is never at its start, where B is 0."""
     register()
     torch.manual_seed(0)
-    settings = peft.LoraConfig(r=4, lora_alpha=6, target_modules=targets, task_type="CAUSAL_LM")
+    rank = 8 if getattr(config, "head_dim", None) == 32 else 4
+    settings = peft.LoraConfig(r=rank, lora_alpha=1.5 * rank, target_modules=targets, task_type="CAUSAL_LM")
     model = peft.get_peft_model(transformers.AutoModelForCausalLM.from_config(config), settings)
     for name, parameter in model.named_parameters():
         if "lora_B" in name or "norm" in name:
@@ -182,6 +183,37 @@ def test_gradients_of_full_fine_tuning_do_not_depend_on_the_number_of_threads() 
         torch.set_num_threads(threads)
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+@pytest.mark.parametrize(("tokens", "width", "rank"), [(701, 160, 8), (64, 32, 24), (1, 64, 16)])
+def test_products_of_adapters_are_exact_with_any_number_of_threads(
+    tokens: int, width: int, rank: int
+) -> None:
+    kernels = load_kernels()
+    assert kernels is not None
+    if not kernels.has_low_rank(rank, width):
+        pytest.skip("needs a processor with AVX512_BF16 and without AMX")
+    torch.manual_seed(0)
+    y, low = (torch.randn(tokens, n + 3).bfloat16()[:, :n] for n in (width, rank))
+    b = torch.randn(width, rank)
+    rounded, gradient = b.bfloat16().double(), 0.75 * low.double().t() @ y.double()
+    threads, found = torch.get_num_threads(), []
+    try:
+        for n in (1, 3):
+            torch.set_num_threads(n)
+            added, projected = y.clone(), torch.empty_like(low)
+            kernels.add_low_rank(low, b, added)
+            kernels.project_low_rank(y, b, projected)
+            ways = [kernels.low_rank_gradient(low, y, 0.75, transposed=way) for way in (False, True)]
+            found.append([added, projected, *ways])
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    added, projected, straight, transposed = found[0]
+    assert _error(added.double(), y.double() + low.double() @ rounded.t()) < 0.002  # of rounding the result
+    assert _error(projected.double(), y.double() @ rounded) < 0.003
+    assert _error(straight.double(), gradient) < 1e-5
+    assert torch.equal(straight.t(), transposed)
 
 
 def test_the_gradient_of_a_trained_head_is_not_rounded_over_its_chunks() -> None:

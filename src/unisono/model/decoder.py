@@ -42,8 +42,15 @@ class Joined:
         self.out = sum(self.sizes)
         self.width = self.out + sum(self.ranks)
         self.scales = [layer.scaling[next(iter(layer.lora_A))] for layer in layers]
+        self.kernels = load_kernels()
+        widths = [*self.sizes, bases[0].in_features]
+        pairs = [(rank, width) for rank in self.ranks for width in widths]
+        fits = self.kernels is not None and all(self.kernels.has_low_rank(*pair) for pair in pairs)
+        if not fits or any(parameter.dtype != torch.float32 for parameter in self.parameters()):
+            self.kernels = None
         # (out, r): each B in its rows and columns
-        self.up = torch.zeros(self.out, sum(self.ranks), dtype=torch.bfloat16)
+        size = (self.out, sum(self.ranks)) if self.kernels is None else (0, 0)
+        self.up = torch.zeros(size, dtype=torch.bfloat16)
         self._join(bases)
 
     def _join(self, bases: list[Any]) -> None:
@@ -65,20 +72,44 @@ class Joined:
         """x (T, in) → (T, out + r): the outputs of the layers, and s·A·x of all."""
         self._take_adapters(self.weight[self.out :])
         joint = x @ self.weight.t()
-        joint[:, : self.out].addmm_(joint[:, self.out :], self.up.t())
+        self._add_up(joint)
         return joint
+
+    def _parts(self, joint: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Of each layer its outputs and its s·A·x in `joint` (T, out + r), and its B (out, r) as it is stored."""
+        outs, lows = joint[:, : self.out].split(self.sizes, 1), joint[:, self.out :].split(self.ranks, 1)
+        for out, low, layer in zip(outs, lows, self.layers, strict=True):
+            yield out, low, _b_of(layer).detach()
+
+    def _add_up(self, joint: torch.Tensor) -> None:
+        """Adds the B·s·A·x of each layer to its outputs."""
+        if self.kernels is None:
+            joint[:, : self.out].addmm_(joint[:, self.out :], self.up.t())
+            return
+        for out, low, b in self._parts(joint):
+            self.kernels.add_low_rank(low, b, out)
 
     def _take_adapters(self, down: torch.Tensor) -> None:
         """Copies all s·A into `down` (r, in), and all B into `up`."""
         for part, layer, scale in zip(down.split(self.ranks), self.layers, self.scales, strict=True):
-            part.copy_(_a_of(layer).detach() * scale)
+            torch.mul(_a_of(layer).detach(), scale, out=part)
+        if self.kernels is not None:
+            return
         for part, layer in zip(_diagonal(self.up.split(self.ranks, 1), self.sizes), self.layers, strict=True):
             part.copy_(_b_of(layer).detach())
 
     def input_gradient(self, d_joint: torch.Tensor) -> torch.Tensor:
         """(T, in), from the gradient of the outputs, the first columns of `d_joint` (T, out + r); writes that of s·A·x into the others."""
-        d_joint[:, self.out :].copy_(d_joint[:, : self.out] @ self.up)
+        self._project(d_joint)
         return d_joint @ self.weight
+
+    def _project(self, d_joint: torch.Tensor) -> None:
+        """Writes the gradient of s·A·x of each layer, from that of its outputs."""
+        if self.kernels is None:
+            d_joint[:, self.out :].copy_(d_joint[:, : self.out] @ self.up)
+            return
+        for out, low, b in self._parts(d_joint):
+            self.kernels.project_low_rank(out, b, low)
 
     def gradients(
         self, d_joint: torch.Tensor, x: torch.Tensor, low: torch.Tensor
@@ -90,6 +121,12 @@ class Joined:
             x: (T, in).
             low: (T, r), the last columns of the product.
         """
+        if self.kernels is not None:
+            gradient, parts = self.kernels.low_rank_gradient, list(self._parts(d_joint))
+            scaled = zip(parts, self.scales, strict=True)
+            d_a_of = [gradient(d_low, x, scale, transposed=False) for (_, d_low, _), scale in scaled]
+            lows = zip(parts, low.split(self.ranks, 1), strict=True)
+            return d_a_of + [gradient(one, d_out, 1.0, transposed=True) for (d_out, _, _), one in lows]
         d_a = (d_joint[:, self.out :].t() @ x).float()
         d_b = (low.t() @ d_joint[:, : self.out]).float()  # (r, out)
         found = [part.mul_(scale) for part, scale in zip(d_a.split(self.ranks), self.scales, strict=True)]
@@ -133,12 +170,12 @@ class Packed(Joined):
             torch.mm(x, weight.t(), out=part)
             del weight
         torch.mm(x, self.down.t(), out=joint[:, self.out :])
-        joint[:, : self.out].addmm_(joint[:, self.out :], self.up.t())
+        self._add_up(joint)
         return joint
 
     def input_gradient(self, d_joint: torch.Tensor) -> torch.Tensor:
         """(T, in), from the gradient of the outputs, the first columns of `d_joint` (T, out + r); writes that of s·A·x into the others."""
-        d_joint[:, self.out :].copy_(d_joint[:, : self.out] @ self.up)
+        self._project(d_joint)
         d_x = d_joint[:, self.out :] @ self.down
         for part, weight in self._weights(d_joint):
             d_x.addmm_(part, weight)

@@ -457,12 +457,15 @@ INLINE __m512 vector_exponential(__m512 x) {
 /* 16 bfloat16 of a, then 16 of b. */
 INLINE __m512i narrow_two(__m512 a, __m512 b) { return (__m512i)_mm512_cvtne2ps_pbh(b, a); }
 
-/* The same as pairs of an element of a and one of b. */
-INLINE __m512i paired(__m512i two) {
-    const __m512i lanes = _mm512_set_epi32(0x1f000f, 0x1e000e, 0x1d000d, 0x1c000c, 0x1b000b, 0x1a000a, 0x190009, 0x180008, 0x170007,
-                                           0x160006, 0x150005, 0x140004, 0x130003, 0x120002, 0x110001, 0x100000);
-    return _mm512_permutexvar_epi16(lanes, two);
+/* For permutations: elements from `first` on, each with the one that is `distance` further on. */
+INLINE __m512i pair_places(int first, int distance) {
+    const __m512i lanes = _mm512_set_epi32(0xf000f, 0xe000e, 0xd000d, 0xc000c, 0xb000b, 0xa000a, 0x90009, 0x80008, 0x70007, 0x60006, 0x50005,
+                                           0x40004, 0x30003, 0x20002, 0x10001, 0);
+    return _mm512_add_epi32(lanes, _mm512_set1_epi32(first | (first + distance) << 16));
 }
+
+/* The same as pairs of an element of a and one of b. */
+INLINE __m512i paired(__m512i two) { return _mm512_permutexvar_epi16(pair_places(0, 16), two); }
 
 /* Whether each line of a vector may attend to a key. */
 INLINE __mmask16 allowed(int64_t key, __m512i query, int64_t window) {
@@ -742,5 +745,113 @@ void attention_backward(const bf16 *grad, const bf16 *q, const bf16 *k, const bf
             attend_head_backward(&of, task / kv, task % kv, grad, out, tops, shares, d_q, d_k, d_v, stride, space);
         free(space);
     }
+}
+
+/* ---- adapters: the products with a rank r, a multiple of 8, beside a width that is a multiple of 32. B (width, r) is float32. */
+
+INLINE void add_tile(const bf16 *low, int64_t low_stride, const pair *right, int64_t width, int64_t rank, bf16 *y, int64_t stride,
+                     const int rows) {
+    __m512 sum[8][2];
+    UNROLL for (int i = 0; i < rows; i++) sum[i][0] = widen_16(y + i * stride), sum[i][1] = widen_16(y + i * stride + 16);
+    for (int64_t step = 0; step < rank / 2; step++) {
+        __m512bh a = (__m512bh)_mm512_loadu_si512(right + step * width), b = (__m512bh)_mm512_loadu_si512(right + step * width + 16);
+        UNROLL for (int i = 0; i < rows; i++) {
+            __m512bh left = (__m512bh)_mm512_set1_epi32(((const pair *)(low + i * low_stride))[step]);
+            sum[i][0] = _mm512_dpbf16_ps(sum[i][0], left, a), sum[i][1] = _mm512_dpbf16_ps(sum[i][1], left, b);
+        }
+    }
+    UNROLL for (int i = 0; i < rows; i++) _mm512_storeu_si512(y + i * stride, narrow_two(sum[i][0], sum[i][1]));
+}
+
+/* Adds low (rows, r) Bᵀ to y (rows, width). */
+void add_low_rank(const bf16 *low, int64_t low_stride, const float *b, int64_t rows, int64_t width, int64_t rank, bf16 *y, int64_t stride) {
+    pair *right = aligned_alloc(64, rank / 2 * width * sizeof(pair)); /* (r / 2, width) */
+    for (int64_t i = 0; i < width; i++)
+        for (int64_t j = 0; j < rank / 2; j++)
+            right[j * width + i] = narrow(b[i * rank + 2 * j]) | (pair)narrow(b[i * rank + 2 * j + 1]) << 16;
+    PARALLEL(rows * width > MANY)
+    for (int64_t row = 0; row < rows; row += 8)
+        for (int64_t i = 0; i < width; i += 32) {
+            if (row + 8 <= rows)
+                add_tile(low + row * low_stride, low_stride, right + i, width, rank, y + row * stride + i, stride, 8);
+            else
+                for (int64_t n = row; n < rows; n++)
+                    add_tile(low + n * low_stride, low_stride, right + i, width, rank, y + n * stride + i, stride, 1);
+        }
+    free(right);
+}
+
+INLINE void project_tile(const bf16 *y, int64_t stride, const bf16 *right, int64_t width, bf16 *low, int64_t low_stride, const int rows) {
+    __m512 sum[2][8];
+    UNROLL for (int i = 0; i < rows; i++)
+        UNROLL for (int j = 0; j < 8; j++) sum[i][j] = _mm512_setzero_ps();
+    for (int64_t place = 0; place < width; place += 32) {
+        __m512bh left[2];
+        UNROLL for (int i = 0; i < rows; i++) left[i] = (__m512bh)_mm512_loadu_si512(y + i * stride + place);
+        UNROLL for (int j = 0; j < 8; j++) {
+            __m512bh other = (__m512bh)_mm512_loadu_si512(right + j * width + place);
+            UNROLL for (int i = 0; i < rows; i++) sum[i][j] = _mm512_dpbf16_ps(sum[i][j], left[i], other);
+        }
+    }
+    UNROLL for (int i = 0; i < rows; i++)
+        UNROLL for (int j = 0; j < 8; j++) low[i * low_stride + j] = narrow(_mm512_reduce_add_ps(sum[i][j]));
+}
+
+/* low (rows, r) = y (rows, width) B */
+void project_low_rank(const bf16 *y, int64_t stride, const float *b, int64_t rows, int64_t width, int64_t rank, bf16 *low,
+                      int64_t low_stride) {
+    bf16 *right = aligned_alloc(64, rank * width * sizeof(bf16)); /* (r, width) */
+    for (int64_t i = 0; i < width; i++)
+        for (int64_t j = 0; j < rank; j++) right[j * width + i] = narrow(b[i * rank + j]);
+    PARALLEL(rows * width > MANY)
+    for (int64_t row = 0; row < rows; row += 2)
+        for (int64_t j = 0; j < rank; j += 8) {
+            if (row + 2 <= rows)
+                project_tile(y + row * stride, stride, right + j * width, width, low + row * low_stride + j, low_stride, 2);
+            else
+                project_tile(y + row * stride, stride, right + j * width, width, low + row * low_stride + j, low_stride, 1);
+        }
+    free(right);
+}
+
+#define GRADIENT_ROWS 64 /* at a time */
+#define GRADIENT_WIDTH 128
+
+/* scale · lowᵀ y, from low (rows, r) and y (rows, width): (r, width), or its transpose. A thread has columns of its own. */
+void low_rank_gradient(const bf16 *low, int64_t low_stride, const bf16 *y, int64_t stride, int64_t rows, int64_t width, int64_t rank,
+                       float scale, int64_t transposed, float *found) {
+    int64_t pairs = (rows + 1) / 2;
+    pair *left = aligned_alloc(64, (rank * pairs * sizeof(pair) + 63) / 64 * 64); /* (r, rows / 2) */
+    float *sums = transposed ? aligned_alloc(64, rank * width * sizeof(float)) : found;
+    for (int64_t i = 0; i < pairs; i++)
+        for (int64_t j = 0; j < rank; j++)
+            left[j * pairs + i] = low[2 * i * low_stride + j] | (2 * i + 1 < rows ? (pair)low[(2 * i + 1) * low_stride + j] << 16 : 0);
+    memset(sums, 0, rank * width * sizeof(float));
+    __m512i first = pair_places(0, 32), second = pair_places(16, 32);
+    PARALLEL(rows * width > MANY)
+    for (int64_t begin = 0; begin < width; begin += GRADIENT_WIDTH)
+        for (int64_t row = 0; row < rows; row += GRADIENT_ROWS)
+            for (int64_t i = begin; i < width && i < begin + GRADIENT_WIDTH; i += 32)
+                for (int64_t j = 0; j < rank; j += 8) {
+                    __m512 sum[8][2];
+                    float *to = sums + j * width + i;
+                    UNROLL for (int n = 0; n < 8; n++) sum[n][0] = _mm512_loadu_ps(to + n * width), sum[n][1] = _mm512_loadu_ps(to + n * width + 16);
+                    for (int64_t n = row; n < rows && n < row + GRADIENT_ROWS; n += 2) {
+                        __m512i even = _mm512_loadu_si512(y + n * stride + i);
+                        __m512i odd = n + 1 < rows ? _mm512_loadu_si512(y + (n + 1) * stride + i) : _mm512_setzero_si512();
+                        __m512bh a = (__m512bh)_mm512_permutex2var_epi16(even, first, odd), b = (__m512bh)_mm512_permutex2var_epi16(even, second, odd);
+                        UNROLL for (int m = 0; m < 8; m++) {
+                            __m512bh one = (__m512bh)_mm512_set1_epi32(left[(j + m) * pairs + n / 2]);
+                            sum[m][0] = _mm512_dpbf16_ps(sum[m][0], one, a), sum[m][1] = _mm512_dpbf16_ps(sum[m][1], one, b);
+                        }
+                    }
+                    UNROLL for (int n = 0; n < 8; n++) _mm512_storeu_ps(to + n * width, sum[n][0]), _mm512_storeu_ps(to + n * width + 16, sum[n][1]);
+                }
+    free(left);
+    for (int64_t i = 0; i < rank * width; i++) sums[i] *= scale;
+    if (!transposed) return;
+    for (int64_t j = 0; j < width; j++)
+        for (int64_t i = 0; i < rank; i++) found[j * rank + i] = sums[i * width + j];
+    free(sums);
 }
 #endif

@@ -2,7 +2,7 @@
 
 They are built once for a machine by its C compiler, kept in unisono's cache, and called on bfloat16 tensors in host memory. Without a compiler
 `load_kernels` gives None, and torch's own operations do the same work, slower. A processor with AVX512_BF16 computes attention as one function
-instead; with AMX torch's batched products may be faster, so they are kept. Letters: T tokens of all rows, H query heads, K key-value heads,
+instead, and the products with the low rank of adapters; with AMX torch's products may be faster, so they are kept. Letters: T tokens of all rows, H query heads, K key-value heads,
 G = H / K, D head size; others are those of kernels.c.
 """
 
@@ -87,7 +87,8 @@ class Kernels:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
-        self.has_attention = hasattr(library, "attention") and "amx_bf16" not in _flags_of_cpu().split()
+        # Functions of their own for attention and adapters, instead of torch's products.
+        self.has_products = hasattr(library, "attention") and "amx_bf16" not in _flags_of_cpu().split()
 
     def _call(self, name: str, *values: torch.Tensor | int | float) -> None:
         getattr(self._library, name)(*(_c_value(value) for value in values))
@@ -243,6 +244,28 @@ class Kernels:
         out, sums = found
         self._call("attention_backward", grad, *values, out, *sums, *grads, grads[0].stride(0))
 
+    def has_low_rank(self, rank: int, width: int) -> bool:
+        """Whether it has the three functions below for an adapter's B (width, rank), or A (rank, width)."""
+        return self.has_products and rank % 8 == 0 and width % 32 == 0
+
+    def add_low_rank(self, low: torch.Tensor, b: torch.Tensor, y: torch.Tensor) -> None:
+        """Adds low (T, r) @ Bᵀ to y (T, width); B (width, r) is float32."""
+        self._call("add_low_rank", low, low.stride(0), b, *y.shape, low.shape[1], y, y.stride(0))
+
+    def project_low_rank(self, y: torch.Tensor, b: torch.Tensor, low: torch.Tensor) -> None:
+        """Writes y (T, width) @ B, with B (width, r) float32, into low (T, r)."""
+        self._call("project_low_rank", y, y.stride(0), b, *y.shape, low.shape[1], low, low.stride(0))
+
+    def low_rank_gradient(
+        self, low: torch.Tensor, y: torch.Tensor, scale: float, *, transposed: bool
+    ) -> torch.Tensor:
+        """scale · lowᵀ y (r, width), float32, from low (T, r) and y (T, width); or its transpose."""
+        rank, width = low.shape[1], y.shape[1]
+        found = torch.empty((width, rank) if transposed else (rank, width))
+        values = (low, low.stride(0), y, y.stride(0), *y.shape, rank, scale, int(transposed), found)
+        self._call("low_rank_gradient", *values)
+        return found
+
     def cross_entropy(self, logits: torch.Tensor, labels: torch.Tensor, factor: float) -> torch.Tensor:
         """(N,) float32: the losses of logits (N, V), which their gradients times `factor` replace, unless that is 0."""
         losses = torch.empty(logits.shape[0])
@@ -304,7 +327,7 @@ def place_rows(lengths: tuple[int, ...], heads: Heads, kernels: Kernels) -> Any:
 
     The function's threads divide the key-value heads of all rows among them, and torch's products divide a single one as well.
     """
-    if kernels.has_attention and heads.size % 32 == 0 and len(lengths) * heads.kv >= torch.get_num_threads():
+    if kernels.has_products and heads.size % 32 == 0 and len(lengths) * heads.kv >= torch.get_num_threads():
         return begins_of(lengths)
     return pack_rows(lengths, heads.kv, heads.window)
 

@@ -15,7 +15,7 @@ from peft.tuners.lora.layer import Linear as LoraLinear
 from unisono.config.schema import RopeSection
 from unisono.errors import ModelError
 from unisono.model.files import read_json_object
-from unisono.model.kernels import load_kernels
+from unisono.model.kernels import Kernels, load_kernels
 from unisono.model.quantization import adapted_layers, dequantized, state_of
 
 
@@ -41,7 +41,12 @@ class LoraProduct(torch.autograd.Function):
         down, up = (a * scaling).to(x.dtype), b.to(x.dtype)
         low = rows @ down.t()
         out = torch.nn.functional.linear(rows, _dense(weight, state, x.dtype), bias)
-        out.addmm_(low, up.t())
+        ctx.kernels = _kernels_of(rows, a, b)
+        if ctx.kernels is None:
+            out.addmm_(low, up.t())
+        else:
+            up = b.detach()
+            ctx.kernels.add_low_rank(low, up, out)
         ctx.save_for_backward(rows, low, weight, down, up)
         ctx.state, ctx.scaling, ctx.shape = state, scaling, x.shape
         ctx.dtypes = (a.dtype, b.dtype)
@@ -52,14 +57,32 @@ class LoraProduct(torch.autograd.Function):
         """The gradients of x, A and B."""
         rows, low, weight, down, up = ctx.saved_tensors
         d_out = grad.reshape(-1, grad.shape[-1])
-        d_low = d_out @ up
+        kernels = ctx.kernels
+        if kernels is None:
+            d_low = d_out @ up
+        else:
+            d_out, d_low = d_out.contiguous(), torch.empty_like(low)
+            kernels.project_low_rank(d_out, up, d_low)
         d_x = None
         if ctx.needs_input_grad[0]:
             d_x = d_out @ _dense(weight, ctx.state, d_out.dtype)
             d_x.addmm_(d_low, down)
             d_x = d_x.view(ctx.shape)
+        if kernels is not None:
+            d_a = kernels.low_rank_gradient(d_low, rows, ctx.scaling, transposed=False)
+            d_b = kernels.low_rank_gradient(low, d_out, 1.0, transposed=True)
+            return d_x, None, None, None, d_a, d_b, None
         d_a = (d_low.t() @ rows).to(ctx.dtypes[0]).mul_(ctx.scaling)
         return d_x, None, None, None, d_a, (d_out.t() @ low).to(ctx.dtypes[1]), None
+
+
+def _kernels_of(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Kernels | None:
+    """Those that have functions for these adapters."""
+    if x.dtype != torch.bfloat16 or x.is_cuda or {a.dtype, b.dtype} != {torch.float32}:
+        return None
+    kernels = load_kernels()
+    fits = kernels is not None and all(kernels.has_low_rank(len(a), n) for n in (x.shape[1], len(b)))
+    return kernels if fits else None
 
 
 def _dense(weight: torch.Tensor, state: Any, dtype: torch.dtype) -> torch.Tensor:
