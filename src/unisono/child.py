@@ -150,14 +150,15 @@ class _ModelsFinder:
         models = Path(path).parent
         if rest or more or models.name != "models":
             return self._scan(path, *rest, **more)
-        found = self._scan(
+        whole = self._scan(
             models, prefix="models"
         )  # as transformers calls it for itself; it remembers the result
         prefix = "models."  # the others are of transformers itself
-        return {
+        found = {
             needed: {name[len(prefix) :]: names for name, names in own.items() if name.startswith(prefix)}
-            for needed, own in found.items()
+            for needed, own in whole.items()
         }
+        return found if any(found.values()) else self._scan(path)  # of a version that gives names differently
 
 
 _SCAN = "define_import_structure"
