@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,13 @@ import torch.nn.functional as F  # noqa: N812 - the usual name
 from bench.workload import MODELS
 
 STEPS = 6
+EMBEDDINGS = " and embeddings"
 ARMS = {
     "bf16": (None, False),
     "nf4": ("nf4", False),
+    "nf4 and embeddings": ("nf4", False),
     "int8": ("int8", False),
+    "int8 and embeddings": ("int8", False),
     "gptq": (None, False),  # 4 bits, groups of 64 inputs, in the files
     "gptq, any order": (None, False),  # `desc_act`
     "nf4 by hand": ("nf4", True),
@@ -62,7 +66,9 @@ def resident(key: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def arm(model: Path, kind: str | None, batch: str, *, by_hand: bool) -> dict[str, Any]:
+def arm(
+    model: Path, kind: str | None, batch: str, *, by_hand: bool, embeddings: bool = False
+) -> dict[str, Any]:
     """Loads, trains a few steps on the same tokens, and measures."""
     rows, tokens, checkpointing = BATCHES[batch]
     import bitsandbytes
@@ -70,8 +76,9 @@ def arm(model: Path, kind: str | None, batch: str, *, by_hand: bool) -> dict[str
     import transformers
 
     before = resident("VmRSS")
-    make = build_by_hand if by_hand else build
+    make = build_by_hand if by_hand else partial(build, embeddings=embeddings)
     loss_of, trained, facts = make(model, kind, rows, tokens, checkpointing=checkpointing)
+    loaded_bytes = resident("VmHWM") - before
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name in sorted(trained):
@@ -94,6 +101,7 @@ def arm(model: Path, kind: str | None, batch: str, *, by_hand: bool) -> dict[str
     return {
         "losses": losses,
         "peak_bytes": peak,
+        "loading_peak_bytes": loaded_bytes,
         "cpu_seconds": statistics.median(seconds[1:]),
         "versions": versions,
         **facts,
@@ -103,7 +111,15 @@ def arm(model: Path, kind: str | None, batch: str, *, by_hand: bool) -> dict[str
 Built = tuple[Callable[[torch.Tensor], torch.Tensor], dict[str, torch.nn.Parameter], dict[str, Any]]
 
 
-def build(model: Path, kind: str | None, rows: int, tokens: int, *, checkpointing: bool) -> Built:
+def build(
+    model: Path,
+    kind: str | None,
+    rows: int,
+    tokens: int,
+    *,
+    checkpointing: bool,
+    embeddings: bool = False,
+) -> Built:
     """The model as unisono trains it."""
     from unisono.config import RunConfig
     from unisono.model.directory import locate_model
@@ -112,11 +128,13 @@ def build(model: Path, kind: str | None, rows: int, tokens: int, *, checkpointin
     from unisono.model.quantization import quantized_layers, scales_of, weight_bytes
 
     config = RunConfig.model_validate(
-        {"model": {"path": str(model), "quantize": kind}, "adapter": {"rank": 16}, "data": {"train": "-"}, "output_dir": "-"}
+        {"model": {"path": str(model), "quantize": kind, "quantize_embeddings": embeddings}, "adapter": {"rank": 16}, "data": {"train": "-"}, "output_dir": "-"}
     )  # fmt: skip
     loaded = load_for_training(
         config, directory=model, tokenizer_directory=locate_model("builtin:tiny"), dtype="bfloat16", device=torch.device("cpu")
     )  # fmt: skip
+    adapters = sum(p.numel() * 4 for p in loaded.trainable.values())
+    total = weight_bytes(loaded.model) - adapters  # before weights are joined with room for adapters
     forward = choose_forward(
         loaded, dtype="bfloat16", quick_adapter=True, gradient_checkpointing=checkpointing
     )
@@ -134,12 +152,11 @@ def build(model: Path, kind: str | None, rows: int, tokens: int, *, checkpointin
             count=len(labels),
         )
 
-    adapters = sum(p.numel() * 4 for p in loaded.trainable.values())
-    total = weight_bytes(loaded.model) - adapters
     packed = [layer.weight for _, layer in quantized_layers(loaded.model)]
     kept = {id(p): p for p in loaded.base.parameters() if not p.requires_grad}
     linear = [p for p in kept.values() if p.ndim == 2 and p.shape[0] != MODELS["m135"]["vocab_size"]]
-    linear_bytes = sum(t.numel() * t.element_size() for t in [*(packed or linear), *scales_of(loaded.model).values()])  # fmt: skip
+    scales = [t for name, t in scales_of(loaded.model).items() if "embed" not in name and "head" not in name]
+    linear_bytes = sum(t.numel() * t.element_size() for t in [*(packed or linear), *scales])
     return loss_of, loaded.trainable, {"weight_bytes": total, "linear_bytes": linear_bytes}
 
 
@@ -204,11 +221,12 @@ def summary(runs: dict[str, dict[str, list[dict[str, Any]]]]) -> dict[str, Any]:
                 for key in ("weight_bytes", "linear_bytes"):
                     row[key] = first[name][key]
                     row[f"{key}_to_bf16"] = first[name][key] / first["bf16"][key]
-            hand = first.get(f"{name} by hand")
+            hand_name = f"{name.removesuffix(EMBEDDINGS)} by hand"
+            hand = first.get(hand_name)
             if hand is not None:
                 pairs = zip(first[name]["losses"][:5], hand["losses"][:5], strict=True)
                 row["largest_relative_difference_to_by_hand"] = max(abs(a / b - 1) for a, b in pairs)
-                row["time_to_by_hand"] = found["cpu_seconds"] / medians[f"{name} by hand"]["cpu_seconds"]
+                row["time_to_by_hand"] = found["cpu_seconds"] / medians[hand_name]["cpu_seconds"]
             table[batch][name] = row
     return table
 
@@ -225,8 +243,9 @@ def main() -> None:
     torch.set_num_threads(1)
     if given.arm:
         kind, by_hand = ARMS[given.arm]
+        embeddings = given.arm.endswith(EMBEDDINGS)
         model = given.directory / (given.arm if given.arm.startswith("gptq") else "dense")
-        print(json.dumps(arm(model, kind, given.batch, by_hand=by_hand)))
+        print(json.dumps(arm(model, kind, given.batch, by_hand=by_hand, embeddings=embeddings)))
         return
     runs: dict[str, dict[str, list[dict[str, Any]]]] = {
         batch: {name: [] for name in ARMS} for batch in BATCHES

@@ -124,9 +124,12 @@ def test_the_first_screen_has_at_most_twelve_lines_and_each_thing_is_on_it(
 )
 def test_the_first_screen_shows_how_weights_are_quantized_and_used(*, quick: bool, words: str) -> None:
     given = plan(model={"path": "m", "quantize": "nf4"})
-    facts = given.model.model_copy(update={"quantized": "nf4", "quantized_double": True})
+    facts = given.model.model_copy(
+        update={"quantized": "nf4", "quantized_double": True, "quantized_embeddings": not quick}
+    )
     text = "\n".join(first_screen(given.model_copy(update={"model": facts}), {"quick": quick}))
-    assert f"nf4, scales quantized, computed in {given.dtype}" in text
+    embeddings = "" if quick else ", embeddings int8"
+    assert f"nf4, scales quantized{embeddings}, computed in {given.dtype}" in text
     assert words in text
 
 

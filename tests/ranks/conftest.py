@@ -52,7 +52,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "simpo": {"objective": "simpo", "data": {"eval": 0.2}, "duration": "8 steps"},
     "reward": {"objective": "reward", "data": {"packing": True, "eval": 0.2}, "duration": "8 steps"},
     "nf4": {"model": {"quantize": "nf4", "dtype": "float32"}, "duration": "4 steps"},
-    "int8": {"model": {"quantize": "int8", "dtype": "float32"}, "duration": "4 steps"},
+    "int8": {"model": {"quantize": "int8", "quantize_embeddings": True, "dtype": "float32"}, "duration": "4 steps"},
     "gptq": {"model": {"path": _GPTQ, "dtype": "float32"}, "duration": "4 steps"},
 }  # fmt: skip
 Key = TypeVar("Key")

@@ -62,11 +62,11 @@ def test_a_merged_model_is_dense_and_gives_the_logits_of_the_quantized_base_plus
     assert (_logits(unquantized) - wanted).abs().max() > 1e-2 * wanted.std(), "the base is the quantized one"
 
 
-def test_eval_and_generate_use_the_quantized_base(
+def test_eval_generate_and_export_use_the_quantized_base_with_its_embeddings(
     train_here: Train, model_dir: Path, rows_file: Path, tmp_path: Path, listening: Any
 ) -> None:
     run = train_here(
-        model={"path": str(model_dir), "dtype": "float32", "quantize": "int8"},
+        model={"path": str(model_dir), "dtype": "float32", "quantize": "int8", "quantize_embeddings": True},
         data={"train": str(rows_file), "eval": str(rows_file), "max_length": 64},
         eval={"every": None, "exact_match": True},
     )
@@ -80,8 +80,17 @@ def test_eval_and_generate_use_the_quantized_base(
     assert figures["loss"] == pytest.approx(run.result["eval"]["loss"], rel=1e-5)
     assert figures["exact_match"] == run.result["eval"]["exact_match"]
     opened = open_for_inference(str(run.directory), report=listening)
-    assert is_quantized(opened.forward.loaded.base)
+    base = opened.forward.loaded.base
+    assert is_quantized(base)
     assert opened.forward.quick
+    assert opened.forward.head == "chunked"
+    assert base.get_input_embeddings().weight.dtype == torch.int8
+    assert base.get_input_embeddings().weight is base.get_output_embeddings().weight
+    export.run({"target": str(run.directory), "out": str(tmp_path / "out"), "merge": True}, listening)
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert merged.get_input_embeddings().weight is merged.get_output_embeddings().weight
+    after = evaluate.run({**body, "target": str(tmp_path / "out")}, listening)["figures"]
+    assert after["loss"] == pytest.approx(figures["loss"], rel=1e-5)
 
 
 def test_files_that_are_quantized_already_are_evaluated_continued_and_merged(

@@ -24,7 +24,7 @@ from unisono.model.decoder import slow_down_layers
 from unisono.model.forward import Rows, choose_forward
 from unisono.model.kernels import load_kernels
 from unisono.model.load import LoadedModel, load_for_training
-from unisono.model.quantization import dequantized, is_quantized, weight_bytes
+from unisono.model.quantization import dequantized, is_quantized, times, times_transposed, weight_bytes
 from unisono.plan import Stream
 from unisono.plan.run_plan import packed_bytes
 from unisono.train.join import make_rank_report
@@ -54,11 +54,15 @@ def _rows(run: Any) -> Rows:
     return load_micro(table, [0, 1], torch.device("cpu"))[0].rows
 
 
-def _by_hand(run: Any, settings: transformers.BitsAndBytesConfig, dtype: torch.dtype) -> list[float]:
-    """The losses of peft and bitsandbytes: their own layers, each row alone, torch's cross entropy and AdamW."""
+def _by_hand(
+    run: Any, settings: transformers.BitsAndBytesConfig, dtype: torch.dtype, table: torch.Tensor | None = None
+) -> list[float]:
+    """The losses of peft and bitsandbytes: their own layers, each row alone, torch's cross entropy and AdamW; `table` replaces the embedding."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
         run.plan.model.directory, quantization_config=settings, dtype=dtype, device_map={"": "cpu"}
     )
+    if table is not None:
+        model.get_input_embeddings().weight.data = table
     adapter = run.plan.config.adapter
     wanted = peft.LoraConfig(
         r=adapter.rank, lora_alpha=adapter.alpha, target_modules="all-linear", task_type="CAUSAL_LM",
@@ -122,6 +126,57 @@ def test_five_steps_have_the_losses_of_peft_and_bitsandbytes(
     assert run.losses[-1] < run.losses[0], "it trains"
 
 
+def test_quantized_embeddings_are_computed_with_as_if_the_files_had_their_values(train_here: Train) -> None:
+    run = train_here(
+        model={"quantize": "nf4", "quantize_embeddings": True},
+        data={"packing": False},
+        batch={"global": 4},
+        optim=_CONSTANT,
+        duration="5 steps",
+    )
+    (ready,) = run.of_kind("ready")
+    assert ready["facts"]["quick"]
+    embedding = _loaded(run).base.get_input_embeddings()
+    table = embedding.dense(torch.float32)
+    settings = _four_bits("nf4", torch.float32)
+    assert run.losses == pytest.approx(_by_hand(run, settings, torch.float32, table.data), rel=1e-5)
+    assert run.losses == pytest.approx(_by_hand(run, settings, torch.float32), rel=2e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_with_a_head_in_blocks_are_those_with_all_of_it(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    packed = torch.randint(-127, 128, (2500, 24), dtype=torch.int8, generator=generator)
+    scale = torch.rand(2500, generator=generator)
+    x, grad = (torch.randn(5, size, generator=generator).to(dtype) for size in (24, 2500))
+    dense = dequantized(packed, scale, dtype)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    close = {"rtol": tolerance, "atol": tolerance * 10}
+    assert torch.allclose(times_transposed(x, packed, scale), x @ dense.t(), **close)
+    assert torch.allclose(times(grad, packed, scale), grad @ dense, **close)
+
+
+def test_a_row_of_zeros_stays_zero_and_the_others_are_within_half_a_step(
+    train_here: Train, model_dir: Path, tmp_path: Path
+) -> None:
+    stored = tmp_path / "zeros"
+    shutil.copytree(model_dir, stored)
+    model = transformers.AutoModelForCausalLM.from_pretrained(stored)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[7] = 0
+    model.save_pretrained(stored)
+    run = train_here(
+        model={"path": str(stored), "quantize": "nf4", "quantize_embeddings": True}, duration="1 steps"
+    )
+    loaded = _loaded(run)
+    table = loaded.base.get_input_embeddings()
+    wanted, found = model.get_input_embeddings().weight.detach(), table.dense(torch.float32)
+    assert not found[7].any()
+    assert ((found - wanted).abs() <= wanted.abs().amax(1, keepdim=True) / 127 * 0.501).all()
+    assert table.weight is loaded.base.get_output_embeddings().weight, "tied weights are quantized once"
+    assert loaded.parameters - loaded.trainable_parameters == run.plan.model.parameters
+
+
 class _Dense(TorchDispatchMode):
     """Counts the dequantized weights that exist at the same time."""
 
@@ -142,7 +197,7 @@ class _Dense(TorchDispatchMode):
 def test_a_flipped_bit_in_packed_weights_or_scales_changes_the_digest_that_ranks_compare(
     train_here: Train,
 ) -> None:
-    run = train_here(model={"quantize": "nf4"}, duration="1 steps")
+    run = train_here(model={"quantize": "nf4", "quantize_embeddings": True}, duration="1 steps")
     loaded = _loaded(run)
     layer = loaded.base.model.layers[1].mlp.up_proj.base_layer
 
@@ -157,7 +212,9 @@ def test_a_flipped_bit_in_packed_weights_or_scales_changes_the_digest_that_ranks
         ).frozen_values_digest  # fmt: skip
 
     before = digest()
-    for tensor in (layer.weight.data, layer.quant_state.absmax, layer.quant_state.state2.absmax):
+    table = loaded.base.get_input_embeddings()
+    packed = (layer.weight.data, layer.quant_state.absmax, layer.quant_state.state2.absmax)
+    for tensor in (*packed, table.weight.data, table.scale):
         tensor.view(torch.uint8).view(-1)[3] ^= 1
         assert digest() != before
         tensor.view(torch.uint8).view(-1)[3] ^= 1
@@ -232,9 +289,12 @@ def test_an_evaluation_changes_nothing_in_training(train_here: Train, rows_file:
     assert evaluated.losses == plain.losses
 
 
-def test_a_resumed_run_is_bit_equal_and_its_checkpoint_says_what_it_was_trained_on(train_here: Train) -> None:
+@pytest.mark.parametrize("embeddings", [False, True])
+def test_a_resumed_run_is_bit_equal_and_its_checkpoint_says_what_it_was_trained_on(
+    train_here: Train, *, embeddings: bool
+) -> None:
     common: dict[str, Any] = {
-        "model": {"quantize": "nf4"},
+        "model": {"quantize": "nf4", "quantize_embeddings": embeddings},
         "checkpoint": {"every": "3 steps"},
         "optim": {"lr": 1e-2},
     }
@@ -245,7 +305,8 @@ def test_a_resumed_run_is_bit_equal_and_its_checkpoint_says_what_it_was_trained_
     assert all(torch.equal(resumed.weights()[name], tensor) for name, tensor in straight.weights().items())
     assert set(straight.weights()) == {name for name in straight.weights() if "lora_" in name}
     assert not [m for m in resumed.of_kind("warning") if m["code"] == "quantized_differently"]
-    other = train_here(**{**common, "model": {"quantize": "fp4"}}, resume=(3, path))
+    changed = {"quantize": "nf4" if embeddings else "fp4"}
+    other = train_here(**{**common, "model": changed}, resume=(3, path))
     (warning,) = [m for m in other.of_kind("warning") if m["code"] == "quantized_differently"]
     assert "differ from those that the checkpoint was trained on" in warning["text"]
 
@@ -274,6 +335,7 @@ def test_files_that_are_quantized_already_train_like_those_quantized_on_loading(
     assert run.losses == train_here(model={"quantize": "nf4"}).losses
     for settings, what in (
         ({"model": {"quantize": "int8"}}, "already quantized as nf4"),
+        ({"model": {"quantize": "nf4", "quantize_embeddings": True}}, "already quantized as nf4"),
         ({"adapter": None}, "cannot be trained themselves"),
         ({"adapter": {"init": "pissa"}}, "cannot be changed"),
     ):
@@ -282,9 +344,13 @@ def test_files_that_are_quantized_already_train_like_those_quantized_on_loading(
             train_here(**sections)
 
 
-@pytest.mark.parametrize("kind", ["nf4", "int8"])
-def test_the_weights_take_the_memory_of_the_estimate(train_here: Train, kind: str) -> None:
-    run = train_here(model={"quantize": kind, "dtype": "bfloat16"}, duration="1 steps")
+@pytest.mark.parametrize(("kind", "embeddings"), [("nf4", False), ("nf4", True), ("int8", False)])
+def test_the_weights_take_the_memory_of_the_estimate(
+    train_here: Train, kind: str, *, embeddings: bool
+) -> None:
+    run = train_here(
+        model={"quantize": kind, "quantize_embeddings": embeddings, "dtype": "bfloat16"}, duration="1 steps"
+    )
     base = _loaded(run)
     assert is_quantized(base.base)
     adapters = sum(4 * p.numel() for p in base.trainable.values())
@@ -311,13 +377,24 @@ def test_the_files_do_not_stay_in_memory_beside_the_quantized_weights(
         ({"adapter": None}, "model.quantize: nf4 weights cannot be trained themselves; set `adapter: {kind: lora}`"),
         ({"adapter": {"init": "pissa"}}, "adapter.init: it changes the base weights"),
         ({"adapter": {"merge": ["other"]}}, "adapter.merge: it changes the base weights"),
+        ({"model": {"quantize": None}}, "model.quantize_embeddings: embeddings are quantized only if the linear layers are; set `model.quantize: nf4`"),
+        ({"model": {"resize_vocabulary": True}}, "model.resize_vocabulary: it trains embedding and head, which are quantized"),
     ],
 )  # fmt: skip
 def test_a_config_that_contradicts_quantized_weights_is_refused(
     train_here: Train, sections: dict[str, Any], wanted: str
 ) -> None:
+    model = {"quantize": "nf4", "quantize_embeddings": True, **sections.get("model", {})}
     with pytest.raises(ValueError, match="(?s)" + wanted.replace("{", r"\{")):
-        train_here(model={"quantize": "nf4"}, **sections)
+        train_here(**{**sections, "model": model})
+
+
+def test_a_quantized_embedding_cannot_be_trained(train_here: Train) -> None:
+    with pytest.raises(ModelError, match="embed_tokens is quantized, and cannot be trained"):
+        train_here(
+            model={"quantize": "nf4", "quantize_embeddings": True},
+            adapter={"modules_to_save": ["embed_tokens"]},
+        )
 
 
 @pytest.mark.parametrize("version", [None, "0.49.1"])

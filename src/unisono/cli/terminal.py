@@ -268,9 +268,10 @@ def _model(plan: RunPlan) -> str:
 
 
 def _quantized(plan: RunPlan) -> str:
-    """E.g. `nf4, scales quantized, computed in bfloat16`."""
+    """E.g. `nf4, scales quantized, embeddings int8, computed in bfloat16`."""
     compute = plan.config.model.quantize_compute
     double = ", scales quantized" if plan.model.quantized_double else ""
+    double += ", embeddings int8" if plan.model.quantized_embeddings else ""
     return f"{plan.model.quantized}{double}, computed in {plan.dtype if compute == 'auto' else compute}"
 
 

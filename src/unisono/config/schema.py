@@ -97,6 +97,11 @@ class ModelSection(Section):
     quantize_double: bool = Field(
         default=True, description="with nf4 and fp4: quantize the scales of blocks of weights, too"
     )
+    quantize_embeddings: bool = Field(
+        default=False,
+        description="with `quantize`: keep embedding and head in 8 bits, too, with a scale for each token; peft and bitsandbytes alone have"
+        " them in 16",
+    )
     quantize_compute: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto",
         description="dtype that quantized weights are dequantized to, and of the products with them; auto: `dtype`",
@@ -756,8 +761,14 @@ def _picture_contradictions(config: RunConfig) -> list[str]:
 def _quantization_contradictions(config: RunConfig) -> list[str]:
     """The keys that do not go with quantized weights."""
     kind, adapter = config.model.quantize, config.adapter
+    embeddings = config.model.quantize_embeddings
     if kind is None:
-        return []
+        alone = "embeddings are quantized only if the linear layers are"
+        return (
+            [f"model.quantize_embeddings: {alone}; set `model.quantize: nf4`, or remove it"]
+            if embeddings
+            else []
+        )
     if adapter is None:
         return [
             f"model.quantize: {kind} weights cannot be trained themselves; set `adapter: {{kind: lora}}`, or `model.quantize: null`"
@@ -767,6 +778,10 @@ def _quantization_contradictions(config: RunConfig) -> list[str]:
         (
             adapter.init == "pissa",
             f"adapter.init: {changed}; set `adapter.init: default`, or `model.quantize: null`",
+        ),
+        (
+            embeddings and config.model.resize_vocabulary,
+            "model.resize_vocabulary: it trains embedding and head, which are quantized; set `model.quantize_embeddings: false`, or remove it",
         ),
         (
             bool(adapter.merge),

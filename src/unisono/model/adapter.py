@@ -21,6 +21,7 @@ from unisono.child import without_bitsandbytes
 from unisono.config.schema import AdapterSection
 from unisono.errors import ModelError
 from unisono.model.file_settings import ADAPTER_FILE, StoredAdapter, find_adapters
+from unisono.model.quantization import Table
 from unisono.text import library_words, nearest
 
 _PREFIX = "base_model.model."  # of peft's names
@@ -165,6 +166,14 @@ def _check_modules_to_save(base: torch.nn.Module, names: list[str]) -> None:
             where="adapter.modules_to_save",
             fix=f"did you mean {near!r}?" if near else f"one of {', '.join(sorted(ends)[:12])}",
         )
+    wanted = {name.rpartition(".")[2] for name in names}
+    for name, module in base.named_modules():
+        if isinstance(module, Table) and name.rpartition(".")[2] in wanted:
+            raise ModelError.of(
+                f"{name} is quantized, and cannot be trained",
+                where="adapter.modules_to_save",
+                fix="set model.quantize_embeddings: false, or remove it from adapter.modules_to_save",
+            )
 
 
 def _lora_layers(model: torch.nn.Module) -> dict[str, Any]:

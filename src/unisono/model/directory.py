@@ -279,7 +279,13 @@ def inspect_model(
 
 
 def _quantized_facts(quantized: Quantization | None) -> dict[str, Any]:
-    return {} if quantized is None else {"quantized": quantized.kind, "quantized_double": quantized.double}
+    if quantized is None:
+        return {}
+    return {
+        "quantized": quantized.kind,
+        "quantized_double": quantized.double,
+        "quantized_embeddings": quantized.embeddings,
+    }
 
 
 def _read_adapters(

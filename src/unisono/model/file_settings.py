@@ -213,12 +213,14 @@ class Quantization:
         double: whether the scales of blocks are quantized, too.
         stored: whether the model's files have quantized weights; if not, weights are quantized when they are loaded.
         layout: of files of GPTQ and AWQ, one of LAYOUTS.
+        embeddings: whether embedding and head are in int8, too.
     """
 
     kind: Kind
     double: bool
     stored: bool
     layout: str = ""
+    embeddings: bool = False
 
     @property
     def by_bitsandbytes(self) -> bool:
@@ -243,13 +245,20 @@ def quantization_of(section: ModelSection, directory: Path, settings: dict[str, 
             return None
         _require_libraries(f"model.quantize: {section.quantize}")
         double = section.quantize_double and section.quantize != "int8"
-        return Quantization(section.quantize, double, stored=False)
+        return Quantization(section.quantize, double, stored=False, embeddings=section.quantize_embeddings)
     if section.quantize not in (None, stored.kind):
         raise ModelError.of(
             f"the weights in {directory} are already quantized as {stored.kind}",
             where=f"model.quantize: {section.quantize}",
             why="quantized weights are not quantized again",
             fix="set model.quantize: null, or use the model's original files",
+        )
+    if section.quantize_embeddings:
+        raise ModelError.of(
+            f"the weights in {directory} are already quantized as {stored.kind}",
+            where="model.quantize_embeddings: true",
+            why="their embedding and head are left as they are in the files",
+            fix="set model.quantize_embeddings: false, or use the model's original files",
         )
     return stored
 

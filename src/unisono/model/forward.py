@@ -38,6 +38,7 @@ from unisono.model.layers import (
     speed_up_lora,
 )
 from unisono.model.load import DTYPES, SCORE, LoadedModel
+from unisono.model.quantization import PackedHead, times_transposed
 
 Layout = Literal["flat", "padded"]
 Head = Literal["chunked", "model"]
@@ -120,8 +121,10 @@ class Forward:
         how: Any = {"count": count, "smoothing": smoothing}
         with self._precision(), self._noise(rows):
             if self.head == "chunked":
-                weight = _head_of(self.loaded.base).weight
-                return head_loss(self._hidden(rows), weight, rows.labels, dtype=self.dtype, **how)
+                weight, scale = _head_matrix(self.loaded.base)
+                return head_loss(
+                    self._hidden(rows), weight, rows.labels, dtype=self.dtype, scale=scale, **how
+                )
             return logits_loss(self._logits(rows), rows.labels, **how)
 
     def log_probs(self, rows: Rows) -> torch.Tensor:
@@ -131,8 +134,8 @@ class Forward:
     def _log_probs(self, rows: Rows) -> torch.Tensor:
         with self._precision(), self._noise(rows):
             if self.head == "chunked":
-                weight = _head_of(self.loaded.base).weight
-                return head_log_probs(self._hidden(rows), weight, rows.labels, dtype=self.dtype)
+                weight, scale = _head_matrix(self.loaded.base)
+                return head_log_probs(self._hidden(rows), weight, rows.labels, dtype=self.dtype, scale=scale)
             return logits_log_probs(self._logits(rows), rows.labels)
 
     def scores(self, rows: Rows) -> torch.Tensor:
@@ -366,13 +369,16 @@ def _try_head(forward: Forward, wanted: torch.Tensor) -> None:
     settings = forward.loaded.base.config.get_text_config()
     # With small logits the test below would not detect that they are capped.
     capped = getattr(settings, "final_logit_softcapping", None) is not None
-    if type(head) is not torch.nn.Linear or head.bias is not None or capped:
+    plain = isinstance(head, PackedHead) or (type(head) is torch.nn.Linear and head.bias is None)
+    if not plain or capped:
         forward.why = "its head is more than one matrix"
         return
     rows = _probe_rows(forward.loaded.base, first=11)
     with forward._precision():  # noqa: SLF001 - same module
         hidden = forward._hidden(rows)  # noqa: SLF001
-        logits = (hidden.to(forward.dtype) @ head.weight.t().to(forward.dtype)).float()
+        weight, scale = _head_matrix(forward.loaded.base)
+        weight = weight.to(forward.dtype) if scale is None else weight
+        logits = times_transposed(hidden.to(forward.dtype), weight, scale).float()
     if _alike(logits, wanted, forward.dtype):
         forward.head = "chunked"
     else:
@@ -382,6 +388,12 @@ def _try_head(forward: Forward, wanted: torch.Tensor) -> None:
 def _head_of(base: Any) -> Any:
     """The head, or what peft trains in its place."""
     return _trained(base.get_output_embeddings())
+
+
+def _head_matrix(base: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The head's weight (V, E), and the scales (V,) of one in int8."""
+    head = _head_of(base)
+    return head.weight, head.scale if isinstance(head, PackedHead) else None
 
 
 def _trained(head: Any) -> Any:

@@ -16,7 +16,7 @@ from unisono.config.schema import RopeSection
 from unisono.errors import ModelError
 from unisono.model.files import read_json_object
 from unisono.model.kernels import Kernels, load_kernels
-from unisono.model.quantization import adapted_layers, dequantized, state_of
+from unisono.model.quantization import adapted_layers, dequantized, state_of, times, times_transposed
 
 
 class LoraProduct(torch.autograd.Function):
@@ -154,7 +154,9 @@ def _forward_of_quantized(layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any
     return out.to(x.dtype)
 
 
-_CHUNK = 128  # rows of logits in memory at a time; N × V logits at once cost 10 to 30 % of a step and most of its memory
+# Rows of logits in memory at a time; N × V logits at once cost 10 to 30 % of a step and most of its memory. A head in int8 is dequantized once
+# more for each chunk, a tenth of the time of its products on a CPU; with twice as many rows the step at 135 M parameters needs 13 MB more.
+_CHUNK = 128
 
 
 _TRAINED_CHUNK = 256  # where the head is trained, too: its gradient is in memory once for each chunk
@@ -172,29 +174,33 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         ctx: Any,
         hidden: torch.Tensor,
         weight: torch.Tensor,
+        scale: torch.Tensor | None,
         labels: torch.Tensor,
         count: int,
         smoothing: float,
     ) -> torch.Tensor:
-        """hidden (N, E), weight (V, E), labels (N,) int64 → the loss, a float32 scalar; products in the dtype of `hidden`."""
+        """hidden (N, E), weight (V, E), labels (N,) int64 → the loss, a float32 scalar; products in the dtype of `hidden`.
+
+        `scale` (V,) is that of a weight in int8, else None.
+        """
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         d_hidden = torch.empty_like(hidden) if needs_hidden else None
         d_weight = torch.empty_like(weight, dtype=torch.float32) if needs_weight else None
         ctx.weight_dtype = weight.dtype
-        weight = weight.to(hidden.dtype)
+        weight = weight.to(hidden.dtype) if scale is None else weight
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         needs_gradient = needs_hidden or needs_weight
         chunk = _CHUNK if d_weight is None else _TRAINED_CHUNK
         for first in range(0, hidden.shape[0], chunk):
             rows, wanted = hidden[first : first + chunk], labels[first : first + chunk]
             losses, d_logits = _losses(
-                rows @ weight.t(), wanted, count, smoothing, needs_gradient=needs_gradient
+                times_transposed(rows, weight, scale), wanted, count, smoothing, needs_gradient=needs_gradient
             )
             total += losses.sum()
             if not needs_gradient:
                 continue
             if d_hidden is not None:
-                torch.mm(d_logits, weight, out=d_hidden[first : first + chunk])
+                d_hidden[first : first + chunk] = times(d_logits, weight, scale)
             if d_weight is not None:
                 _add_product(d_weight, d_logits, rows, is_first=first == 0)
             del d_logits  # before the next chunk is computed
@@ -213,6 +219,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         return (
             None if d_hidden is None else d_hidden * grad.to(d_hidden.dtype),
             None if d_weight is None else d_weight.mul_(grad).to(ctx.weight_dtype),
+            None,
             None,
             None,
             None,
@@ -265,18 +272,21 @@ class ChunkedLogProbs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """hidden (N, E), weight (V, E), labels (N,) int64 → (N,) float32."""
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, labels: torch.Tensor
+    ) -> torch.Tensor:
+        """hidden (N, E), weight (V, E), labels (N,) int64 → (N,) float32. `scale` (V,) is that of a weight in int8, else None."""
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         found = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         d_hidden = torch.empty_like(hidden) if needs_hidden and not needs_weight else None
         for first in range(0, hidden.shape[0], _CHUNK):
             part = slice(first, first + _CHUNK)
-            logits, wanted = (hidden[part] @ weight.t()).float(), labels[part, None]
+            logits, wanted = times_transposed(hidden[part], weight, scale).float(), labels[part, None]
             normaliser = torch.logsumexp(logits, dim=1, keepdim=True)
             found[part] = (logits.gather(1, wanted) - normaliser)[:, 0]
             if d_hidden is not None:
-                torch.mm(_d_logits(logits, normaliser, wanted).to(weight.dtype), weight, out=d_hidden[part])
+                d_logits = _d_logits(logits, normaliser, wanted).to(hidden.dtype)
+                d_hidden[part] = times(d_logits, weight, scale)
         ctx.recomputes = needs_weight
         if needs_weight:
             ctx.save_for_backward(hidden, weight, labels)
@@ -289,7 +299,7 @@ class ChunkedLogProbs(torch.autograd.Function):
         """The gradients for the incoming ones, (N,)."""
         if not ctx.recomputes:
             (d_hidden,) = ctx.saved_tensors
-            return d_hidden * grad[:, None].to(d_hidden.dtype), None, None
+            return d_hidden * grad[:, None].to(d_hidden.dtype), None, None, None
         hidden, weight, labels = ctx.saved_tensors
         d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
@@ -302,7 +312,7 @@ class ChunkedLogProbs(torch.autograd.Function):
             if d_hidden is not None:
                 torch.mm(d_logits, weight, out=d_hidden[part])
             _add_product(d_weight, d_logits, hidden[part], is_first=False)
-        return d_hidden, d_weight.to(weight.dtype), None
+        return d_hidden, d_weight.to(weight.dtype), None, None
 
 
 def _d_logits(logits: torch.Tensor, normaliser: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
@@ -312,10 +322,16 @@ def _d_logits(logits: torch.Tensor, normaliser: torch.Tensor, wanted: torch.Tens
 
 
 def head_log_probs(
-    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, *, dtype: torch.dtype
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    dtype: torch.dtype,
+    scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """(N,) float32: log-probabilities of labels (N,) from hidden states (N, E) under a linear head (V, E); products in `dtype`."""
-    found: torch.Tensor = ChunkedLogProbs.apply(hidden.to(dtype), weight.to(dtype), labels)
+    weight = weight.to(dtype) if scale is None else weight
+    found: torch.Tensor = ChunkedLogProbs.apply(hidden.to(dtype), weight, scale, labels)
     return found
 
 
@@ -327,11 +343,15 @@ def head_loss(
     count: int,
     dtype: torch.dtype,
     smoothing: float = 0.0,
+    scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The loss of hidden states (N, E) under a linear head (V, E), as a float32 scalar; products in `dtype`."""
+    """The loss of hidden states (N, E) under a linear head (V, E), as a float32 scalar; products in `dtype`.
+
+    `scale` (V,) is that of a head in int8.
+    """
     if not torch.is_grad_enabled():
         weight = weight.detach()  # its gradient would be computed in the forward pass
-    return ChunkedCrossEntropy.apply(hidden.to(dtype), weight, labels, count, smoothing)
+    return ChunkedCrossEntropy.apply(hidden.to(dtype), weight, scale, labels, count, smoothing)
 
 
 def logits_log_probs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -25,10 +25,11 @@ from unisono.model.layers import scale_rope
 from unisono.model.quantization import (
     QuantizedLoad,
     count_parameters,
-    quantized_layers,
+    packed_weights,
     quantized_load,
     scales_of,
     set_products,
+    without_heap,
 )
 from unisono.text import library_words, nearest
 
@@ -224,7 +225,10 @@ def load_base(
             _check_head(directory, model, reward=reward)
             return model.to(dtype)
         loading = quantized.options(directory, settings) if quantized else {}
-        with _quiet() if reward else contextlib.nullcontext():  # the missing head is no news
+        with (
+            _quiet() if reward else contextlib.nullcontext(),  # the missing head is no news
+            without_heap() if quantized else contextlib.nullcontext(),
+        ):
             model, info = auto.from_pretrained(
                 str(directory),
                 config=settings,
@@ -289,7 +293,7 @@ def set_pad_token(base: Any, tokenizer: Any) -> None:
 def odd_parameters(model: torch.nn.Module) -> list[str]:
     """Names of the parameters with NaN or infinite values; of sharded parameters this rank's part is checked."""
     found = []
-    packed = {f"{name}.weight" for name, _ in quantized_layers(model)}  # their bytes are not numbers
+    packed = packed_weights(model)
     numbers = {name: p for name, p in model.named_parameters() if name not in packed}
     for name, parameter in {**numbers, **scales_of(model)}.items():
         values = parameter.detach()

@@ -1,12 +1,14 @@
-"""Base models with quantized linear layers (QLoRA, arXiv:2305.14314): loading, products with their weights, merging.
+"""Base models with quantized linear layers (QLoRA, arXiv:2305.14314) and embeddings: loading, products with their weights, merging.
 
-Letters: T tokens, W (out, in) a base weight, A (r, in) and B (out, r) of its adapter, s the adapter's scaling.
+Letters: T tokens, W (out, in) a base weight, A (r, in) and B (out, r) of its adapter, s the adapter's scaling; of embedding and head V
+vocabulary, E hidden size.
 
 A quantized weight is dequantized for each product, in the forward pass and again in the backward pass, and freed before the next one: at
 most one weight exists in full. `forward` of bitsandbytes is not used: in evaluation mode on a CPU with AVX512-BF16, bitsandbytes 0.50 packs
 the weights in memory differently, and later products with them have no gradient.
 """
 
+import contextlib
 import ctypes
 import types
 from collections.abc import Iterator
@@ -28,6 +30,9 @@ _LARGEST_INT8 = 127.0
 _READER = "unisono_grouped"  # our name among the methods of transformers
 _AT_A_TIME = 1 << 18  # weights of which all steps are done before the next ones on a CPU, in its cache
 _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where in 32 bits the weights of eight outputs are
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+_ROWS = 1024  # of an embedding that are dequantized at a time: their bfloat16 copy stays in a CPU's cache
+_ROWS_ON_GPU = 16_384  # fewer kernels; not measured
 
 
 @dataclass(frozen=True)
@@ -100,6 +105,23 @@ def quantized_load(
     return QuantizedLoad(how, getattr(torch, dtype if compute == "auto" else compute), device)
 
 
+@contextlib.contextmanager
+def without_heap() -> Iterator[None]:
+    """A context in which glibc gives each tensor above 1 MB memory of its own, and returns it to the system when it is freed.
+
+    While a model is quantized, parts of freed weights stay in the heap between what lives on: at 135 M parameters up to 500 MB, differently
+    in each run. Afterwards the heap is used again, which is faster, with the thresholds that glibc finds for itself after large tensors.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    set_threshold = mallopt or (lambda _name, _bytes: 0)
+    set_threshold(_M_MMAP_THRESHOLD, 1 << 20)
+    try:
+        yield
+    finally:
+        set_threshold(_M_MMAP_THRESHOLD, 32 << 20)
+        set_threshold(_M_TRIM_THRESHOLD, 64 << 20)
+
+
 def set_products(model: torch.nn.Module, load: QuantizedLoad, *, where: str) -> None:
     """Replaces the forward of the quantized layers by `DequantizedProduct`.
 
@@ -127,6 +149,8 @@ def set_products(model: torch.nn.Module, load: QuantizedLoad, *, where: str) -> 
             state.dtype = load.compute
         layer.compute_dtype = load.compute
         layer.forward = types.MethodType(_forward, layer)
+    if load.how.embeddings:
+        _pack_embeddings(model)
     if not load.how.stored:
         _release_files(model)
 
@@ -182,7 +206,12 @@ def scales_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         if state.nested:
             found[f"{name}.weight.nested_absmax"] = state.state2.absmax
             found[f"{name}.weight.nested_offset"] = state.offset
-    return found
+    return found | {f"{name}.weight.scale": table.scale for name, table in _tables(model)}
+
+
+def packed_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The quantized weights as they are stored, by name: bytes, not numbers."""
+    return {f"{name}.weight": module.weight for name, module in [*quantized_layers(model), *_tables(model)]}
 
 
 def weight_bytes(model: torch.nn.Module) -> int:
@@ -447,6 +476,126 @@ def _put_grouped_layers(model: Any, directory: Path, how: Quantization) -> None:
         model.set_submodule(name, GroupedLinear(layer, shape))
 
 
+# ---- embedding and head in 8 bits
+
+
+class Table(torch.nn.Module):
+    """An embedding or a head (V, E) in int8 with one scale for each token: the largest value of its row, (V,) float32.
+
+    Quantized by unisono, not by bitsandbytes, whose function divides by 0 for a row of zeros and needs float16 on a GPU.
+    """
+
+    def __init__(self, weight: torch.nn.Parameter, scale: torch.Tensor, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = weight
+        self.scale: torch.Tensor
+        self.register_buffer("scale", scale, persistent=False)
+        self.dtype = dtype
+
+    def dense(self, dtype: torch.dtype) -> torch.nn.Parameter:
+        """(V, E): the values that are computed with."""
+        return torch.nn.Parameter(
+            dequantized(self.weight, self.scale, self.dtype).to(dtype), requires_grad=False
+        )
+
+
+class PackedEmbedding(Table):
+    """Embeds with a table."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """ids (…) int64 → (…, E); only the rows of these tokens are dequantized."""
+        flat = ids.flatten()
+        return dequantized(self.weight[flat], self.scale[flat], self.dtype).view(*ids.shape, -1)
+
+
+class PackedHead(Table):
+    """The logits by a table, for what does not compute them in chunks."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x (…, E) → (…, V)."""
+        rows = x.reshape(-1, x.shape[-1]).to(self.dtype)
+        logits: torch.Tensor = _TableProduct.apply(rows, self.weight, self.scale)
+        return logits.view(*x.shape[:-1], -1)
+
+
+class _TableProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(weight, scale)
+        return times_transposed(x, weight, scale)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return times(grad, *ctx.saved_tensors), None, None
+
+
+def times_transposed(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """x (n, E) times the transposed head (V, E) → (n, V); one in int8 is dequantized in blocks of tokens of the vocabulary."""
+    if scale is None:
+        return x @ weight.t()
+    found = x.new_empty(len(x), len(weight))
+    size = _ROWS_ON_GPU if x.is_cuda else _ROWS
+    for out, packed, of_rows in zip(found.split(size, 1), weight.split(size), scale.split(size), strict=True):
+        torch.mm(x, dequantized(packed, of_rows, x.dtype).t(), out=out)
+    return found
+
+
+def times(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """x (n, V) times the head (V, E) → (n, E); blocks of one in int8 are added up in float32."""
+    if scale is None:
+        return x @ weight
+    total = x.new_zeros(len(x), weight.shape[1], dtype=torch.float32)
+    size = _ROWS_ON_GPU if x.is_cuda else _ROWS
+    for columns, packed, of_rows in zip(x.split(size, 1), weight.split(size), scale.split(size), strict=True):
+        total += columns @ dequantized(packed, of_rows, x.dtype)
+    return total.to(x.dtype)
+
+
+def _tables(model: torch.nn.Module) -> Iterator[tuple[str, Table]]:
+    for name, module in model.named_modules():
+        if isinstance(module, Table):
+            yield name, module
+
+
+def _pack_embeddings(model: Any) -> None:
+    """Replaces embedding and head by tables in int8; tied ones share theirs.
+
+    Raises:
+        ModelError: if one is more than a matrix.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    made: dict[int, tuple[torch.nn.Parameter, torch.Tensor]] = {}
+    for module, plain, kind in (
+        (model.get_input_embeddings(), torch.nn.Embedding, PackedEmbedding),
+        (model.get_output_embeddings(), torch.nn.Linear, PackedHead),  # None in a reward model
+    ):
+        if module is None:
+            continue
+        if type(module) is not plain or getattr(module, "bias", None) is not None:
+            raise ModelError.of(
+                f"{names[id(module)]} of this model cannot be quantized",
+                where="model.quantize_embeddings: true",
+                why=f"it is more than one matrix: {module}",
+                fix="set model.quantize_embeddings: false",
+            )
+        weight = module.weight
+        if id(weight) not in made:
+            made[id(weight)] = _in_eight_bits(weight.data)
+        model.set_submodule(names[id(module)], kind(*made[id(weight)], weight.dtype))
+
+
+def _in_eight_bits(weight: torch.Tensor) -> tuple[torch.nn.Parameter, torch.Tensor]:
+    """(V, E) int8 and the scales (V,) of a matrix."""
+    packed = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+    scale = torch.empty(len(weight), device=weight.device)
+    for rows, to, of_rows in zip(weight.split(_ROWS), packed.split(_ROWS), scale.split(_ROWS), strict=True):
+        wide = rows.float()
+        of_rows.copy_(wide.abs().amax(1))
+        factor = _LARGEST_INT8 / of_rows.clamp_min(torch.finfo(torch.float32).tiny)  # a row of zeros stays 0
+        to.copy_(wide.mul_(factor[:, None]).round_())
+    return torch.nn.Parameter(packed, requires_grad=False), scale
+
+
 # ---- the dense model that a quantized one computes with
 
 
@@ -471,6 +620,18 @@ def make_dense(model: Any, base: Any, *, dtype: torch.dtype) -> None:
         if layer.bias is not None:
             dense.bias = layer.bias
         model.set_submodule(names[id(layer if around is None else around)], dense)
+    dense_of: dict[int, torch.nn.Parameter] = {}  # tied ones stay tied
+    for name, table in list(_tables(model)):
+        weight = dense_of.setdefault(id(table.weight), table.dense(dtype))
+        with torch.device("meta"):
+            shape = tuple(weight.shape)
+            plain = (
+                torch.nn.Embedding(*shape)
+                if isinstance(table, PackedEmbedding)
+                else torch.nn.Linear(*shape[::-1], bias=False)
+            )
+        plain.weight = weight
+        model.set_submodule(name, plain)
     base.hf_quantizer.remove_quantization_config(base)
     # transformers reverses what it did on loading when it saves, and cannot reverse the reading of packed values.
     steps = getattr(base, "_weight_conversions", None)

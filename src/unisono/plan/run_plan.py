@@ -45,6 +45,8 @@ class ModelFacts(Part):
     """Bits of a weight in files of GPTQ or AWQ; 0 for other kinds."""
     quantized_bytes: float = 0
     """Bytes of such a weight with its share of scales and zero points."""
+    quantized_embeddings: bool = False
+    """Whether embedding and head are in int8, too."""
     positions: int = 0
     """Tokens of a row that the model was trained on, by its config.json; 0 if it has no such number."""
 
@@ -432,7 +434,8 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Bytes for one rank.
 
-    - weights: parameters × bytes of `dtype`; of a quantized model only those outside of its matrices, and the matrices × `packed_bytes`.
+    - weights: parameters × bytes of `dtype`; of a quantized model only those outside of its matrices, and the matrices × `packed_bytes`. With
+      quantized embeddings those outside × (1 + 4 / hidden).
       Nothing with full fine-tuning in float32: the trained copy is the weight.
     - trainable: trained values × 16 bytes: the value, its gradient and two moments of AdamW, all float32. An adapter trains r × (in + out)
       values for each matrix.
@@ -470,16 +473,18 @@ def estimate_memory(
     if logits:
         head += min(micro_tokens, _HEAD_CHUNK) * model.vocab_size * 4 * 2
     weights, dequantized, matrix_bytes = model.parameters * size, 0, float(size)
+    outside = model.parameters - model.linear_parameters
+    outside_bytes = 1 + 4 / model.hidden_size if model.quantized_embeddings else size
     if model.quantized:
         dequantized = model.hidden_size * max(model.intermediate_size, model.hidden_size) * size
         matrix_bytes = packed_bytes(model)
-        weights -= int(model.linear_parameters * (size - matrix_bytes))
+        weights -= int(model.linear_parameters * (size - matrix_bytes) + outside * (size - outside_bytes))
     if adapter_rank is None and dtype == "float32":
         weights = 0  # the master copy is the weight
     state = trainable * 4 * 4
     if shards > 1:
         whole = int(2 * model.linear_parameters * matrix_bytes / max(1, model.layers))
-        whole += (model.parameters - model.linear_parameters) * size
+        whole += int(outside * outside_bytes)
         scales = int(model.linear_parameters * (matrix_bytes - _bits(model) / 8)) if model.quantized else 0
         weights = (weights - scales) // shards + scales + whole
         state //= shards

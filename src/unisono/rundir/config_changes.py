@@ -80,6 +80,7 @@ RULES: dict[str, Rule] = {
     "model.trust_remote_code": Rule("meaning", "different code may compute the model"),
     "model.quantize": Rule("meaning", "the frozen weights have different values"),
     "model.quantize_double": Rule("meaning", "the frozen weights have different values"),
+    "model.quantize_embeddings": Rule("meaning", "the frozen weights have different values"),
     "model.quantize_compute": Rule("meaning", "products with the frozen weights are rounded differently from here on"),
     "adapter": Rule("fixed", _TENSORS_DIFFER),
     "adapter.kind": Rule("meaning", "the adapter's update is computed differently; dora has tensors that the other kinds lack"),

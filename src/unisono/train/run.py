@@ -477,6 +477,7 @@ def base_of(run: Run) -> dict[str, Any]:
         "model": model.digest,
         "quantized": model.quantized,
         "double": model.quantized_double,
+        **({"embeddings": True} if model.quantized_embeddings else {}),
         "weights": run.forward.loaded.quantized_digest,
     }
 

@@ -13,7 +13,7 @@ from unisono.model.directory import locate_tokenizer
 from unisono.model.forward import Forward, choose_forward
 from unisono.model.kernels import has_kernels
 from unisono.model.load import SCORE, LoadedModel, load_for_training
-from unisono.model.quantization import quantized_layers, scales_of
+from unisono.model.quantization import packed_weights, scales_of
 from unisono.objectives import objective_of
 from unisono.plan import RankPlace, RunPlan, Stream
 from unisono.rundir import RunDir
@@ -142,7 +142,7 @@ def _load_model(plan: RunPlan, place: RankPlace, device: torch.device) -> Loaded
         device=device,
     )
     faults.change_loaded(plan, place.rank, loaded)
-    packed = {f"{name}.weight": layer.weight for name, layer in quantized_layers(loaded.model)}
+    packed = packed_weights(loaded.model)
     if packed:
         values = values_by_name(packed | scales_of(loaded.model))
         loaded.quantized_digest = digest_of(values.items())
