@@ -6,17 +6,21 @@ Run: pytest tests/ranks/test_group.py. NCCL refuses two ranks on one device, so 
 import threading
 from collections.abc import Iterator
 
+import peft
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.ranks.conftest import Workshop
+from unisono.config.schema import OptimSection
 from unisono.errors import Disagreed
 from unisono.model.forward import Rows, choose_forward
 from unisono.model.kernels import load_kernels
 from unisono.model.load import LoadedModel
+from unisono.train import process_group
 from unisono.train.join import check_world, checksum
-from unisono.train.optim import ReplicaSync
+from unisono.train.optim import ReplicaSync, build_optimizers
 from unisono.train.process_group import Listener, Ranks, close_group, full_tensor, shard_model, world_mesh
 
 _CUDA = pytest.param(
@@ -119,6 +123,84 @@ def test_a_sharded_model_moves_to_its_device_and_gives_the_same_loss_and_gradien
         mine = sharded.trainable[name].grad
         assert mine is not None
         torch.testing.assert_close(full_tensor(mine), parameter.grad, rtol=1e-2, atol=1e-4)
+
+
+def _adapted_model() -> LoadedModel:
+    """LoRA on frozen bfloat16 weights; B is not at its start, where it is 0."""
+    base = _model().base.bfloat16()
+    torch.manual_seed(1)
+    settings = peft.LoraConfig(r=4, lora_alpha=6, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = peft.get_peft_model(base, settings)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    loaded = LoadedModel(model, base, None, {}, 0)
+    loaded.collect_trainable()
+    return loaded
+
+
+def _update(loaded: LoadedModel) -> None:
+    section = OptimSection.model_validate({"lr": 0.01})
+    build_optimizers(section, loaded.trainable, not_matrices=set()).step()
+
+
+def test_an_adapter_on_sharded_weights_has_the_fast_layers_and_the_same_update(group: Ranks) -> None:
+    plain, sharded = _adapted_model(), _adapted_model()
+    plain.model.to(group.device)
+    root = shard_model(sharded, world_mesh(group.device, 1))
+    rows = _rows(group.device)
+    losses, fast = [], []
+    for loaded, module in ((plain, None), (sharded, root.module)):
+        forward = choose_forward(
+            loaded, dtype="bfloat16", quick_adapter=True, gradient_checkpointing=False, root=module
+        )
+        assert forward.quick, forward.why
+        loss = forward.loss(rows, count=len(rows.labels))
+        loss.backward()
+        losses.append(loss.item())
+        fast.append(forward.fast_layers)
+    assert fast[0] == fast[1]
+    assert (fast[1] > 0) == (load_kernels() is not None and group.device.type == "cpu")
+    assert losses[1] == pytest.approx(losses[0], rel=5e-3)
+    for name, parameter in plain.trainable.items():
+        mine = sharded.trainable[name].grad
+        assert mine is not None
+        torch.testing.assert_close(full_tensor(mine), parameter.grad, rtol=3e-2, atol=1e-4)
+        parameter.grad = full_tensor(mine)  # AdamW divides by it, which makes much of a rounding
+    _update(plain)
+    _update(sharded)
+    for name, parameter in plain.trainable.items():
+        mine = sharded.trainable[name]
+        assert isinstance(mine, DTensor)
+        torch.testing.assert_close(full_tensor(mine), parameter)
+
+
+def test_only_the_last_layers_stay_whole_after_a_forward(
+    group: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = _model()
+    layers = loaded.base.model.layers
+    monkeypatch.setattr(
+        process_group, "KEPT_WHOLE_BYTES", 2 * sum(p.nbytes for p in layers[0].parameters()) + 1
+    )
+    root = shard_model(loaded, world_mesh(group.device, 1))
+    forward = choose_forward(
+        loaded, dtype="float32", quick_adapter=False, gradient_checkpointing=False, root=root.module
+    )
+    rows = _rows(group.device)
+    with torch.no_grad():
+        forward.loss(rows, count=len(rows.labels))
+    assert [_is_sharded(layer) for layer in layers] == [True, True, False, False]
+    root.reshard()
+    assert _is_sharded(loaded.base), "an update would make whole weights stale"
+    forward.loss(rows, count=len(rows.labels)).backward()
+    assert _is_sharded(loaded.base)
+
+
+def _is_sharded(module: torch.nn.Module) -> bool:
+    return all(isinstance(parameter, DTensor) for parameter in module.parameters())
 
 
 def test_a_world_that_is_not_the_planned_one_is_refused(group: Ranks, workshop: Workshop) -> None:

@@ -279,8 +279,7 @@ def choose_forward(
         # The head of a reward model needs its hidden states in float32.
         is_full = loaded.model is base and not loaded.is_reward
         on_cpu = dtype == "bfloat16" and base.device.type == "cpu"
-        joins = not root or bool(loaded.trainable)  # the joined weights of a frozen model cannot be sharded
-        if forward.layout == "flat" and on_cpu and ((is_full and joins) or (quick and not root)):
+        if forward.layout == "flat" and on_cpu and (is_full or quick):
             forward.within(lambda: _try_layers(forward, wanted))
     loaded.model.train(was_training)
     if forward.rows_apart and forward.layout == "padded":
@@ -487,7 +486,7 @@ def _try_last_layer(forward: Forward) -> None:
 
 def _try_layers(forward: Forward, wanted: torch.Tensor) -> None:
     """Chooses the fast layers only if the outputs stay the same."""
-    changed = speed_up_layers(forward.loaded.model)
+    changed = speed_up_layers(forward.loaded.model, sharded=forward.root is not None)
     values = forward._hidden if forward.loaded.is_reward else forward._logits  # noqa: SLF001 - same module
     rows = _probe_rows(forward.loaded.base, first=11)
     with forward._precision():  # noqa: SLF001

@@ -421,6 +421,13 @@ def trainable_parameters(model: ModelFacts, *, adapter_rank: int | None) -> int:
     return adapter_rank * model.linear_in_out
 
 
+KEPT_WHOLE_BYTES = 64 << 20
+"""The last layers of a sharded model stay whole between forward and backward as far as their weights fit into this.
+
+Backward begins with them, so of a large model the last layer would only be gathered again at once; a small model is gathered once for both.
+"""
+
+
 def estimate_memory(
     model: ModelFacts,
     *,
@@ -444,8 +451,8 @@ def estimate_memory(
     - loss head: for each token 2 × hidden values of `dtype`, and twice the float32 logits of 128 tokens.
     - of an image model a token is a position of the latents, and activations are those of its UNet (`_picture_activations`).
     - dequantized: the largest matrix of a quantized model in `dtype`.
-    - shards: weights and trainable are divided by the ranks, but not the scales of quantized weights. Two layers, embedding and head are
-      whole during a step.
+    - shards: weights and trainable are divided by the ranks, but not the scales of quantized weights. Embedding and head are whole during
+      a step, and two layers, or the last layers of up to 64 MiB if that is more.
 
     Args:
         model: the model's figures.
@@ -483,7 +490,8 @@ def estimate_memory(
         weights = 0  # the master copy is the weight
     state = trainable * 4 * 4
     if shards > 1:
-        whole = int(2 * model.linear_parameters * matrix_bytes / max(1, model.layers))
+        layers = int(model.linear_parameters * matrix_bytes)
+        whole = max(2 * layers // max(1, model.layers), min(layers, KEPT_WHOLE_BYTES))
         whole += int(outside * outside_bytes)
         scales = int(model.linear_parameters * (matrix_bytes - _bits(model) / 8)) if model.quantized else 0
         weights = (weights - scales) // shards + scales + whole

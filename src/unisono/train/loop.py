@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
 
 from unisono.causes import Verdict
 from unisono.model.forward import Rows
@@ -24,7 +23,7 @@ from unisono.train import faults
 from unisono.train.evaluation import evaluate_rows, exact_match_share, first_sum, show_samples, with_pictures
 from unisono.train.front_io import EXIT_CODES, flags_of, outcome_of
 from unisono.train.optim import FIXED_SCALARS, lr_factor, scalars_of_a_step
-from unisono.train.process_group import full_tensor
+from unisono.train.process_group import own_part
 from unisono.train.run import Run, StepBatches, embedding_noise, load_micro, seed_torch
 from unisono.train.saving import finish_saving, require_checkpoint, save_checkpoint, wait_for_copies
 from unisono.train.training_checks import (
@@ -393,12 +392,15 @@ def _scalars(run: Run, total: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
 
 def _clip(run: Run, limit: float | None) -> torch.Tensor:
     """Clips the gradient to the norm `limit`; gives its norm before. All ranks must call it."""
-    parameters = [p for p in run.forward.loaded.trainable.values() if p.grad is not None]
-    if parameters and isinstance(parameters[0], DTensor):
-        norm = full_tensor(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
-        if limit is not None:
-            torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
-        return norm
+    found = [p.grad for p in run.forward.loaded.trainable.values() if p.grad is not None]
+    gradients = [own_part(gradient) for gradient in found]
+    norm = torch.nn.utils.get_total_norm(gradients)
+    if run.sharded is not None:
+        squared = norm.square().to(run.device)
+        run.group.sum(squared)
+        norm = squared.sqrt()
     if limit is not None:
-        return torch.nn.utils.clip_grad_norm_(parameters, limit)
-    return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        factor = (limit / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
+        for gradient in gradients:
+            gradient.mul_(factor)
+    return norm

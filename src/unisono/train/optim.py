@@ -9,7 +9,20 @@ from typing import Any, Literal, Protocol
 import torch
 
 from unisono.config.schema import OptimSection
-from unisono.train.process_group import Group, ShardedRoot
+from unisono.train.process_group import Group, ShardedRoot, own_part
+
+
+class ShardAdamW(torch.optim.AdamW):
+    """AdamW that updates this rank's shards as plain tensors: element by element it is the same, and DTensor's dispatch costs more than the update.
+
+    Parameters and states stay DTensors, so checkpoints do not change.
+    """
+
+    def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:
+        has_complex: bool = super()._init_group(group, *lists)
+        for tensors in lists:
+            tensors[:] = map(own_part, tensors)
+        return has_complex
 
 
 @dataclass
@@ -92,9 +105,7 @@ def build_optimizers(
         names["muon"] = list(muon)
     if rest:
         groups, names["adamw"] = _groups(section, rest, text_lr)
-        parts["adamw"] = torch.optim.AdamW(
-            groups, lr=section.lr, betas=section.betas, eps=section.eps, fused=True
-        )
+        parts["adamw"] = ShardAdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps, fused=True)
     return Optimizers(parts, names)
 
 
@@ -300,12 +311,11 @@ class ReplicaSync:
             parameter.register_post_accumulate_grad_hook(self._noting(index))
 
     def begin(self) -> None:
-        """Sets the gradients to zero, in the buffers."""
+        """Drops the gradients: the first of a step is copied into its buffer, which costs less than adding it to zeros."""
         for bucket in self._buckets:
-            bucket.flat.zero_()
             bucket.missing, bucket.wait = len(bucket.members), None
-        for parameter, view in zip(self.parameters, self._views, strict=True):
-            parameter.grad = view
+        for parameter in self.parameters:
+            parameter.grad = None
         self._reached = [0.0] * len(self.parameters)
         self._launched, self._last = 0, False
 
@@ -315,6 +325,9 @@ class ReplicaSync:
 
     def finish(self, scalars: torch.Tensor) -> torch.Tensor:
         """Sums the remaining buffers, and waits for all."""
+        for parameter, view, reached in zip(self.parameters, self._views, self._reached, strict=True):
+            if not reached:
+                parameter.grad = view.zero_()
         self._tail[: self.scalars] = scalars
         self._tail[self.scalars :] = torch.tensor(self._reached)
         self._watch.mark(0)
@@ -361,7 +374,9 @@ class ReplicaSync:
 
     def _noting(self, index: int) -> Callable[[torch.Tensor], None]:
         def reached(parameter: torch.Tensor) -> None:
-            del parameter
+            if not self._reached[index]:
+                assert parameter.grad is not None
+                parameter.grad = self._views[index].copy_(parameter.grad)
             self._reached[index] = 1.0
             if self._last:
                 self._buckets[self._bucket_of[index]].missing -= 1

@@ -196,6 +196,9 @@ def _reference_forward(run: Run) -> Iterator[Any]:
     switches_off = adapter is not None and adapter.init != "pissa"
     with evaluating(run), run.forward.without_adapter() if switches_off else contextlib.nullcontext():
         yield run.forward, lambda: None
+        if run.sharded is not None:
+            # First: peft switches the adapter on again by `requires_grad` of the parameters that it finds, which must be the shards.
+            run.sharded.reshard()
 
 
 def _load(run: Run, named: str) -> tuple[Forward, ShardedRoot | None]:
