@@ -414,8 +414,8 @@ def _listening_sockets(net: Path) -> dict[str, int]:
 
 
 def _shared_memory() -> list[str]:
-    """Names of files in /dev/shm. Ranks share no folders there; those of `unisono run` and of others come and go."""
-    return [path.name for path in _entries(_SHM) if not path.is_dir()]
+    """Names of files in /dev/shm. Ranks share no folders there, nor semaphores of multiprocessing; those of other programs come and go."""
+    return [p.name for p in _entries(_SHM) if not p.is_dir() and not p.name.startswith("sem.mp-")]
 
 
 def _open_in_shared_memory() -> set[str]:

@@ -78,7 +78,7 @@ class LoraProduct(torch.autograd.Function):
 
 def _kernels_of(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Kernels | None:
     """Those that have functions for these adapters."""
-    if x.dtype != torch.bfloat16 or x.is_cuda or {a.dtype, b.dtype} != {torch.float32}:
+    if x.dtype != torch.bfloat16 or x.device.type != "cpu" or {a.dtype, b.dtype} != {torch.float32}:
         return None
     kernels = load_kernels()
     fits = kernels is not None and all(kernels.has_low_rank(len(a), n) for n in (x.shape[1], len(b)))
