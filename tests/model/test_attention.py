@@ -1,14 +1,19 @@
 """Attention inside rows equals dense masked attention. Run: pytest tests/model/test_attention.py"""
 
+import faulthandler
+import os
+import resource
 import shutil
+import signal
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from unisono.causes.signatures import match_line
 from unisono.model.attention import RowAttention
-from unisono.model.kernels import Heads, PackedAttention, load_kernels
+from unisono.model.kernels import Heads, PackedAttention, _attention_values, load_kernels
 
 
 def _dense(
@@ -126,3 +131,32 @@ def test_attention_as_one_function_gives_the_same_bits_with_any_number_of_thread
         assert not odd[:70].any(), "of another row"
         with torch.no_grad():
             tensor.copy_(kept)
+
+
+def test_a_process_without_memory_for_attention_ends_with_words_that_name_the_cause() -> None:
+    kernels = load_kernels()
+    if kernels is None or not kernels.has_products:
+        pytest.skip("needs a C compiler and a processor with AVX512_BF16, without AMX")
+    tokens = 400_000  # 150 MB for one head
+    tensors = [torch.zeros(tokens, 1, 64, dtype=torch.bfloat16) for _ in range(4)]
+    rope, begins, sums = (
+        (torch.zeros(tokens, 64), torch.zeros(tokens, 64)),
+        torch.tensor([0, tokens]),
+        torch.zeros(2, tokens),
+    )
+    values = _attention_values(tuple(tensors[:3]), rope, begins, Heads(1, 1, 64, 1.0, None))
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        faulthandler.disable()
+        os.dup2(writer, 2)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_AS, (1 << 20, 1 << 20))
+        kernels._call("attention", *values, tensors[3], *sums)
+        os._exit(0)
+    os.close(writer)
+    _, status = os.waitpid(child, 0)
+    with os.fdopen(reader) as stream:
+        printed = stream.read()
+    assert os.waitstatus_to_exitcode(status) == -signal.SIGABRT, printed
+    assert "host_memory_gone" in {found.id for line in printed.splitlines() for found in match_line(line)}

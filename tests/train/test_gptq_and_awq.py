@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 import transformers
@@ -19,17 +18,17 @@ from safetensors.torch import load_file, save_file
 
 from tests import needs
 from tests.grouped_files import write_grouped
+from tests.peft_by_hand import loaded_again, losses_by_hand
 from unisono.data.token_table import TokenTable
 from unisono.errors import ModelError
 from unisono.model import file_settings
 from unisono.model.directory import inspect_model
 from unisono.model.forward import choose_forward
 from unisono.model.kernels import load_kernels
-from unisono.model.load import LoadedModel, load_for_training
 from unisono.model.quantization import Groups, dequantized, quantized_layers, state_of, weight_bytes
 from unisono.plan import Stream
 from unisono.train.join import make_rank_report
-from unisono.train.run import TrainingData, load_micro, seed_torch
+from unisono.train.run import TrainingData, load_micro
 
 Train = Callable[..., Any]
 _CPU = torch.device("cpu")
@@ -62,45 +61,6 @@ def _exact(directory: Path) -> dict[str, torch.Tensor]:
     return load_file(directory.with_name(f"{directory.name}.safetensors"))
 
 
-def _loaded(run: Any) -> LoadedModel:
-    """The model as it was before step 1."""
-    config, directory = run.plan.config, Path(run.plan.model.directory)
-    seed_torch(config.seed, "weights")
-    return load_for_training(
-        config, directory=directory, tokenizer_directory=directory, dtype=run.plan.dtype, device=_CPU
-    )
-
-
-def _steps_by_hand(run: Any, model: Any) -> list[float]:
-    """The losses of peft on a model: its own layers, each row alone, torch's cross entropy and AdamW."""
-    adapter = run.plan.config.adapter
-    wanted = peft.LoraConfig(
-        r=adapter.rank, lora_alpha=adapter.alpha, target_modules=_MATRICES, task_type="CAUSAL_LM",
-        use_dora=adapter.kind == "dora", use_rslora=adapter.kind == "rslora",
-    )  # fmt: skip
-    model = peft.get_peft_model(model, wanted).train()
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    with torch.no_grad():
-        for name, begun in _loaded(run).trainable.items():
-            trained[name].copy_(begun)
-    optimizer = torch.optim.AdamW(trained.values(), lr=run.plan.config.optim.lr, weight_decay=0.0)
-    table = TokenTable.open(Path(run.plan.data.cache_dir), "train")
-    stream, losses = Stream(table.sequences, run.plan.config.seed), []
-    for step in range(1, run.plan.total_steps + 1):
-        sequences = stream.step(step, global_batch=4, total_sequences=run.plan.total_sequences)
-        rows = load_micro(table, sequences, _CPU)[0].rows
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=run.plan.dtype == "bfloat16"):
-            logits = torch.cat(
-                [model(input_ids=ids[None]).logits[0] for ids in rows.input_ids.split(rows.lengths)]
-            )
-            loss = torch.nn.functional.cross_entropy(logits[rows.label_index].float(), rows.labels)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
 def _five_steps(train_here: Train, directory: Path, *, kind: str = "lora", dtype: str = "float32") -> Any:
     return train_here(
         model={"path": str(directory), "dtype": dtype},
@@ -117,7 +77,7 @@ def test_weights_have_the_values_that_the_files_stand_for_and_the_memory_of_the_
     train_here: Train, grouped: Callable[..., Path], name: str
 ) -> None:
     run = train_here(model={"path": str(grouped(name))}, duration="1 steps")
-    loaded, wanted = _loaded(run), _exact(grouped(name))
+    loaded, wanted = loaded_again(run), _exact(grouped(name))
     layers = {n.replace(".base_layer", ".weight"): layer for n, layer in quantized_layers(loaded.base)}
     assert layers.keys() == wanted.keys()
     for weight, layer in layers.items():
@@ -147,7 +107,7 @@ def test_five_steps_have_the_losses_of_peft_on_the_values_of_the_files(
     assert ready["facts"]["quick"] is (kind != "dora")
     model = transformers.AutoModelForCausalLM.from_pretrained(model_dir)
     model.load_state_dict(_exact(grouped(name)), strict=False)
-    theirs = _steps_by_hand(run, model.to(getattr(torch, dtype)))
+    theirs = losses_by_hand(run, model.to(getattr(torch, dtype)), targets=_MATRICES)
     assert run.losses == pytest.approx(theirs, rel=1e-3 if dtype == "bfloat16" else 1e-5)
     assert run.losses[-1] < run.losses[0], "it trains"
 
@@ -157,7 +117,7 @@ def test_at_most_one_weight_is_dequantized_at_a_time(
     train_here: Train, grouped: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:
     run = train_here(model={"path": str(grouped("awq")), "dtype": dtype}, duration="1 steps")
-    loaded = _loaded(run)
+    loaded = loaded_again(run)
     forward = choose_forward(loaded, dtype=dtype, quick_adapter=True, gradient_checkpointing=False)
     assert (forward.fast_layers > 0) is (dtype == "bfloat16" and load_kernels() is not None)
     loaded.model.train()
@@ -211,7 +171,7 @@ def test_a_flipped_bit_in_weights_scales_or_zero_points_changes_the_digest_that_
     train_here: Train, grouped: Callable[..., Path]
 ) -> None:
     run = train_here(model={"path": str(grouped("gptq in any order"))}, duration="1 steps")
-    loaded = _loaded(run)
+    loaded = loaded_again(run)
     layer = loaded.base.model.layers[1].mlp.up_proj.base_layer
 
     def digest() -> str:
@@ -273,7 +233,7 @@ _LAYER = "model.layers.1.mlp.up_proj"
         (lambda t: t.pop(f"{_LAYER}.qzeros"), f"the tensors of {_LAYER} are not"),
         (lambda t: t[f"{_LAYER}.g_idx"].fill_(1), "32 numbers of a g_idx are not those of 2 groups"),
         (lambda t: t.update({f"lm_head.{p}": t[f"{_LAYER}.{p}"] for p in ("qweight", "qzeros", "scales")}), "lm_head is quantized"),
-        (lambda t: t.update({f"model.layers.1.mlp.other.{p}": t[f"{_LAYER}.{p}"] for p in ("qweight", "qzeros", "scales")}), "of model.layers.1.mlp.other, and the model no such linear layer"),
+        (lambda t: t.update({f"model.layers.1.mlp.other.{p}": t[f"{_LAYER}.{p}"] for p in ("qweight", "qzeros", "scales")}), "for model.layers.1.mlp.other, but the model has no such linear layer"),
         (lambda t: [t.pop(name) for name in list(t) if name.rpartition(".")[2] in ("qweight", "qzeros", "scales", "g_idx")], "no weight is quantized with GPTQ"),
     ],
     ids=["width", "missing", "groups", "head", "experts", "none"],
@@ -327,4 +287,4 @@ def test_five_steps_have_the_losses_of_peft_and_gptqmodel(
         stored, dtype=torch.bfloat16, device_map={"": "cpu"}
     )
     assert any(type(module).__module__.startswith("gptqmodel.") for module in theirs.modules())
-    assert run.losses == pytest.approx(_steps_by_hand(run, theirs), rel=1e-3)
+    assert run.losses == pytest.approx(losses_by_hand(run, theirs, targets=_MATRICES), rel=1e-3)

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import needs
+from tests.peft_by_hand import loaded_again, losses_by_hand
 from unisono.config import RunConfig
 from unisono.data.token_table import TokenTable
 from unisono.errors import ModelError
@@ -23,29 +23,16 @@ from unisono.model import file_settings
 from unisono.model.decoder import slow_down_layers
 from unisono.model.forward import Rows, choose_forward
 from unisono.model.kernels import load_kernels
-from unisono.model.load import LoadedModel, load_for_training
+from unisono.model.load import load_for_training
 from unisono.model.quantization import dequantized, is_quantized, times, times_transposed, weight_bytes
 from unisono.plan import Stream
 from unisono.plan.run_plan import packed_bytes
 from unisono.train.join import make_rank_report
-from unisono.train.run import TrainingData, load_micro, seed_torch
+from unisono.train.run import TrainingData, load_micro
 
 bitsandbytes = needs.package("bitsandbytes")
 Train = Callable[..., Any]
 _CONSTANT = {"lr": 1e-2, "schedule": "constant", "warmup": "0%", "max_grad_norm": None}
-
-
-def _loaded(run: Any) -> LoadedModel:
-    """The model as it was before step 1."""
-    seed_torch(run.plan.config.seed, "weights")
-    directory = Path(run.plan.model.directory)
-    return load_for_training(
-        run.plan.config,
-        directory=directory,
-        tokenizer_directory=directory,
-        dtype=run.plan.dtype,
-        device=torch.device("cpu"),
-    )
 
 
 def _rows(run: Any) -> Rows:
@@ -63,34 +50,7 @@ def _by_hand(
     )
     if table is not None:
         model.get_input_embeddings().weight.data = table
-    adapter = run.plan.config.adapter
-    wanted = peft.LoraConfig(
-        r=adapter.rank, lora_alpha=adapter.alpha, target_modules="all-linear", task_type="CAUSAL_LM",
-        use_dora=adapter.kind == "dora", use_rslora=adapter.kind == "rslora",
-    )  # fmt: skip
-    model = peft.get_peft_model(model, wanted).train()
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    with torch.no_grad():
-        for name, begun in _loaded(run).trainable.items():
-            trained[name].copy_(begun)
-    optimizer = torch.optim.AdamW(trained.values(), lr=run.plan.config.optim.lr, weight_decay=0.0)
-    table = TokenTable.open(Path(run.plan.data.cache_dir), "train")
-    stream, losses = Stream(table.sequences, run.plan.config.seed), []
-    for step in range(1, run.plan.total_steps + 1):
-        sequences = stream.step(step, global_batch=4, total_sequences=run.plan.total_sequences)
-        rows = load_micro(table, sequences, torch.device("cpu"))[0].rows
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
-            loss = _sum_of_rows(model, rows) / len(rows.labels)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-def _sum_of_rows(model: Any, rows: Rows) -> torch.Tensor:
-    logits = torch.cat([model(input_ids=ids[None]).logits[0] for ids in rows.input_ids.split(rows.lengths)])
-    return torch.nn.functional.cross_entropy(logits[rows.label_index].float(), rows.labels, reduction="sum")
+    return losses_by_hand(run, model, targets="all-linear")
 
 
 def _four_bits(kind: str, dtype: torch.dtype) -> transformers.BitsAndBytesConfig:
@@ -136,7 +96,7 @@ def test_quantized_embeddings_are_computed_with_as_if_the_files_had_their_values
     )
     (ready,) = run.of_kind("ready")
     assert ready["facts"]["quick"]
-    embedding = _loaded(run).base.get_input_embeddings()
+    embedding = loaded_again(run).base.get_input_embeddings()
     table = embedding.dense(torch.float32)
     settings = _four_bits("nf4", torch.float32)
     assert run.losses == pytest.approx(_by_hand(run, settings, torch.float32, table.data), rel=1e-5)
@@ -168,7 +128,7 @@ def test_a_row_of_zeros_stays_zero_and_the_others_are_within_half_a_step(
     run = train_here(
         model={"path": str(stored), "quantize": "nf4", "quantize_embeddings": True}, duration="1 steps"
     )
-    loaded = _loaded(run)
+    loaded = loaded_again(run)
     table = loaded.base.get_input_embeddings()
     wanted, found = model.get_input_embeddings().weight.detach(), table.dense(torch.float32)
     assert not found[7].any()
@@ -198,7 +158,7 @@ def test_a_flipped_bit_in_packed_weights_or_scales_changes_the_digest_that_ranks
     train_here: Train,
 ) -> None:
     run = train_here(model={"quantize": "nf4", "quantize_embeddings": True}, duration="1 steps")
-    loaded = _loaded(run)
+    loaded = loaded_again(run)
     layer = loaded.base.model.layers[1].mlp.up_proj.base_layer
 
     def digest() -> str:
@@ -233,7 +193,7 @@ def test_at_most_one_weight_is_dequantized_at_a_time(
     train_here: Train, dtype: str, *, checkpointing: bool, wanted: int
 ) -> None:
     run = train_here(model={"quantize": "nf4", "dtype": dtype}, duration="1 steps")
-    loaded = _loaded(run)
+    loaded = loaded_again(run)
     forward = choose_forward(loaded, dtype=dtype, quick_adapter=True, gradient_checkpointing=checkpointing)
     assert (forward.fast_layers > 0) is (dtype == "bfloat16" and load_kernels() is not None)
     loaded.model.train()
@@ -253,7 +213,7 @@ def test_the_fast_layers_compute_with_quantized_weights_what_the_separate_produc
     rows = _rows(run)
     found = {}
     for fast in (True, False):
-        loaded = _loaded(run)
+        loaded = loaded_again(run)
         for parameter in loaded.trainable.values():
             torch.nn.init.normal_(
                 parameter, std=0.05, generator=torch.Generator().manual_seed(len(parameter))
@@ -351,7 +311,7 @@ def test_the_weights_take_the_memory_of_the_estimate(
     run = train_here(
         model={"quantize": kind, "quantize_embeddings": embeddings, "dtype": "bfloat16"}, duration="1 steps"
     )
-    base = _loaded(run)
+    base = loaded_again(run)
     assert is_quantized(base.base)
     adapters = sum(4 * p.numel() for p in base.trainable.values())
     assert weight_bytes(base.model) - adapters == pytest.approx(run.plan.memory.weights, rel=0.02)
@@ -366,7 +326,7 @@ def test_the_files_do_not_stay_in_memory_beside_the_quantized_weights(
     copy = tmp_path / "copy"
     shutil.copytree(model_dir, copy)
     run = train_here(model={"path": str(copy), "quantize": "nf4"}, duration="1 steps")
-    loaded = _loaded(run)
+    loaded = loaded_again(run)
     assert is_quantized(loaded.base)
     assert str(copy) not in Path("/proc/self/maps").read_text()
 

@@ -128,8 +128,9 @@ class _ByteVocabulary(dict[int, bytes]):
             decoder, normalizer = (
                 part and json.loads(part.__getstate__()) for part in (backend.decoder, backend.normalizer)
             )
+        # For a part that is written in Python the library raises Exception itself, not a subclass.
         except Exception as error:
-            if type(error) is not Exception:  # which the library raises for a part written in Python
+            if type(error) is not Exception:
                 raise
             return None
         is_byte_level = decoder and decoder["type"] == "ByteLevel"

@@ -1,4 +1,5 @@
-/* Elementwise work of a decoder layer in bfloat16 on CPUs, one pass over memory each. Built and called by kernels.py.
+/* Work of a decoder layer in bfloat16 on CPUs beside its large products: elementwise, one pass over memory each, attention, and the products with
+an adapter's rank. Built and called by kernels.py.
 
 Letters: T tokens, E width of a row, H query heads, K key-value heads, G = H / K, D head size, V vocabulary.
 Sums and functions are computed in float32; results are rounded to nearest even, as torch rounds. NaN stays NaN: a run ends by it. */
@@ -343,12 +344,21 @@ token are G lines. Scores are held transposed, keys by lines, so that sums over 
 
 #ifdef __AVX512BF16__
 #include <immintrin.h>
+#include <stdio.h>
 #include <stdlib.h>
 
 #define LINES 64 /* in a block */
 #define KEYS 128 /* in a block */
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 8")
+
+/* Memory for one call. Without it the process ends, with words by which the cause is recognized: no thread can give an error back. */
+static void *reserve(int64_t bytes) {
+    void *found = aligned_alloc(64, (bytes + 63) / 64 * 64);
+    if (found != NULL) return found;
+    fprintf(stderr, "unisono, kernels.c: [Errno 12] Cannot allocate memory: %lld bytes\n", (long long)bytes);
+    abort();
+}
 
 typedef uint32_t __attribute__((may_alias)) pair; /* two bfloat16 that are multiplied and added up in one step */
 
@@ -527,7 +537,7 @@ static Space *make_space(const Attention *of, int backward) {
     }
     int64_t keys = (longest + 31) / 32 * 32, squares = KEYS * LINES, lines = LINES * size;
     int64_t bytes = (int64_t)sizeof(Space) + keys * size * (backward ? 14 : 6) + squares * 14 + lines * 16 + 18 * 64;
-    char *memory = aligned_alloc(64, (bytes + 63) / 64 * 64);
+    char *memory = reserve(bytes);
     Space *s = part(&memory, sizeof(Space));
     s->k = part(&memory, keys * size * 2), s->v = part(&memory, keys * size * 2), s->flipped = part(&memory, keys * size * 2);
     s->lines = part(&memory, lines * 2), s->lines_t = part(&memory, lines * 2);
@@ -765,7 +775,7 @@ INLINE void add_tile(const bf16 *low, int64_t low_stride, const pair *right, int
 
 /* Adds low (rows, r) Bᵀ to y (rows, width). */
 void add_low_rank(const bf16 *low, int64_t low_stride, const float *b, int64_t rows, int64_t width, int64_t rank, bf16 *y, int64_t stride) {
-    pair *right = aligned_alloc(64, rank / 2 * width * sizeof(pair)); /* (r / 2, width) */
+    pair *right = reserve(rank / 2 * width * sizeof(pair)); /* (r / 2, width) */
     for (int64_t i = 0; i < width; i++)
         for (int64_t j = 0; j < rank / 2; j++)
             right[j * width + i] = narrow(b[i * rank + 2 * j]) | (pair)narrow(b[i * rank + 2 * j + 1]) << 16;
@@ -800,7 +810,7 @@ INLINE void project_tile(const bf16 *y, int64_t stride, const bf16 *right, int64
 /* low (rows, r) = y (rows, width) B */
 void project_low_rank(const bf16 *y, int64_t stride, const float *b, int64_t rows, int64_t width, int64_t rank, bf16 *low,
                       int64_t low_stride) {
-    bf16 *right = aligned_alloc(64, rank * width * sizeof(bf16)); /* (r, width) */
+    bf16 *right = reserve(rank * width * sizeof(bf16)); /* (r, width) */
     for (int64_t i = 0; i < width; i++)
         for (int64_t j = 0; j < rank; j++) right[j * width + i] = narrow(b[i * rank + j]);
     PARALLEL(rows * width > MANY)
@@ -821,8 +831,8 @@ void project_low_rank(const bf16 *y, int64_t stride, const float *b, int64_t row
 void low_rank_gradient(const bf16 *low, int64_t low_stride, const bf16 *y, int64_t stride, int64_t rows, int64_t width, int64_t rank,
                        float scale, int64_t transposed, float *found) {
     int64_t pairs = (rows + 1) / 2;
-    pair *left = aligned_alloc(64, (rank * pairs * sizeof(pair) + 63) / 64 * 64); /* (r, rows / 2) */
-    float *sums = transposed ? aligned_alloc(64, rank * width * sizeof(float)) : found;
+    pair *left = reserve(rank * pairs * sizeof(pair)); /* (r, rows / 2) */
+    float *sums = transposed ? reserve(rank * width * sizeof(float)) : found;
     for (int64_t i = 0; i < pairs; i++)
         for (int64_t j = 0; j < rank; j++)
             left[j * pairs + i] = low[2 * i * low_stride + j] | (2 * i + 1 < rows ? (pair)low[(2 * i + 1) * low_stride + j] << 16 : 0);

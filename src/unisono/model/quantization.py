@@ -468,7 +468,7 @@ def _put_grouped_layers(model: Any, directory: Path, how: Quantization) -> None:
         if layer is None or tuple(layer.weight.shape) != (shape.outs, shape.ins):
             has = "no such linear layer" if layer is None else f"({layer.out_features}, {layer.in_features})"
             raise ModelError.of(
-                f"the files have a quantized weight ({shape.outs}, {shape.ins}) of {name}, and the model {has}",
+                f"the files have a quantized weight of shape ({shape.outs}, {shape.ins}) for {name}, but the model has {has}",
                 where=str(directory),
                 why="layers of experts, for example, are one tensor in this version of transformers",
                 fix="use the model's original files",
