@@ -7,6 +7,7 @@ import argparse
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -84,8 +85,10 @@ class Writer:
         return int(np.clip(self.numpy.lognormal(np.log(median), sigma), low, high))
 
 
-def make(out: Path, *, rows: int = 2000, seed: int = 0) -> None:
-    """Writes m15/, m135/, alpaca.jsonl and pairs.jsonl into `out`."""
+def make(
+    out: Path, *, rows: int = 2000, seed: int = 0, shapes: dict[str, dict[str, Any]] | None = None
+) -> None:
+    """Writes a model for each of the shapes (m15/ and m135/), tokenizer/, alpaca.jsonl and pairs.jsonl into `out`."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -110,7 +113,8 @@ def make(out: Path, *, rows: int = 2000, seed: int = 0) -> None:
         model_max_length=2048,
     )
     fast.chat_template = CHATML
-    for name, shape in MODELS.items():
+    fast.save_pretrained(out / "tokenizer")
+    for name, shape in (MODELS if shapes is None else shapes).items():
         torch.manual_seed(seed)
         config = LlamaConfig(
             **shape, max_position_embeddings=2048, bos_token_id=0, eos_token_id=2, pad_token_id=3
