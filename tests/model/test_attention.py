@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unisono.causes.signatures import match_line
-from unisono.model.attention import RowAttention
+from unisono.model.attention import RowAttention, _flash
 from unisono.model.kernels import Heads, PackedAttention, _attention_values, load_kernels
 
 
@@ -53,6 +53,19 @@ def test_output_and_gradients_equal_dense_attention(
     results = [[out.detach(), *torch.autograd.grad(out, tensors, weight)] for out in outputs]
     for mine, theirs in zip(*results, strict=True):
         assert torch.allclose(mine, theirs, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(("heads", "window"), [(2, None), (2, 5), (4, None)])
+def test_the_flash_attention_of_this_torch_takes_what_it_is_given(heads: int, window: int | None) -> None:
+    """Without data, so without a GPU: torch 2.11 and 2.13 differ in its arguments, and a refusal would only make training slow."""
+    shapes = ((9, 4, 16), (9, heads, 16), (9, heads, 16))
+    q, k, v = (
+        torch.empty(shape, dtype=torch.bfloat16, device="meta", requires_grad=True) for shape in shapes
+    )
+    ends = torch.empty(3, dtype=torch.int32, device="meta")
+    out = _flash(q, k, v, ends, 5, 0.25, window)
+    grads = torch.autograd.grad(out, (q, k, v), torch.empty_like(out))
+    assert [out.shape, *(grad.shape for grad in grads)] == [q.shape, *(tensor.shape for tensor in (q, k, v))]
 
 
 def test_long_rows_compute_their_probabilities_again_with_the_same_result() -> None:

@@ -9,6 +9,7 @@ does the same.
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -220,19 +221,16 @@ def _flash(
     """torch's variable-length flash attention, (T, H, D) → (T, H, D)."""
     from torch.nn.attention.varlen import varlen_attn
 
-    left = window - 1 if window else -1
-    return varlen_attn(
-        q,
-        k,
-        v,
-        ends,
-        ends,
-        longest,
-        longest,
-        scale=scale,
-        window_size=(left, 0),
-        enable_gqa=q.shape[1] != k.shape[1],
-    )
+    how: dict[str, Any] = {"scale": scale, "window_size": (window - 1 if window else -1, 0)}
+    # torch 2.11 has no such argument: its kernels take fewer heads of keys than of queries as they are.
+    if q.shape[1] != k.shape[1] and "enable_gqa" in _parameters_of(varlen_attn):
+        how["enable_gqa"] = True
+    return varlen_attn(q, k, v, ends, ends, longest, longest, **how)
+
+
+@functools.cache
+def _parameters_of(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
 
 
 # ---- the last layer
