@@ -1,12 +1,14 @@
 """What ranks find in their environment. Run: pytest tests/launch/test_rank_environment.py"""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from unisono.plan import DeviceChoice, RankPlace, RunPlan
 from unisono.supervise.child_process import rank_environments
+from unisono.worker.fork_server import different
 
 CPU = DeviceChoice(kind="cpu", name="cpu", memory_bytes=1, bfloat16=False)
 
@@ -46,3 +48,26 @@ def test_debugging_is_alike_on_all_ranks_but_for_the_file_that_nccl_writes(tmp_p
 def test_where_no_file_can_be_made_nccl_reports_it_in_the_log(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file")
     assert "NCCL_DEBUG_FILE" not in environments(plan(tmp_path / "run", world=2), debug_comm=True)[0]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_deterministic_run_on_a_gpu_sets_what_torch_requires_of_cublas(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, deterministic: bool
+) -> None:
+    """Without it torch refuses the first product: "Deterministic behavior was enabled ... CUBLAS_WORKSPACE_CONFIG=:4096:8"."""
+    name = "CUBLAS_WORKSPACE_CONFIG"
+    monkeypatch.delenv(name, raising=False)
+    gpu = DeviceChoice(kind="cuda", uuid="GPU-1", name="gpu", memory_bytes=1, bfloat16=True)
+    made = plan(tmp_path, world=1)
+    made = made.model_copy(
+        update={
+            "ranks": [made.ranks[0].model_copy(update={"device": gpu})],
+            "config": SimpleNamespace(deterministic=deterministic),
+        }
+    )
+    (found,) = environments(made)
+    assert found["CUDA_VISIBLE_DEVICES"] == "GPU-1"
+    assert found.get(name) == (":4096:8" if deterministic else None)
+    assert different(found, {key: value for key, value in found.items() if key != name}) == ""
+    monkeypatch.setenv(name, ":16:8")
+    assert environments(made)[0][name] == ":16:8"

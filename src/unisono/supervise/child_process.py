@@ -167,6 +167,8 @@ def rank_environments(
     found = []
     for place in places:
         environment = child_environment(threads=plan.threads, without=without, device=place.device)
+        if place.device.kind == "cuda" and plan.config.deterministic:
+            environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else torch refuses cuBLAS
         if plan.world_size > 1:
             environment |= {
                 "RANK": str(place.rank),
