@@ -47,6 +47,26 @@ def test_what_gloo_printed_names_the_cause_where_no_rank_was_seen_in_a_collectiv
     assert name_death(killed, plan).cause == "rank_killed"
 
 
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        ("OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.1 GiB", "cuda_oom"),
+        ("AcceleratorError: CUDA error: out of memory", "cuda_oom"),
+        ("RuntimeError: mat1 and mat2 shapes cannot be multiplied", "user_code_error"),
+    ],
+)  # fmt: skip
+def test_a_rank_that_ran_out_of_gpu_memory_while_it_loaded_its_model_is_named_so(
+    error: str, cause: str
+) -> None:
+    """Only the trial of the longest batch and the steps have a verdict of their own."""
+    plan: Any = SimpleNamespace(ranks=places(2))
+    crash = {"kind": "crashed", "error": error, "where": "load.py:1"}
+    found = name_death(RankEnd(1, 5, crash, "load_model", 0), plan)
+    assert (found.cause, found.ranks) == (cause, (1,))
+    assert error in found.summary
+    assert found.fix or cause == "user_code_error"
+
+
 def test_a_rank_that_was_killed_is_the_culprit_whatever_the_others_wait_in() -> None:
     dead = replace(view(0, "comm", 0.0, comm=41, elements=80), has_ended=True)
     killed = replace(ABORTED, returncode=-signal.SIGKILL)

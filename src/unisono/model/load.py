@@ -239,6 +239,8 @@ def load_base(
                 ignore_mismatched_sizes=True,  # otherwise the error has neither tensor nor shapes; refused below
                 **loading,
             )
+    except torch.OutOfMemoryError:  # a RuntimeError that says nothing about the files
+        raise
     except LIBRARY_ERRORS as error:
         raise _load_error(directory, error) from error
     _check_head(directory, model, reward=reward)

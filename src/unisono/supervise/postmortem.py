@@ -108,11 +108,10 @@ def _how(end: RankEnd, where: str) -> tuple[str, str, list[Evidence]]:
     if last is not None and last["kind"] == "crashed":
         place, error = str(last.get("where", "")), str(last.get("error", ""))
         text = one_line(error, limit=200).replace("{", "{{").replace("}", "}}")
-        return (
-            "user_code_error",
-            f"failed with an exception {{at}}: {text}",
-            [Evidence(where=f"{where}, {place}", text=error)],
-        )
+        evidence = [Evidence(where=f"{where}, {place}", text=error)]
+        if _names(error, "cuda_oom"):
+            return "cuda_oom", f"ran out of GPU memory {{at}}: {text}", evidence
+        return "user_code_error", f"failed with an exception {{at}}: {text}", evidence
     if last is not None and last["kind"] == "result":
         step = last.get("step", end.step)
         text = f"it sent its result after step {step}, while other ranks still needed it"
@@ -136,6 +135,11 @@ def _how(end: RankEnd, where: str) -> tuple[str, str, list[Evidence]]:
     return "user_code_error", f"exited by itself {{at}}: {how}", [Evidence(where=where, text=how)]
 
 
+def _names(error: str, cause: str) -> bool:
+    """Whether the text of an exception has a signature of this cause in the catalogue."""
+    return any(found.cause == cause for found in match_line(error))
+
+
 def _printed(end: RankEnd, signature: str) -> bool:
     """Whether the end of a rank's output has a line with this signature of the catalogue."""
     return any(found.id == signature for line in end.tail.splitlines() for found in match_line(line))
@@ -157,8 +161,6 @@ def name_task_death(
     end = RankEnd(0, returncode, crash, name, 0, tail=tail, oom_killed=oom_killed)
     where = f"the task {name} ({host})"
     cause, what, evidence = _how(end, where)
-    if crash is not None and "OutOfMemoryError" in str(crash.get("error")):
-        cause, what = "cuda_oom", "ran out of GPU memory {at}"
     known = find_cause(cause)
     return Verdict(
         cause=cause,
