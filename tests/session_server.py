@@ -103,7 +103,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """One test at a time: only if there is one that starts ranks."""
     server = session.config.stash.get(_KEY, None)
     if server is not None and any(
-        any(map(item.get_closest_marker, ("slow", "ranks", "long"))) for item in session.items
+        any(map(item.get_closest_marker, ("slow", "ranks", "long", "gpu"))) for item in session.items
     ):
         server.start()
 
