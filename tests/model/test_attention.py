@@ -10,9 +10,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from unisono.causes.signatures import match_line
-from unisono.model.attention import RowAttention, _flash
+from unisono.model.attention import RowAttention, UnsupportedAttentionError, _flash, flat_attention
 from unisono.model.kernels import Heads, PackedAttention, _attention_values, load_kernels
 
 
@@ -66,6 +67,15 @@ def test_the_flash_attention_of_this_torch_takes_what_it_is_given(heads: int, wi
     out = _flash(q, k, v, ends, 5, 0.25, window)
     grads = torch.autograd.grad(out, (q, k, v), torch.empty_like(out))
     assert [out.shape, *(grad.shape for grad in grads)] == [q.shape, *(tensor.shape for tensor in (q, k, v))]
+
+
+def test_float32_on_a_gpu_says_what_flash_attention_needs() -> None:
+    """It becomes the reason that a run shows for padded rows, instead of an exception's name."""
+    with FakeTensorMode():
+        q = torch.empty(1, 2, 9, 16, device="cuda")
+        ends = torch.empty(3, dtype=torch.int32, device="cuda")
+        with pytest.raises(UnsupportedAttentionError, match="bfloat16 or float16 on a GPU"):
+            flat_attention(torch.nn.Module(), q, q, q, None, cu_seq_lens_q=ends, max_length_q=5)
 
 
 def test_long_rows_compute_their_probabilities_again_with_the_same_result() -> None:

@@ -177,6 +177,8 @@ def flat_attention(
         raise UnsupportedAttentionError(
             ", ".join(wanted) or (f"dropout of {dropout:g}" if dropout else type(module).__name__)
         )
+    if query.is_cuda and value.dtype == torch.float32:
+        raise UnsupportedAttentionError("bfloat16 or float16 on a GPU")
     del attention_mask  # transformers creates none for a custom attention
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     module._flat_settings = (scale, sliding_window, query.shape[-1])  # noqa: SLF001 - for model.decoder

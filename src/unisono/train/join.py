@@ -230,8 +230,11 @@ def make_rank_report(
 
 
 def bound_uuid(device: torch.device) -> str | None:
-    """The UUID of the bound accelerator, as the driver writes it; None on CPU."""
-    return f"GPU-{torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else None
+    """The UUID of the bound accelerator, as the driver writes it; None on CPU, and of a MIG slice, which has another one than its device."""
+    if device.type != "cuda":
+        return None
+    found = torch.cuda.get_device_properties(device)
+    return None if " MIG " in found.name else f"GPU-{found.uuid}"
 
 
 # ---- Digests of what it holds

@@ -121,6 +121,7 @@ def _bind_device(plan: RunPlan) -> torch.device:
     torch.cuda.set_device(device)
     if plan.config.deterministic:
         torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # nothing reads what it has not written
     return device
 
 
