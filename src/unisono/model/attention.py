@@ -188,8 +188,6 @@ def flat_attention(
         if merged is not None:
             q, k, v = (Spread.apply(tensor, merged) for tensor in (q, k, v))
         if query.is_cuda:
-            if q.dtype not in (torch.bfloat16, torch.float16):
-                raise UnsupportedAttentionError("bfloat16 or float16 on a GPU")
             out = _flash(q, k, v, cu_seq_lens_q, max_length_q or 0, scale, sliding_window)
         else:
             out = _on_cpu(q, k, v, cu_seq_lens_q.diff().tolist(), scale, sliding_window)

@@ -2,6 +2,7 @@
 
 import math
 import platform
+import re
 import resource
 import time
 from collections.abc import Iterable
@@ -258,13 +259,13 @@ def _as_much_as_the_optimizer_will_hold(run: Run) -> list[torch.Tensor]:
     return [torch.zeros_like(p).add_(1) for p in run.forward.loaded.trainable.values() for _ in range(2)]
 
 
-_OUT_OF_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "STATUS_ALLOC_FAILED")
+_OUT_OF_MEMORY = re.compile(r"can't allocate memory|CUDA error: out of memory|STATUS_ALLOC_FAILED")
 """Of torch on a CPU; of CUDA, where not torch but the driver needs memory, e.g. for a kernel's stack; of cuBLAS and cuDNN."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether torch reports that memory ran out, on GPU or CPU."""
-    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in _OUT_OF_MEMORY)
+    return isinstance(error, torch.OutOfMemoryError) or bool(_OUT_OF_MEMORY.search(str(error)))
 
 
 def out_of_memory(run: Run, error: BaseException, *, shape: str, phase: str) -> RankDied:
