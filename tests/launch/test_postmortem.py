@@ -52,13 +52,16 @@ def test_what_gloo_printed_names_the_cause_where_no_rank_was_seen_in_a_collectiv
     [
         ("OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.1 GiB", "cuda_oom"),
         ("AcceleratorError: CUDA error: out of memory", "cuda_oom"),
+        ("RuntimeError: Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU", "no_cuda_build"),
+        ("AcceleratorError: CUDA error: no kernel image is available for execution on the device", "cuda_arch_unsupported"),
+        ("AcceleratorError: CUDA error: device-side assert triggered", "user_code_error"),
         ("RuntimeError: mat1 and mat2 shapes cannot be multiplied", "user_code_error"),
     ],
 )  # fmt: skip
-def test_a_rank_that_ran_out_of_gpu_memory_while_it_loaded_its_model_is_named_so(
+def test_an_exception_that_tells_of_the_device_is_named_so_whatever_code_raised_it(
     error: str, cause: str
 ) -> None:
-    """Only the trial of the longest batch and the steps have a verdict of their own."""
+    """Only the trial of the longest batch and the steps have a verdict of their own; a model, for example, is loaded before."""
     plan: Any = SimpleNamespace(ranks=places(2))
     crash = {"kind": "crashed", "error": error, "where": "load.py:1"}
     found = name_death(RankEnd(1, 5, crash, "load_model", 0), plan)

@@ -102,6 +102,12 @@ def name_death(
     )
 
 
+_OF_DEVICES = frozenset({
+    "cuda_oom", "no_cuda_build", "driver_too_old", "cuda_arch_unsupported", "ecc_error", "gpu_fell_off", "duplicate_gpu",
+})  # fmt: skip
+"""Causes that the text of an exception tells, whatever code raised it."""
+
+
 def _how(end: RankEnd, where: str) -> tuple[str, str, list[Evidence]]:
     """Cause, what happened (with `{at}` for phase and step), and the evidence."""
     last = end.last
@@ -109,9 +115,9 @@ def _how(end: RankEnd, where: str) -> tuple[str, str, list[Evidence]]:
         place, error = str(last.get("where", "")), str(last.get("error", ""))
         text = one_line(error, limit=200).replace("{", "{{").replace("}", "}}")
         evidence = [Evidence(where=f"{where}, {place}", text=error)]
-        if _names(error, "cuda_oom"):
-            return "cuda_oom", f"ran out of GPU memory {{at}}: {text}", evidence
-        return "user_code_error", f"failed with an exception {{at}}: {text}", evidence
+        cause = next((one.cause for one in match_line(error) if one.cause in _OF_DEVICES), None)
+        what = "ran out of GPU memory" if cause == "cuda_oom" else "failed with an exception"
+        return cause or "user_code_error", f"{what} {{at}}: {text}", evidence
     if last is not None and last["kind"] == "result":
         step = last.get("step", end.step)
         text = f"it sent its result after step {step}, while other ranks still needed it"
@@ -133,11 +139,6 @@ def _how(end: RankEnd, where: str) -> tuple[str, str, list[Evidence]]:
     if end.returncode < 0:
         return "rank_killed", f"was {how} {{at}}", [Evidence(where=where, text=how)]
     return "user_code_error", f"exited by itself {{at}}: {how}", [Evidence(where=where, text=how)]
-
-
-def _names(error: str, cause: str) -> bool:
-    """Whether the text of an exception has a signature of this cause in the catalogue."""
-    return any(found.cause == cause for found in match_line(error))
 
 
 def _printed(end: RankEnd, signature: str) -> bool:
