@@ -4,11 +4,12 @@ import os
 import pwd
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from unisono.facts.machine import Holder, Xid
+from unisono.facts.machine import Gpu, Holder, Xid, probe_nvidia
 from unisono.facts.nvidia import (
     KernelLine,
     nvidia_devices,
@@ -139,3 +140,28 @@ def test_registers_that_only_root_sees_are_unknown_and_a_list_without_end_ends(t
     turning[0x100:0x104] = (0x0001 | 1 << 16 | 0x100 << 20).to_bytes(4, "little")
     on_bus(tmp_path, "0000:28:00.0", ("0000:27:00.0", bytes(turning)))
     assert redirecting_bridges(["0000:28:00.0"], tmp_path / "bus") == {}
+
+
+@pytest.mark.parametrize(
+    ("answer", "found"),
+    [
+        (
+            "0, GPU-1d4f, NVIDIA H100 80GB HBM3, 81559, 81008, 9.0, 00000000:07:00.0",
+            [Gpu(0, "GPU-1d4f", "NVIDIA H100 80GB HBM3", 81559 << 20, 81008 << 20, (9, 0), "0000:07:00.0")],
+        ),
+        ("0, GPU-1d4f, NVIDIA GB10, [N/A], [N/A], 12.1, 00000000:07:00.0", []),
+        ("No devices were found", []),
+    ],
+)
+def test_without_nvidia_ml_py_the_drivers_own_program_lists_the_devices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, found: list[Gpu]
+) -> None:
+    """Else a GPU would stay unused, as nvidia-ml-py is an extra of this package."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\necho '{answer}'\n")
+    program.chmod(0o755)
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    gpus, note = probe_nvidia()
+    assert [replace(gpu, numa_node=None) for gpu in gpus] == found
+    assert bool(note) == (not found)

@@ -6,6 +6,7 @@ import queue
 import re
 import shutil
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Mapping
@@ -55,12 +56,11 @@ class DeviceProbe(Protocol):
 
 
 def probe_nvidia() -> tuple[list[Gpu], str]:
-    """Asks the NVIDIA driver through nvidia-ml-py, without a CUDA context."""
+    """Asks the NVIDIA driver, without a CUDA context: through nvidia-ml-py, or where that is not installed through its own nvidia-smi."""
     try:
         import pynvml  # type: ignore[import-untyped, unused-ignore]
     except ImportError:
-        note = "found an NVIDIA driver, but nvidia-ml-py is not installed: pip install nvidia-ml-py"
-        return [], note if Path("/proc/driver/nvidia").exists() else "no NVIDIA driver"
+        return _ask_nvidia_smi()
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
@@ -91,6 +91,33 @@ def _gpu(nvml: Any, index: int) -> Gpu:
         bus_id,
         numa_node_of(bus_id),
     )
+
+
+_QUERY = "index,uuid,name,memory.total,memory.free,compute_cap,pci.bus_id"
+_ANSWER_S = 30.0  # without its persistence daemon the driver initializes each device first
+
+
+def _ask_nvidia_smi() -> tuple[list[Gpu], str]:
+    command = ("nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits")
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_ANSWER_S)
+        return [_gpu_of_line(line) for line in done.stdout.splitlines() if line.strip()], ""
+    except (OSError, ValueError, subprocess.SubprocessError):
+        note = "found an NVIDIA driver, but nvidia-ml-py is not installed: pip install nvidia-ml-py"
+        return [], note if Path("/proc/driver/nvidia").exists() else "no NVIDIA driver"
+
+
+def _gpu_of_line(line: str) -> Gpu:
+    """One device of nvidia-smi's answer; memory is in MiB.
+
+    Raises:
+        ValueError: if the driver does not tell a number.
+    """
+    index, uuid, name, total, free, capability, bus_id = (word.strip() for word in line.split(","))
+    major, minor = capability.split(".")
+    address = pci_address(bus_id)
+    sizes = (int(total) << 20, int(free) << 20)
+    return Gpu(int(index), uuid, name, *sizes, (int(major), int(minor)), address, numa_node_of(address))
 
 
 def pci_address(bus_id: str) -> str:
