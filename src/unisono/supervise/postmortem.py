@@ -116,8 +116,9 @@ def _how(end: RankEnd, where: str) -> tuple[str, str, list[Evidence]]:
         text = one_line(error, limit=200).replace("{", "{{").replace("}", "}}")
         evidence = [Evidence(where=f"{where}, {place}", text=error)]
         cause = next((one.cause for one in match_line(error) if one.cause in _OF_DEVICES), None)
-        what = "ran out of GPU memory" if cause == "cuda_oom" else "failed with an exception"
-        return cause or "user_code_error", f"{what} {{at}}: {text}", evidence
+        if cause == "cuda_oom":
+            return cause, f"ran out of GPU memory {{at}}: {text}", evidence
+        return cause or "user_code_error", f"failed with an exception {{at}}: {text}", evidence
     if last is not None and last["kind"] == "result":
         step = last.get("step", end.step)
         text = f"it sent its result after step {step}, while other ranks still needed it"
