@@ -224,10 +224,10 @@ def stream_seed(seed: int, name: str, index: int = 0) -> int:
 def seed_torch(seed: int, name: str, index: int = 0) -> None:
     """Seeds torch's global generators, CPU and GPU, with the seed of a random stream."""
     value = stream_seed(seed, name, index)
-    if torch.accelerator.is_available():
-        torch.manual_seed(value)
-    else:  # the generator alone: torch.manual_seed formats the call stack once for each kind of device that is absent, about 1 ms
-        torch.default_generator.manual_seed(value)
+    # Not torch.manual_seed: it formats the call stack once for each kind of device that is absent, about 1 ms, and this is in every forward.
+    torch.default_generator.manual_seed(value)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(value)
 
 
 def embedding_noise(
