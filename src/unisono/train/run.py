@@ -1,6 +1,7 @@
 """A run that is ready to train: the inputs of its steps, its parts, its state, and what a checkpoint of it holds."""
 
 import hashlib
+import heapq
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -92,12 +93,18 @@ class TrainingData:
             counts=counts_of(self.table, sequences),
         )
 
-    def longest(self, sides: Sequence[int]) -> list[int]:
-        """The sequences of the largest micro batch possible, of only these sides of each unit."""
-        tokens = self._tokens
-        if len(sides) < self.table.sides:
-            lengths = np.add.reduce([self.table.side_lengths(side) for side in sides])
-            tokens = np.add.reduceat(lengths[self.table.sequence_rows], self.table.sequence_ends[:-1])
+    def longest(self, sides: Sequence[int], *, padded: bool = False) -> list[int]:
+        """The sequences of the largest micro batch possible, of only these sides of each unit.
+
+        The size is the number of tokens or, if rows are padded, the number of rows times the longest of them.
+        """
+        tokens, starts = self._tokens, self.table.sequence_ends[:-1]
+        if padded or len(sides) < self.table.sides:
+            lengths = [self.table.side_lengths(side)[self.table.sequence_rows] for side in sides]
+            tokens = np.add.reduceat(np.add.reduce(lengths), starts)
+            if padded:
+                longest_row = np.maximum.reduceat(np.maximum.reduce(lengths), starts)
+                return _largest_padded(longest_row, np.diff(self.table.sequence_ends), self.micro_batch)
         order = np.argsort(tokens, kind="stable")[::-1]
         return [int(i) for i in order[: self.micro_batch]]
 
@@ -109,6 +116,26 @@ class TrainingData:
         """The origin of the rows of some sequences, for messages: `train.jsonl:17`."""
         rows = [row for sequence in sequences for row in self.table.rows_of(sequence)]
         return [self.table.row_id(int(row)) for row in rows]
+
+
+def _largest_padded(longest_row: np.ndarray, rows: np.ndarray, size: int) -> list[int]:
+    """At most `size` sequences, of which the number of rows times the longest row is as large as possible.
+
+    Each sequence in turn, from that with the shortest longest row, is the one that decides the length; those with most rows before it fill
+    the group.
+    """
+    best, found, total = -1, [0], 0
+    most: list[
+        tuple[int, int]
+    ] = []  # at most size - 1 of those before: rows and index, the fewest rows first
+    for i in np.argsort(longest_row, kind="stable").tolist():
+        if (padded := (total + int(rows[i])) * int(longest_row[i])) > best:
+            best, found = padded, [i, *(index for _, index in most)]
+        total += int(rows[i])
+        heapq.heappush(most, (int(rows[i]), i))
+        if len(most) == size:
+            total -= heapq.heappop(most)[0]
+    return found
 
 
 @dataclass(frozen=True)
