@@ -1,4 +1,4 @@
-"""Attention and MLP of a decoder layer, each as one function with few products and passes over memory, in bfloat16 on CPUs.
+"""Attention and MLP of a decoder layer, each as one function with few products and passes over memory, in bfloat16.
 
 For frozen bfloat16 weights with LoRA or without (evaluation, reference models), and for full fine-tuning of float32 weights under autocast,
 whose roundings are kept: products in bfloat16, norms and what is added up over the layers in float32.
@@ -21,7 +21,18 @@ import torch
 from peft.tuners.lora.layer import Linear as LoraLinear
 from peft.tuners.lora.layer import LoraLayer
 
-from unisono.model.kernels import Heads, Kernels, attend, attend_backward, load_kernels, place_rows
+from unisono.model.attention import Ends
+from unisono.model.kernels import (
+    Heads,
+    Kernels,
+    attend,
+    attend_backward,
+    kernels_of,
+    place_rows,
+)
+from unisono.model.kernels import (
+    Packed as PackedRows,
+)
 from unisono.model.layers import is_quick
 from unisono.model.quantization import dequantized, state_of
 
@@ -32,13 +43,13 @@ _MLP = ("gate_proj", "up_proj", "down_proj")
 class Scratch:
     """Memory for the bfloat16 copy of one joined weight at a time. What it gives is valid until it is asked again."""
 
-    def __init__(self) -> None:
-        self._flat = torch.empty(0, dtype=torch.bfloat16)
+    def __init__(self, device: torch.device) -> None:
+        self._flat = torch.empty(0, dtype=torch.bfloat16, device=device)
 
     def take(self, rows: int, columns: int) -> torch.Tensor:
         """(rows, columns), with any values."""
         if self._flat.numel() < rows * columns:
-            self._flat = torch.empty(rows * columns, dtype=torch.bfloat16)
+            self._flat = self._flat.new_empty(rows * columns)
         return self._flat[: rows * columns].view(rows, columns)
 
     def joined(self, weights: list[torch.Tensor], *, more: int = 0) -> torch.Tensor:
@@ -64,15 +75,17 @@ class Joined:
         self.out = sum(self.sizes)
         self.width = self.out + sum(self.ranks)
         self.scales = [layer.scaling[next(iter(layer.lora_A))] for layer in layers]
-        self.kernels = load_kernels()
+        device = _b_of(layers[0]).device
+        kernels = kernels_of(device)
         widths = [*self.sizes, bases[0].in_features]
         pairs = [(rank, width) for rank in self.ranks for width in widths]
-        fits = self.kernels is not None and all(self.kernels.has_low_rank(*pair) for pair in pairs)
-        if not fits or any(parameter.dtype != torch.float32 for parameter in self.parameters()):
-            self.kernels = None
+        self.kernels: Kernels | None = None
+        if isinstance(kernels, Kernels) and all(kernels.has_low_rank(*pair) for pair in pairs):
+            wide = all(parameter.dtype == torch.float32 for parameter in self.parameters())
+            self.kernels = kernels if wide else None
         # (out, r): each B in its rows and columns
         size = (self.out, sum(self.ranks)) if self.kernels is None else (0, 0)
-        self.up = torch.zeros(size, dtype=torch.bfloat16)
+        self.up = torch.zeros(size, dtype=torch.bfloat16, device=device)
         self._join(bases)
 
     def _join(self, bases: list[Any]) -> None:
@@ -207,7 +220,8 @@ class Packed(Joined):
     """Adapted layers with quantized weights and the same input: each weight is dequantized for its product, and freed before the next one."""
 
     def _join(self, bases: list[Any]) -> None:
-        self.down = torch.empty(self.width - self.out, bases[0].in_features, dtype=torch.bfloat16)  # (r, in)
+        shape = (self.width - self.out, bases[0].in_features)  # (r, in)
+        self.down = torch.empty(shape, dtype=torch.bfloat16, device=_b_of(self.layers[0]).device)
 
     def _weights(self, joint: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """The columns of `joint` (T, out + r) of each layer, and its weight (out, in), one after the other."""
@@ -304,7 +318,8 @@ class Trained:
 
     def is_usable(self) -> bool:
         """Whether autocast would compute the products in bfloat16, too."""
-        return torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
+        kind = self.layers[0].weight.device.type
+        return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16
 
     def _weight(self) -> torch.Tensor:
         """(out, in) bfloat16."""
@@ -358,9 +373,7 @@ class Norm(torch.autograd.Function):
     """RMSNorm with a frozen weight."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, kernels: Kernels
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, kernels: Any) -> torch.Tensor:
         """x (…, E), weight (E,) → (…, E)."""
         rows = x.reshape(-1, x.shape[-1])
         y, factor = kernels.norm(rows, weight, eps)
@@ -380,9 +393,7 @@ class TrainedNorm(torch.autograd.Function):
     """RMSNorm of float32 values with a float32 weight."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, kernels: Kernels
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, kernels: Any) -> torch.Tensor:
         """x (…, E), weight (E,) → (…, E) bfloat16."""
         rows = x.reshape(-1, x.shape[-1])
         y, factor = kernels.wide_norm(rows, weight, eps)
@@ -412,7 +423,7 @@ class GatedMlp(torch.autograd.Function):
         x: torch.Tensor,
         wide: Joined | Frozen | Trained,
         down: Joined | Frozen | Trained,
-        kernels: Kernels,
+        kernels: Any,
         *parameters: torch.Tensor,
     ) -> torch.Tensor:
         """x (T, E) → (T, E)."""
@@ -455,18 +466,17 @@ class SelfAttention(torch.autograd.Function):
         ctx: Any,
         x: torch.Tensor,
         rope: tuple[torch.Tensor, torch.Tensor],
-        lengths: tuple[int, ...],
+        places: Any,
         joined: Joined | Frozen | Trained,
         heads: Heads,
-        kernels: Kernels,
+        kernels: Any,
         *parameters: torch.Tensor,
     ) -> torch.Tensor:
-        """x (T, E), cosines and sines (T, D) → (T, H · D)."""
-        places = place_rows(lengths, heads, kernels)
+        """x (T, E), cosines and sines (T, D) → (T, H · D). `places` is what the kernels' attention needs to know of the rows."""
         joint = joined.product(x)
         out, kept = attend(_heads_of(joint, joined, heads), rope, places, heads, kernels)
         low = joint[:, joined.out :]
-        if not isinstance(places, torch.Tensor):
+        if isinstance(places, PackedRows):
             low = low.contiguous()  # the joint product is not kept
         ctx.save_for_backward(x, low, *rope, *kept)
         ctx.parts = (places, joined, heads, kernels)
@@ -502,11 +512,12 @@ def speed_up_layers(model: torch.nn.Module, *, sharded: bool = False) -> list[to
     An attention needs the settings with which it has called `flat_attention` before. In full fine-tuning the other linear layers without
     bias are changed, too. With `sharded` weights no layer keeps a joined weight.
     """
-    kernels = load_kernels()
+    device = next(model.parameters()).device
+    kernels = kernels_of(device)
     if kernels is None:
         return []
     trains_all = not any(isinstance(module, LoraLayer) for module in model.modules())
-    scratch = Scratch()
+    scratch = Scratch(device)
     join = partial(_join, scratch=scratch, sharded=sharded)
     changed = []
     for module in model.modules():
@@ -567,7 +578,7 @@ def _join(layers: list[Any], scratch: Scratch, *, sharded: bool) -> Joined | Fro
     return Sharded(layers, scratch) if sharded else Joined(layers)
 
 
-def _is_norm(module: Any, kernels: Kernels) -> bool:
+def _is_norm(module: Any, kernels: Any) -> bool:
     """Whether it is RMSNorm with a frozen bfloat16 or a float32 weight: it has its two parts, and its forward gives the same values."""
     weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
     if type(eps) is not float or not isinstance(weight, torch.nn.Parameter) or list(module.children()):
@@ -575,10 +586,10 @@ def _is_norm(module: Any, kernels: Kernels) -> bool:
     if weight.ndim != 1 or (weight.requires_grad and weight.dtype == torch.bfloat16):
         return False
     # Not with the module's own weight, which may be sharded.
-    tried = torch.linspace(0.5, 2, len(weight)).to(weight.dtype)
+    tried = torch.linspace(0.5, 2, len(weight), device=weight.device).to(weight.dtype)
     twin = copy.copy(module)
     twin._parameters = {"weight": torch.nn.Parameter(tried, requires_grad=False)}  # noqa: SLF001
-    x = torch.linspace(-2, 3, 2 * len(weight)).view(2, -1).to(weight.dtype)
+    x = torch.linspace(-2, 3, 2 * len(weight), device=weight.device).view(2, -1).to(weight.dtype)
     if weight.dtype == torch.bfloat16:
         return torch.allclose(kernels.norm(x, tried, eps)[0], type(module).forward(twin, x), rtol=0.02)
     if weight.dtype != torch.float32:
@@ -641,7 +652,8 @@ def _heads(module: Any) -> Heads | None:
 def _norm_forward(module: Any, x: torch.Tensor) -> torch.Tensor:
     weight = module.weight
     wide = x.dtype == torch.float32
-    if x.dtype != weight.dtype or x.device.type != "cpu" or (wide and not torch.is_autocast_enabled("cpu")):
+    kind = weight.device.type
+    if x.dtype != weight.dtype or x.device.type != kind or (wide and not torch.is_autocast_enabled(kind)):
         found: torch.Tensor = type(module).forward(module, x)
         return found
     norm = TrainedNorm if wide else Norm
@@ -676,6 +688,7 @@ def _attention_forward(module: Any, hidden_states: torch.Tensor, **kwargs: Any) 
         hidden_states.dtype != torch.bfloat16
         or ends is None
         or rope is None
+        or kwargs.get("max_length_q") is None
         or rope[0].shape[-1] != module._heads.size  # noqa: SLF001
         or kwargs.get("past_key_values") is not None
         or kwargs.get("merged") is not None
@@ -683,9 +696,14 @@ def _attention_forward(module: Any, hidden_states: torch.Tensor, **kwargs: Any) 
     ):
         found: tuple[torch.Tensor, None] = type(module).forward(module, hidden_states, **kwargs)
         return found
-    turned = tuple(part[0].float().contiguous() for part in rope)
-    lengths = tuple(ends.diff().tolist())
-    parts = (turned, lengths, joined, module._heads, module._kernels)  # noqa: SLF001
-    with torch.autocast("cpu", enabled=False):
+    heads, kernels = module._heads, module._kernels  # noqa: SLF001
+    if isinstance(kernels, Kernels):
+        turned = tuple(part[0].float().contiguous() for part in rope)
+        places: Any = place_rows(tuple(ends.diff().tolist()), heads, kernels)
+    else:  # nothing that waits for the device
+        turned = tuple(part[0].contiguous() for part in rope)
+        places = Ends(ends, kwargs["max_length_q"])
+    parts = (turned, places, joined, heads, kernels)
+    with torch.autocast(hidden_states.device.type, enabled=False):
         out = SelfAttention.apply(hidden_states[0], *parts, *joined.parameters())
     return module.o_proj(out[None]), None

@@ -278,8 +278,7 @@ def choose_forward(
             forward.within(lambda: _try_last_layer(forward))
         # The head of a reward model needs its hidden states in float32.
         is_full = loaded.model is base and not loaded.is_reward
-        on_cpu = dtype == "bfloat16" and base.device.type == "cpu"
-        if forward.layout == "flat" and on_cpu and (is_full or quick):
+        if forward.layout == "flat" and dtype == "bfloat16" and (is_full or quick):
             forward.within(lambda: _try_layers(forward, wanted))
     loaded.model.train(was_training)
     if forward.rows_apart and forward.layout == "padded":

@@ -14,11 +14,15 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from unisono.facts import read_environment
+
+if TYPE_CHECKING:
+    from unisono.model.attention import Ends
+    from unisono.model.cuda_kernels import CudaKernels
 
 _SOURCE = Path(__file__).with_name("kernels.c")
 _COMPILER = "cc"
@@ -52,9 +56,33 @@ def load_kernels() -> "Kernels | None":
         return None
 
 
+def kernels_of(device: torch.device) -> "Kernels | CudaKernels | None":
+    """The functions for tensors on a device: those of kernels.c, or of cuda_kernels for an NVIDIA GPU; None where they cannot be used."""
+    if device.type == "cpu":
+        return load_kernels()
+    return _on_gpu() if device.type == "cuda" and torch.version.hip is None else None
+
+
+@functools.cache
+def _on_gpu() -> "CudaKernels | None":
+    """None without Triton, or where it cannot compile: it needs a C compiler, and a folder to write to."""
+    try:
+        from unisono.model.cuda_kernels import CudaKernels
+
+        kernels = CudaKernels()
+        x = torch.ones(2, 16, dtype=torch.bfloat16, device="cuda")
+        kernels.norm(x, x[0], 1e-6)
+    except Exception:  # noqa: BLE001 - whatever a compiler raises: torch's own operations do the same work
+        return None
+    return kernels
+
+
 def has_kernels(dtype: str, device: torch.device) -> bool | None:
     """Whether a computation uses them; None where it would not in any case: other dtypes and devices."""
-    return load_kernels() is not None if dtype == "bfloat16" and device.type == "cpu" else None
+    usable = dtype == "bfloat16" and (
+        device.type == "cpu" or (device.type == "cuda" and not torch.version.hip)
+    )
+    return kernels_of(device) is not None if usable else None
 
 
 def _built() -> Path:
@@ -222,26 +250,25 @@ class Kernels:
         rope: tuple[torch.Tensor, torch.Tensor],
         begins: torch.Tensor,
         heads: "Heads",
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The output (T, H, D) of q (T, H, D), k and v (T, K, D), rotated by `rope`, and float32 (2, T · H) that the backward pass needs."""
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The output (T, H, D) of q (T, H, D), k and v (T, K, D), rotated by `rope`, and what the backward pass needs."""
         out = torch.empty(inputs[0].shape, dtype=torch.bfloat16)
         sums = torch.empty(2, out.shape[0] * out.shape[1])
         self._call("attention", *_attention_values(inputs, rope, begins, heads), out, *sums)
-        return out, sums
+        return out, [*inputs, out, sums]
 
     def attention_backward(
         self,
         grad: torch.Tensor,
-        inputs: tuple[torch.Tensor, ...],
-        found: tuple[torch.Tensor, torch.Tensor],
+        kept: Sequence[torch.Tensor],
         rope: tuple[torch.Tensor, torch.Tensor],
         begins: torch.Tensor,
         heads: "Heads",
         grads: tuple[torch.Tensor, ...],
     ) -> None:
-        """Writes the gradients of q, k and v, with rows equally far apart, from that of the output; `found` is what `attention` gave."""
+        """Writes the gradients of q, k and v, with rows equally far apart, from that of the output; `kept` is what `attention` gave."""
+        *inputs, out, sums = kept
         values = _attention_values(inputs, rope, begins, heads)
-        out, sums = found
         self._call("attention_backward", grad, *values, out, *sums, *grads, grads[0].stride(0))
 
     def has_low_rank(self, rank: int, width: int) -> bool:
@@ -274,7 +301,7 @@ class Kernels:
 
 
 def _attention_values(
-    inputs: tuple[torch.Tensor, ...],
+    inputs: Sequence[torch.Tensor],
     rope: tuple[torch.Tensor, torch.Tensor],
     begins: torch.Tensor,
     heads: "Heads",
@@ -323,7 +350,7 @@ def begins_of(lengths: tuple[int, ...]) -> torch.Tensor:
 
 
 def place_rows(lengths: tuple[int, ...], heads: Heads, kernels: Kernels) -> Any:
-    """What attention needs to know of the rows: where each begins, if it is one function; else where tokens are packed.
+    """What attention on a CPU needs to know of the rows: where each begins, if it is one function; else where tokens are packed.
 
     The function's threads divide the key-value heads of all rows among them, and torch's products divide a single one as well.
     """
@@ -522,22 +549,22 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 def attend(
     inputs: tuple[torch.Tensor, ...],
     rope: tuple[torch.Tensor, torch.Tensor],
-    places: Packed | torch.Tensor,
+    places: "Packed | torch.Tensor | Ends",
     heads: Heads,
-    kernels: Kernels,
+    kernels: Any,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """The output (T, H, D), and what the backward pass needs.
 
     Args:
         inputs: q (T, H, D), k and v (T, K, D).
-        rope: cosines and sines (T, D), float32.
+        rope: cosines and sines (T, D), float32 on a CPU.
         places: of the rows.
         heads: the shape of the layer.
         kernels: the functions.
     """
-    if isinstance(places, torch.Tensor):
-        out, sums = kernels.attention(inputs, rope, places, heads)
-        return out, [*inputs, out, sums]
+    if not isinstance(places, Packed):
+        found: tuple[torch.Tensor, list[torch.Tensor]] = kernels.attention(inputs, rope, places, heads)
+        return found
     tokens, dtype = len(inputs[0]), inputs[0].dtype
     make = torch.empty if places.places == tokens else torch.zeros
     sizes = [heads.kv * heads.group, heads.kv, heads.kv]
@@ -557,22 +584,20 @@ def attend_backward(
     grad: torch.Tensor,
     kept: Sequence[torch.Tensor],
     rope: tuple[torch.Tensor, torch.Tensor],
-    places: Packed | torch.Tensor,
+    places: "Packed | torch.Tensor | Ends",
     heads: Heads,
-    kernels: Kernels,
+    kernels: Any,
     grads: tuple[torch.Tensor, ...],
 ) -> None:
     """Writes the gradients of q, k and v into `grads`, from that of the output, (T, H, D), and what `attend` kept."""
     grad = grad.contiguous()
-    inputs = tuple(kept[:3])
-    if isinstance(places, torch.Tensor):
-        out, sums = kept[3:]
-        kernels.attention_backward(grad, inputs, (out, sums), rope, places, heads, grads)
+    if not isinstance(places, Packed):
+        kernels.attention_backward(grad, kept, rope, places, heads, grads)
         return
+    inputs = tuple(kept[:3])
     of_tokens = (places.start, places.length)
     make = torch.empty_like if places.places == len(grad) else torch.zeros_like
     d_mixed = make(inputs[0])
     kernels.pack_heads(grad, d_mixed, of_tokens, kv=heads.kv, back=False)
     found = _attend_backward(places, heads, kernels, (*inputs, d_mixed), list(kept[3:]))
-    d_q, d_k, d_v = grads
-    kernels.unpack(found, rope, heads.scale, of_tokens, (d_q, d_k, d_v))
+    kernels.unpack(found, rope, heads.scale, of_tokens, grads)

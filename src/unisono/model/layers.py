@@ -15,7 +15,7 @@ from peft.tuners.lora.layer import Linear as LoraLinear
 from unisono.config.schema import RopeSection
 from unisono.errors import ModelError
 from unisono.model.files import read_json_object
-from unisono.model.kernels import Kernels, load_kernels
+from unisono.model.kernels import Kernels, kernels_of
 from unisono.model.quantization import adapted_layers, dequantized, state_of, times, times_transposed
 
 
@@ -78,11 +78,15 @@ class LoraProduct(torch.autograd.Function):
 
 def _kernels_of(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Kernels | None:
     """Those that have functions for these adapters."""
-    if x.dtype != torch.bfloat16 or x.device.type != "cpu" or {a.dtype, b.dtype} != {torch.float32}:
+    if x.dtype != torch.bfloat16 or {a.dtype, b.dtype} != {torch.float32}:
         return None
-    kernels = load_kernels()
-    fits = kernels is not None and all(kernels.has_low_rank(len(a), n) for n in (x.shape[1], len(b)))
-    return kernels if fits else None
+    kernels = kernels_of(x.device)
+    widths = (x.shape[1], len(b))
+    return (
+        kernels
+        if isinstance(kernels, Kernels) and all(kernels.has_low_rank(len(a), n) for n in widths)
+        else None
+    )
 
 
 def _dense(weight: torch.Tensor, state: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -240,9 +244,7 @@ def _losses(
     logits: torch.Tensor, labels: torch.Tensor, count: int, smoothing: float, *, needs_gradient: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The losses (n,) of logits (n, V), and the gradient of their sum / count, in the dtype of the logits; the logits are overwritten."""
-    kernels = (
-        load_kernels() if logits.dtype == torch.bfloat16 and not logits.is_cuda and not smoothing else None
-    )
+    kernels = kernels_of(logits.device) if logits.dtype == torch.bfloat16 and not smoothing else None
     if kernels is not None:
         return kernels.cross_entropy(
             logits, labels.contiguous(), 1 / count if needs_gradient else 0.0
