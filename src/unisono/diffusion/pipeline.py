@@ -19,7 +19,7 @@ from unisono.config.schema import AdapterSection, RunConfig
 from unisono.diffusion.pipeline_files import Pipeline, read_pipeline
 from unisono.errors import ModelError
 from unisono.model.forward import Forward
-from unisono.model.kernels import KEEP_UP_TO, Kernels, kernels_of
+from unisono.model.kernels import KEEP_UP_TO, Kernels
 from unisono.model.load import DTYPES, LoadedModel
 from unisono.text import library_words
 
@@ -447,7 +447,7 @@ def choose_picture_forward(
     loaded: LoadedModel, config: RunConfig, *, directory: Path, dtype: str, gradient_checkpointing: bool
 ) -> PictureForward:
     """The forward of a loaded denoiser, whose LoRA layers compute weight and adapter in one product where they can."""
-    from unisono.model.layers import speed_up_lora
+    from unisono.model.layers import kernels_of, speed_up_lora
 
     pipeline = read_pipeline(directory)
     denoiser = loaded.base

@@ -22,18 +22,8 @@ from peft.tuners.lora.layer import Linear as LoraLinear
 from peft.tuners.lora.layer import LoraLayer
 
 from unisono.model.attention import Ends
-from unisono.model.kernels import (
-    Heads,
-    Kernels,
-    attend,
-    attend_backward,
-    kernels_of,
-    place_rows,
-)
-from unisono.model.kernels import (
-    Packed as PackedRows,
-)
-from unisono.model.layers import is_quick
+from unisono.model.kernels import Heads, Kernels, attend, attend_backward, place_rows
+from unisono.model.layers import is_quick, kernels_of
 from unisono.model.quantization import dequantized, state_of
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -476,7 +466,7 @@ class SelfAttention(torch.autograd.Function):
         joint = joined.product(x)
         out, kept = attend(_heads_of(joint, joined, heads), rope, places, heads, kernels)
         low = joint[:, joined.out :]
-        if isinstance(places, PackedRows):
+        if not isinstance(places, torch.Tensor | Ends):
             low = low.contiguous()  # the joint product is not kept
         ctx.save_for_backward(x, low, *rope, *kept)
         ctx.parts = (places, joined, heads, kernels)

@@ -14,15 +14,11 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from unisono.facts import read_environment
-
-if TYPE_CHECKING:
-    from unisono.model.attention import Ends
-    from unisono.model.cuda_kernels import CudaKernels
 
 _SOURCE = Path(__file__).with_name("kernels.c")
 _COMPILER = "cc"
@@ -54,35 +50,6 @@ def load_kernels() -> "Kernels | None":
         return Kernels(ctypes.CDLL(str(_built())))
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def kernels_of(device: torch.device) -> "Kernels | CudaKernels | None":
-    """The functions for tensors on a device: those of kernels.c, or of cuda_kernels for an NVIDIA GPU; None where they cannot be used."""
-    if device.type == "cpu":
-        return load_kernels()
-    return _on_gpu() if device.type == "cuda" and torch.version.hip is None else None
-
-
-@functools.cache
-def _on_gpu() -> "CudaKernels | None":
-    """None without Triton, or where it cannot compile: it needs a C compiler, and a folder to write to."""
-    try:
-        from unisono.model.cuda_kernels import CudaKernels
-
-        kernels = CudaKernels()
-        x = torch.ones(2, 16, dtype=torch.bfloat16, device="cuda")
-        kernels.norm(x, x[0], 1e-6)
-    except Exception:  # noqa: BLE001 - whatever a compiler raises: torch's own operations do the same work
-        return None
-    return kernels
-
-
-def has_kernels(dtype: str, device: torch.device) -> bool | None:
-    """Whether a computation uses them; None where it would not in any case: other dtypes and devices."""
-    usable = dtype == "bfloat16" and (
-        device.type == "cpu" or (device.type == "cuda" and not torch.version.hip)
-    )
-    return kernels_of(device) is not None if usable else None
 
 
 def _built() -> Path:
@@ -549,7 +516,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 def attend(
     inputs: tuple[torch.Tensor, ...],
     rope: tuple[torch.Tensor, torch.Tensor],
-    places: "Packed | torch.Tensor | Ends",
+    places: Any,
     heads: Heads,
     kernels: Any,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -584,7 +551,7 @@ def attend_backward(
     grad: torch.Tensor,
     kept: Sequence[torch.Tensor],
     rope: tuple[torch.Tensor, torch.Tensor],
-    places: "Packed | torch.Tensor | Ends",
+    places: Any,
     heads: Heads,
     kernels: Any,
     grads: tuple[torch.Tensor, ...],

@@ -4,10 +4,11 @@ Letters: W (out, in) a frozen base weight, A (r, in) and B (out, r) of its adapt
 Of the head, whose N × V logits never exist at once: N loss tokens, E hidden size, V vocabulary.
 """
 
+import functools
 import math
 import types
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from peft.tuners.lora.layer import Linear as LoraLinear
@@ -15,8 +16,40 @@ from peft.tuners.lora.layer import Linear as LoraLinear
 from unisono.config.schema import RopeSection
 from unisono.errors import ModelError
 from unisono.model.files import read_json_object
-from unisono.model.kernels import Kernels, kernels_of
+from unisono.model.kernels import Kernels, load_kernels
 from unisono.model.quantization import adapted_layers, dequantized, state_of, times, times_transposed
+
+if TYPE_CHECKING:
+    from unisono.model.cuda_kernels import CudaKernels
+
+
+def kernels_of(device: torch.device) -> "Kernels | CudaKernels | None":
+    """The functions for tensors on a device: those of kernels.c, or of cuda_kernels for an NVIDIA GPU; None where they cannot be used."""
+    if device.type == "cpu":
+        return load_kernels()
+    return _on_gpu() if device.type == "cuda" and torch.version.hip is None else None
+
+
+@functools.cache
+def _on_gpu() -> "CudaKernels | None":
+    """None without Triton, or where it cannot compile: it needs a C compiler, and a folder to write to."""
+    try:
+        from unisono.model.cuda_kernels import CudaKernels
+
+        kernels = CudaKernels()
+        x = torch.ones(2, 16, dtype=torch.bfloat16, device="cuda")
+        kernels.norm(x, x[0], 1e-6)
+    except Exception:  # noqa: BLE001 - whatever a compiler raises: torch's own operations do the same work
+        return None
+    return kernels
+
+
+def has_kernels(dtype: str, device: torch.device) -> bool | None:
+    """Whether a computation uses them; None where it would not in any case: other dtypes and devices."""
+    usable = dtype == "bfloat16" and (
+        device.type == "cpu" or (device.type == "cuda" and not torch.version.hip)
+    )
+    return kernels_of(device) is not None if usable else None
 
 
 class LoraProduct(torch.autograd.Function):

@@ -17,7 +17,7 @@ from unisono.checkpoint.writer import StorageFailed
 from unisono.data.token_table import Batch, Split, TokenTable, collate_units
 from unisono.events import Reporter
 from unisono.model.forward import Forward, Rows
-from unisono.model.kernels import has_kernels
+from unisono.model.layers import has_kernels
 from unisono.objectives.objective import Counts, Micro, Objective
 from unisono.plan import RankPlace, RunPlan, Stream, deal
 from unisono.rundir import RunDir
@@ -473,7 +473,7 @@ class Contents:
     Attributes:
         groups: parts by group: `trainable`, and `optimizer-NAME` for each optimizer.
         values: present values for state.json: `train` (TrainState), `optimizer` (everything but tensors, by optimizer), `kernels` (see
-            model.kernels.has_kernels), and of an adapter `base` (what it was trained on).
+            model.layers.has_kernels), and of an adapter `base` (what it was trained on).
     """
 
     groups: dict[str, list[Part]]
