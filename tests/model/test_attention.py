@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from unisono.causes.signatures import match_line
-from unisono.model.attention import RowAttention, UnsupportedAttentionError, _flash, flat_attention
+from unisono.model.attention import (
+    Ends,
+    FlashAttention,
+    RowAttention,
+    UnsupportedAttentionError,
+    flat_attention,
+)
 from unisono.model.kernels import Heads, PackedAttention, _attention_values, load_kernels
 
 
@@ -58,13 +64,13 @@ def test_output_and_gradients_equal_dense_attention(
 
 @pytest.mark.parametrize(("heads", "window"), [(2, None), (2, 5), (4, None)])
 def test_the_flash_attention_of_this_torch_takes_what_it_is_given(heads: int, window: int | None) -> None:
-    """Without data, so without a GPU: torch 2.11 and 2.13 differ in its arguments, and a refusal would only make training slow."""
+    """Without data, so without a GPU: a refusal would only make training slow."""
     shapes = ((9, 4, 16), (9, heads, 16), (9, heads, 16))
     q, k, v = (
         torch.empty(shape, dtype=torch.bfloat16, device="meta", requires_grad=True) for shape in shapes
     )
     ends = torch.empty(3, dtype=torch.int32, device="meta")
-    out = _flash(q, k, v, ends, 5, 0.25, window)
+    out = FlashAttention.apply(q, k, v, Ends(ends, 5), Heads(heads, 4 // heads, 16, 0.25, window))
     grads = torch.autograd.grad(out, (q, k, v), torch.empty_like(out))
     assert [out.shape, *(grad.shape for grad in grads)] == [q.shape, *(tensor.shape for tensor in (q, k, v))]
 

@@ -3,8 +3,10 @@
 Run: pytest tests/objectives/test_units.py
 """
 
+import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +101,28 @@ def test_the_longest_micro_batch_is_that_of_the_sides_in_the_loss() -> None:
     """Of a rated answer the mismatched one, which is in no loss, may be longer than any other."""
     data = TrainingData(_table([(3, 30), (20, 4), (10, 5)], packing=False), Stream(3, 0), 2, 1, 3)
     assert [data.longest(sides) for sides in ((0,), (1,), (0, 1))] == [[1], [0], [0]]
+
+
+@given(
+    lengths=st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=1, max_size=7),
+    micro=st.integers(1, 4),
+)
+def test_the_longest_micro_batch_of_padded_rows_is_that_with_most_places(
+    lengths: list[list[int]], micro: int
+) -> None:
+    """Every row of a micro batch takes as much memory as its longest."""
+    ends = np.cumsum([0, *map(len, lengths)])
+    table = _table([(n, 1) for rows in lengths for n in rows], packing=False)
+    table = replace(table, sequence_rows=np.arange(ends[-1]), sequence_ends=ends)
+    data = TrainingData(table, Stream(len(lengths), 0), micro, micro, len(lengths))
+
+    def places(group: Sequence[int]) -> int:
+        return sum(len(lengths[i]) for i in group) * max(max(lengths[i]) for i in group)
+
+    chosen = data.longest((0,), padded=True)
+    assert len(set(chosen)) == len(chosen) <= micro
+    groups = (g for n in range(1, micro + 1) for g in itertools.combinations(range(len(lengths)), n))
+    assert places(chosen) == max(map(places, groups))
 
 
 @pytest.mark.parametrize("layout", ["flat", "padded"])

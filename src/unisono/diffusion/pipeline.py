@@ -19,7 +19,7 @@ from unisono.config.schema import AdapterSection, RunConfig
 from unisono.diffusion.pipeline_files import Pipeline, read_pipeline
 from unisono.errors import ModelError
 from unisono.model.forward import Forward
-from unisono.model.kernels import KEEP_UP_TO, Kernels, has_kernels, load_kernels
+from unisono.model.kernels import KEEP_UP_TO, Kernels
 from unisono.model.load import DTYPES, LoadedModel
 from unisono.text import library_words
 
@@ -447,7 +447,7 @@ def choose_picture_forward(
     loaded: LoadedModel, config: RunConfig, *, directory: Path, dtype: str, gradient_checkpointing: bool
 ) -> PictureForward:
     """The forward of a loaded denoiser, whose LoRA layers compute weight and adapter in one product where they can."""
-    from unisono.model.layers import speed_up_lora
+    from unisono.model.layers import kernels_of, speed_up_lora
 
     pipeline = read_pipeline(directory)
     denoiser = loaded.base
@@ -457,8 +457,8 @@ def choose_picture_forward(
             for encoder in denoiser.text_encoders:
                 encoder.gradient_checkpointing_enable({"use_reentrant": False})
     speed_up_lora(denoiser)
-    kernels = load_kernels() if has_kernels(dtype, next(denoiser.parameters()).device) else None
-    if kernels is not None:
+    kernels = kernels_of(next(denoiser.parameters()).device) if dtype == "bfloat16" else None
+    if isinstance(kernels, Kernels):
         denoiser.unet.set_attn_processor(fast_attention(kernels))
     with quiet():
         folder = str(pipeline.root / "scheduler")

@@ -8,13 +8,12 @@ similar length form groups with few pads, and long rows are computed in blocks o
 does the same.
 """
 
+import contextlib
 import functools
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from unisono.model.kernels import BLOCK, KEEP_UP_TO, Heads, PackedAttention, group_rows, load_kernels
@@ -101,13 +100,7 @@ def merge(lengths: Sequence[int], common: Sequence[int], device: torch.device) -
     source = np.where(is_again, starts[rows - 1] + positions, np.arange(len(rows)))
     place = (np.cumsum(~is_again) - 1)[source]
     found = (np.flatnonzero(~is_again), place, np.flatnonzero(is_again))
-    return Merged(*(to_device(values, device) for values in found))
-
-
-def to_device(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """The values on a device. The host does not wait for the copy: from memory that is not pinned it would, and for all work of the device before it."""
-    found = torch.from_numpy(values)
-    return (found.pin_memory() if device.type == "cuda" else found).to(device, non_blocking=True)
+    return Merged(*(torch.from_numpy(values).to(device, non_blocking=True) for values in found))
 
 
 class Spread(torch.autograd.Function):
@@ -168,8 +161,8 @@ def flat_attention(
     With `merged` there are S tokens instead of T.
 
     Raises:
-        UnsupportedAttentionError: for soft-capped scores, attention sinks, dropout on probabilities, an attention that is not causal, or float32
-            on a GPU.
+        UnsupportedAttentionError: for soft-capped scores, attention sinks, dropout on probabilities, an attention that is not causal, or, on a
+            GPU, float32 or a size of heads that the flash kernels do not take.
     """
     wanted = [
         name for name in ("softcap", "s_aux", "position_bias", "head_mask") if others.get(name) is not None
@@ -186,6 +179,8 @@ def flat_attention(
         )
     if query.is_cuda and value.dtype == torch.float32:
         raise UnsupportedAttentionError("bfloat16 or float16 on a GPU")
+    if query.is_cuda and not (has_flash(query.shape[3]) and value.shape[3] == query.shape[3]):
+        raise UnsupportedAttentionError(f"heads of {query.shape[3]} values, which flash attention lacks")
     del attention_mask  # transformers creates none for a custom attention
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     module._flat_settings = (scale, sliding_window, query.shape[-1])  # noqa: SLF001 - for model.decoder
@@ -194,25 +189,14 @@ def flat_attention(
     with torch.autocast(query.device.type, enabled=False):
         if merged is not None:
             q, k, v = (Spread.apply(tensor, merged) for tensor in (q, k, v))
-        out = attend_rows(q, k, v, cu_seq_lens_q, max_length_q or 0, scale, sliding_window)
+        if query.is_cuda:
+            heads = Heads(k.shape[1], q.shape[1] // k.shape[1], q.shape[2], scale, sliding_window)
+            out = FlashAttention.apply(q, k, v, Ends(cu_seq_lens_q, max_length_q or 0), heads)
+        else:
+            out = _on_cpu(q, k, v, cu_seq_lens_q.diff().tolist(), scale, sliding_window)
         if merged is not None:
             out = Keep.apply(out, merged)
     return out[None], None
-
-
-def attend_rows(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    ends: torch.Tensor,
-    longest: int,
-    scale: float,
-    window: int | None,
-) -> Any:
-    """Causal attention inside each row: q (T, H, D), k and v (T, K, D), boundaries (rows + 1,), tokens of the longest row → (T, H, D)."""
-    if q.is_cuda:
-        return _flash(q, k, v, ends, longest, scale, window)
-    return _on_cpu(q, k, v, ends.diff().tolist(), scale, window)
 
 
 def _on_cpu(
@@ -231,28 +215,99 @@ def _on_cpu(
     return PackedAttention.apply(q, k, v, tuple(lengths), heads, kernels)
 
 
-def _flash(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    ends: torch.Tensor,
-    longest: int,
-    scale: float,
-    window: int | None,
-) -> torch.Tensor:
-    """torch's variable-length flash attention, (T, H, D) → (T, H, D)."""
-    from torch.nn.attention.varlen import varlen_attn
+# ---- attention on a GPU
 
-    how: dict[str, Any] = {"scale": scale, "window_size": (window - 1 if window else -1, 0)}
-    # torch 2.11 has no such argument: its kernels take fewer heads of keys than of queries as they are.
-    if q.shape[1] != k.shape[1] and "enable_gqa" in _parameters_of(varlen_attn):
-        how["enable_gqa"] = True
-    return varlen_attn(q, k, v, ends, ends, longest, longest, **how)
+_ALIGNED = 8  # values: the flash kernels read 16 bytes at a time
+_LARGEST_HEAD = 256
 
 
-@functools.cache
-def _parameters_of(function: Callable[..., Any]) -> frozenset[str]:
-    return frozenset(inspect.signature(function).parameters)
+class Ends(NamedTuple):
+    """Where the rows of a micro batch end."""
+
+    tokens: torch.Tensor
+    """(R + 1,) int32 on the device: 0, and one past the last token of each row."""
+    longest: int
+
+
+def has_flash(size: int) -> bool:
+    """Whether the flash kernels take heads of this size."""
+    return size % _ALIGNED == 0 and size <= _LARGEST_HEAD
+
+
+def flash(
+    inputs: Sequence[torch.Tensor], places: Ends, heads: Heads
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Causal attention inside each row by torch's flash kernels (arXiv:2307.08691): the output (T, H, D), and what the backward pass needs."""
+    q, k, v = map(_aligned, inputs)
+    found = torch.ops.aten._flash_attention_forward(  # noqa: SLF001 - torch.nn.attention.varlen, without its autograd
+        q, k, v, *_rows_of(places), 0.0, heads.window is None, False, **_settings_of(heads)
+    )  # fmt: skip
+    return found[0], [q, k, v, *found[:4]]
+
+
+def flash_backward(
+    grad: torch.Tensor, kept: Sequence[torch.Tensor], places: Ends, heads: Heads
+) -> Sequence[torch.Tensor]:
+    """The gradients of q, k and v."""
+    q, k, v, out, sums, state, unused = kept
+    with _deterministic():
+        return torch.ops.aten._flash_attention_backward(  # noqa: SLF001
+            grad, q, k, v, out, sums, *_rows_of(places), 0.0, heads.window is None, state, unused, **_settings_of(heads)
+        )  # fmt: skip
+
+
+class FlashAttention(torch.autograd.Function):
+    """Causal attention inside each row. q (T, H, D), k and v (T, K, D), bfloat16 or float16 → (T, H, D)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, places: Ends, heads: Heads
+    ) -> torch.Tensor:
+        """Also takes the ends of the rows."""
+        out, kept = flash((q, k, v), places, heads)
+        ctx.save_for_backward(*kept)
+        ctx.parts = (places, heads)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The gradients of q, k and v."""
+        return *flash_backward(grad.contiguous(), ctx.saved_tensors, *ctx.parts), None, None
+
+
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor (T, heads, D), or a copy of it where the flash kernels could not read 16 bytes at a time."""
+    fits = tensor.stride(0) % _ALIGNED == 0 and tensor.data_ptr() % (2 * _ALIGNED) == 0
+    return tensor if fits and tensor.stride()[1:] == (tensor.shape[2], 1) else tensor.contiguous()
+
+
+def _rows_of(places: Ends) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    return places.tokens, places.tokens, places.longest, places.longest
+
+
+def _settings_of(heads: Heads) -> dict[str, Any]:
+    window = {"window_size_left": heads.window - 1, "window_size_right": 0} if heads.window else {}
+    return {"scale": heads.scale, **window}
+
+
+@contextlib.contextmanager
+def _deterministic() -> Iterator[None]:
+    """Lets the flash kernels add up the gradient of queries in a fixed order, so that a resumed run computes the same.
+
+    Not by `torch.use_deterministic_algorithms`, which imports torch's compiler.
+    """
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    torch._C._set_deterministic_algorithms(True)  # noqa: SLF001
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch._C._set_deterministic_algorithms(before[0], warn_only=before[1])  # noqa: SLF001
+        torch.utils.deterministic.fill_uninitialized_memory = fills
 
 
 # ---- the last layer

@@ -1,6 +1,6 @@
 """Attention and MLP of a decoder layer, each as one function with few products and passes over memory, in bfloat16.
 
-For frozen bfloat16 weights with LoRA or without (evaluation, reference models), and on CPUs for full fine-tuning of float32 weights under autocast,
+For frozen bfloat16 weights with LoRA or without (evaluation, reference models), and for full fine-tuning of float32 weights under autocast,
 whose roundings are kept: products in bfloat16, norms and what is added up over the layers in float32.
 
 Letters: T tokens, E hidden size, H query heads, K key-value heads, G = H / K, D head size, F intermediate size; W (out, in) a
@@ -15,27 +15,16 @@ import ctypes
 import types
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from peft.tuners.lora.layer import Linear as LoraLinear
 from peft.tuners.lora.layer import LoraLayer
 
-from unisono.model.attention import attend_rows
-from unisono.model.kernels import (
-    Heads,
-    Kernels,
-    attend,
-    attend_backward,
-    kernels_on,
-    load_kernels,
-    place_rows,
-)
-from unisono.model.layers import is_quick
+from unisono.model.attention import Ends
+from unisono.model.kernels import Heads, Kernels, attend, attend_backward, place_rows
+from unisono.model.layers import is_quick, kernels_of
 from unisono.model.quantization import dequantized, state_of
-
-if TYPE_CHECKING:
-    from unisono.model.triton_kernels import TritonKernels
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
@@ -76,13 +65,14 @@ class Joined:
         self.out = sum(self.sizes)
         self.width = self.out + sum(self.ranks)
         self.scales = [layer.scaling[next(iter(layer.lora_A))] for layer in layers]
-        device = bases[0].weight.device
-        self.kernels = load_kernels() if device.type == "cpu" else None
+        device = _b_of(layers[0]).device
+        kernels = kernels_of(device)
         widths = [*self.sizes, bases[0].in_features]
         pairs = [(rank, width) for rank in self.ranks for width in widths]
-        fits = self.kernels is not None and all(self.kernels.has_low_rank(*pair) for pair in pairs)
-        if not fits or any(parameter.dtype != torch.float32 for parameter in self.parameters()):
-            self.kernels = None
+        self.kernels: Kernels | None = None
+        if isinstance(kernels, Kernels) and all(kernels.has_low_rank(*pair) for pair in pairs):
+            wide = all(parameter.dtype == torch.float32 for parameter in self.parameters())
+            self.kernels = kernels if wide else None
         # (out, r): each B in its rows and columns
         size = (self.out, sum(self.ranks)) if self.kernels is None else (0, 0)
         self.up = torch.zeros(size, dtype=torch.bfloat16, device=device)
@@ -220,8 +210,8 @@ class Packed(Joined):
     """Adapted layers with quantized weights and the same input: each weight is dequantized for its product, and freed before the next one."""
 
     def _join(self, bases: list[Any]) -> None:
-        size = (self.width - self.out, bases[0].in_features)
-        self.down = torch.empty(size, dtype=torch.bfloat16, device=bases[0].weight.device)  # (r, in)
+        shape = (self.width - self.out, bases[0].in_features)  # (r, in)
+        self.down = torch.empty(shape, dtype=torch.bfloat16, device=_b_of(self.layers[0]).device)
 
     def _weights(self, joint: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """The columns of `joint` (T, out + r) of each layer, and its weight (out, in), one after the other."""
@@ -318,7 +308,8 @@ class Trained:
 
     def is_usable(self) -> bool:
         """Whether autocast would compute the products in bfloat16, too."""
-        return torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
+        kind = self.layers[0].weight.device.type
+        return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16
 
     def _weight(self) -> torch.Tensor:
         """(out, in) bfloat16."""
@@ -372,9 +363,7 @@ class Norm(torch.autograd.Function):
     """RMSNorm with a frozen weight."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, kernels: "Kernels | TritonKernels"
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, kernels: Any) -> torch.Tensor:
         """x (…, E), weight (E,) → (…, E)."""
         rows = x.reshape(-1, x.shape[-1])
         y, factor = kernels.norm(rows, weight, eps)
@@ -394,9 +383,7 @@ class TrainedNorm(torch.autograd.Function):
     """RMSNorm of float32 values with a float32 weight."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, kernels: Kernels
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, kernels: Any) -> torch.Tensor:
         """x (…, E), weight (E,) → (…, E) bfloat16."""
         rows = x.reshape(-1, x.shape[-1])
         y, factor = kernels.wide_norm(rows, weight, eps)
@@ -426,7 +413,7 @@ class GatedMlp(torch.autograd.Function):
         x: torch.Tensor,
         wide: Joined | Frozen | Trained,
         down: Joined | Frozen | Trained,
-        kernels: "Kernels | TritonKernels",
+        kernels: Any,
         *parameters: torch.Tensor,
     ) -> torch.Tensor:
         """x (T, E) → (T, E)."""
@@ -469,18 +456,17 @@ class SelfAttention(torch.autograd.Function):
         ctx: Any,
         x: torch.Tensor,
         rope: tuple[torch.Tensor, torch.Tensor],
-        lengths: tuple[int, ...],
+        places: Any,
         joined: Joined | Frozen | Trained,
         heads: Heads,
-        kernels: Kernels,
+        kernels: Any,
         *parameters: torch.Tensor,
     ) -> torch.Tensor:
-        """x (T, E), cosines and sines (T, D) → (T, H · D)."""
-        places = place_rows(lengths, heads, kernels)
+        """x (T, E), cosines and sines (T, D) → (T, H · D). `places` is what the kernels' attention needs to know of the rows."""
         joint = joined.product(x)
         out, kept = attend(_heads_of(joint, joined, heads), rope, places, heads, kernels)
         low = joint[:, joined.out :]
-        if not isinstance(places, torch.Tensor):
+        if not isinstance(places, torch.Tensor | Ends):
             low = low.contiguous()  # the joint product is not kept
         ctx.save_for_backward(x, low, *rope, *kept)
         ctx.parts = (places, joined, heads, kernels)
@@ -497,39 +483,6 @@ class SelfAttention(torch.autograd.Function):
         attend_backward(d_out, kept, (cosine, sine), places, heads, kernels, grads)
         d_x = joined.input_gradient(d_joint)
         return d_x, None, None, None, None, None, *joined.gradients(d_joint, x, low)
-
-
-class Rotated(torch.autograd.Function):
-    """Products for queries, keys and values with the rotation, on a CUDA device, where attention is torch's own."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        rope: tuple[torch.Tensor, torch.Tensor],
-        joined: Joined | Frozen,
-        heads: Heads,
-        kernels: "TritonKernels",
-        *parameters: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """x (T, E), cosines and sines (T, D) → q (T, H, D), k and v (T, K, D)."""
-        joint = joined.product(x)
-        parts = kernels.rotate(joint, rope, heads=heads.kv * heads.group, kv=heads.kv, size=heads.size)
-        ctx.save_for_backward(x, joint[:, joined.out :].contiguous(), *rope)  # the joint product is not kept
-        ctx.parts = (joined, kernels)
-        return parts
-
-    @staticmethod
-    def backward(
-        ctx: Any, d_q: torch.Tensor, d_k: torch.Tensor, d_v: torch.Tensor
-    ) -> tuple[torch.Tensor | None, ...]:
-        """The gradients of x and of what is trained."""
-        x, low, cosine, sine = ctx.saved_tensors
-        joined, kernels = ctx.parts
-        d_joint = x.new_empty(len(x), joined.width)
-        kernels.rotate_back((d_q, d_k, d_v), (cosine, sine), d_joint)
-        d_x = joined.input_gradient(d_joint)
-        return d_x, None, None, None, None, *joined.gradients(d_joint, x, low)
 
 
 def _heads_of(
@@ -550,11 +503,10 @@ def speed_up_layers(model: torch.nn.Module, *, sharded: bool = False) -> list[to
     bias are changed, too. With `sharded` weights no layer keeps a joined weight.
     """
     device = next(model.parameters()).device
-    kernels = kernels_on(device)
+    kernels = kernels_of(device)
     if kernels is None:
         return []
-    is_lora = any(isinstance(module, LoraLayer) for module in model.modules())
-    trains_all = not is_lora and isinstance(kernels, Kernels)
+    trains_all = not any(isinstance(module, LoraLayer) for module in model.modules())
     scratch = Scratch(device)
     join = partial(_join, scratch=scratch, sharded=sharded)
     changed = []
@@ -590,8 +542,6 @@ def release_originals(model: torch.nn.Module) -> None:
     A file of safetensors stays mapped as long as one tensor of it is in use, so the other frozen weights are copied out of it. And glibc
     keeps what is freed between blocks in use: at 135 M parameters 185 MB, on top of which came the activations.
     """
-    if next(model.parameters()).device.type != "cpu":  # torch uses the memory again
-        return
     for parameter in model.parameters():
         is_view = parameter.untyped_storage().nbytes() > parameter.nbytes  # of a joined weight
         # Not of a subclass, i.e. of quantized weights.
@@ -618,7 +568,7 @@ def _join(layers: list[Any], scratch: Scratch, *, sharded: bool) -> Joined | Fro
     return Sharded(layers, scratch) if sharded else Joined(layers)
 
 
-def _is_norm(module: Any, kernels: "Kernels | TritonKernels") -> bool:
+def _is_norm(module: Any, kernels: Any) -> bool:
     """Whether it is RMSNorm with a frozen bfloat16 or a float32 weight: it has its two parts, and its forward gives the same values."""
     weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
     if type(eps) is not float or not isinstance(weight, torch.nn.Parameter) or list(module.children()):
@@ -632,7 +582,7 @@ def _is_norm(module: Any, kernels: "Kernels | TritonKernels") -> bool:
     x = torch.linspace(-2, 3, 2 * len(weight), device=weight.device).view(2, -1).to(weight.dtype)
     if weight.dtype == torch.bfloat16:
         return torch.allclose(kernels.norm(x, tried, eps)[0], type(module).forward(twin, x), rtol=0.02)
-    if weight.dtype != torch.float32 or not isinstance(kernels, Kernels):
+    if weight.dtype != torch.float32:
         return False
     return torch.allclose(
         kernels.wide_norm(x, tried, eps)[0].float(), type(module).forward(twin, x), rtol=0.01
@@ -692,8 +642,8 @@ def _heads(module: Any) -> Heads | None:
 def _norm_forward(module: Any, x: torch.Tensor) -> torch.Tensor:
     weight = module.weight
     wide = x.dtype == torch.float32
-    elsewhere = x.device.type != module._kernels.device_type  # noqa: SLF001 - our own
-    if x.dtype != weight.dtype or elsewhere or (wide and not torch.is_autocast_enabled("cpu")):
+    kind = weight.device.type
+    if x.dtype != weight.dtype or x.device.type != kind or (wide and not torch.is_autocast_enabled(kind)):
         found: torch.Tensor = type(module).forward(module, x)
         return found
     norm = TrainedNorm if wide else Norm
@@ -728,6 +678,7 @@ def _attention_forward(module: Any, hidden_states: torch.Tensor, **kwargs: Any) 
         hidden_states.dtype != torch.bfloat16
         or ends is None
         or rope is None
+        or kwargs.get("max_length_q") is None
         or rope[0].shape[-1] != module._heads.size  # noqa: SLF001
         or kwargs.get("past_key_values") is not None
         or kwargs.get("merged") is not None
@@ -736,14 +687,13 @@ def _attention_forward(module: Any, hidden_states: torch.Tensor, **kwargs: Any) 
         found: tuple[torch.Tensor, None] = type(module).forward(module, hidden_states, **kwargs)
         return found
     heads, kernels = module._heads, module._kernels  # noqa: SLF001
+    if isinstance(kernels, Kernels):
+        turned = tuple(part[0].float().contiguous() for part in rope)
+        places: Any = place_rows(tuple(ends.diff().tolist()), heads, kernels)
+    else:  # nothing that waits for the device
+        turned = tuple(part[0].contiguous() for part in rope)
+        places = Ends(ends, kwargs["max_length_q"])
+    parts = (turned, places, joined, heads, kernels)
     with torch.autocast(hidden_states.device.type, enabled=False):
-        if isinstance(kernels, Kernels):
-            turned = tuple(part[0].float().contiguous() for part in rope)
-            parts = (turned, tuple(ends.diff().tolist()), joined, heads, kernels)
-            out = SelfAttention.apply(hidden_states[0], *parts, *joined.parameters())
-        else:
-            turned = tuple(part[0] for part in rope)
-            q, k, v = Rotated.apply(hidden_states[0], turned, joined, heads, kernels, *joined.parameters())
-            longest = kwargs["max_length_q"]
-            out = attend_rows(q, k, v, ends, longest, heads.scale, heads.window).flatten(1)
+        out = SelfAttention.apply(hidden_states[0], *parts, *joined.parameters())
     return module.o_proj(out[None]), None

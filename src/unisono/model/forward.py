@@ -15,7 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
-import numpy as np
 import torch
 from peft.utils import ModulesToSaveWrapper
 
@@ -27,7 +26,6 @@ from unisono.model.attention import (
     merge,
     register,
     shorten_last_layer,
-    to_device,
 )
 from unisono.model.decoder import release_originals, slow_down_layers, speed_up_layers
 from unisono.model.layers import (
@@ -280,9 +278,7 @@ def choose_forward(
             forward.within(lambda: _try_last_layer(forward))
         # The head of a reward model needs its hidden states in float32.
         is_full = loaded.model is base and not loaded.is_reward
-        # Full fine-tuning on a GPU keeps the layers of transformers.
-        has_layers = quick or (is_full and base.device.type == "cpu")
-        if forward.layout == "flat" and dtype == "bfloat16" and has_layers:
+        if forward.layout == "flat" and dtype == "bfloat16" and (is_full or quick):
             forward.within(lambda: _try_layers(forward, wanted))
     loaded.model.train(was_training)
     if forward.rows_apart and forward.layout == "padded":
@@ -513,7 +509,8 @@ def _alike(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> boo
 
 def _flat_inputs(rows: Rows, merged: Merged | None) -> dict[str, Any]:
     """The keyword arguments of transformers for packed rows: (1, T) ids, or (1, S) of merged rows, and the boundaries of rows."""
-    ends = to_device(np.cumsum([0, *rows.lengths], dtype=np.int32), rows.input_ids.device)
+    lengths = torch.tensor([0, *rows.lengths], dtype=torch.int32, device=rows.input_ids.device)
+    ends = lengths.cumsum(0, dtype=torch.int32)
     longest = max(rows.lengths)
     ids, positions = rows.input_ids, rows.position_ids
     if merged is not None:

@@ -14,14 +14,11 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from unisono.facts import read_environment
-
-if TYPE_CHECKING:
-    from unisono.model.triton_kernels import TritonKernels
 
 _SOURCE = Path(__file__).with_name("kernels.c")
 _COMPILER = "cc"
@@ -55,22 +52,6 @@ def load_kernels() -> "Kernels | None":
         return None
 
 
-def kernels_on(device: torch.device) -> "Kernels | TritonKernels | None":
-    """The functions for a device: these on a CPU, those of triton_kernels on a CUDA device; None where they cannot be built."""
-    if device.type == "cpu":
-        return load_kernels()
-    try:
-        from unisono.model.triton_kernels import load_triton_kernels
-    except ImportError:  # a build of torch without Triton
-        return None
-    return load_triton_kernels(device)
-
-
-def has_kernels(dtype: str, device: torch.device) -> bool | None:
-    """Whether a computation uses them; None where it would not in any case: other dtypes and devices."""
-    return kernels_on(device) is not None if dtype == "bfloat16" and device.type in ("cpu", "cuda") else None
-
-
 def _built() -> Path:
     """The library for this machine: that in the cache, or a new one."""
     flags = _flags_of_cpu()
@@ -98,8 +79,6 @@ def _flags_of_cpu() -> str:
 
 class Kernels:
     """The functions on tensors: bfloat16 where nothing else is said, the last dimension contiguous, on the CPU."""
-
-    device_type = "cpu"
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
@@ -238,26 +217,25 @@ class Kernels:
         rope: tuple[torch.Tensor, torch.Tensor],
         begins: torch.Tensor,
         heads: "Heads",
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The output (T, H, D) of q (T, H, D), k and v (T, K, D), rotated by `rope`, and float32 (2, T · H) that the backward pass needs."""
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The output (T, H, D) of q (T, H, D), k and v (T, K, D), rotated by `rope`, and what the backward pass needs."""
         out = torch.empty(inputs[0].shape, dtype=torch.bfloat16)
         sums = torch.empty(2, out.shape[0] * out.shape[1])
         self._call("attention", *_attention_values(inputs, rope, begins, heads), out, *sums)
-        return out, sums
+        return out, [*inputs, out, sums]
 
     def attention_backward(
         self,
         grad: torch.Tensor,
-        inputs: tuple[torch.Tensor, ...],
-        found: tuple[torch.Tensor, torch.Tensor],
+        kept: Sequence[torch.Tensor],
         rope: tuple[torch.Tensor, torch.Tensor],
         begins: torch.Tensor,
         heads: "Heads",
         grads: tuple[torch.Tensor, ...],
     ) -> None:
-        """Writes the gradients of q, k and v, with rows equally far apart, from that of the output; `found` is what `attention` gave."""
+        """Writes the gradients of q, k and v, with rows equally far apart, from that of the output; `kept` is what `attention` gave."""
+        *inputs, out, sums = kept
         values = _attention_values(inputs, rope, begins, heads)
-        out, sums = found
         self._call("attention_backward", grad, *values, out, *sums, *grads, grads[0].stride(0))
 
     def has_low_rank(self, rank: int, width: int) -> bool:
@@ -290,7 +268,7 @@ class Kernels:
 
 
 def _attention_values(
-    inputs: tuple[torch.Tensor, ...],
+    inputs: Sequence[torch.Tensor],
     rope: tuple[torch.Tensor, torch.Tensor],
     begins: torch.Tensor,
     heads: "Heads",
@@ -339,7 +317,7 @@ def begins_of(lengths: tuple[int, ...]) -> torch.Tensor:
 
 
 def place_rows(lengths: tuple[int, ...], heads: Heads, kernels: Kernels) -> Any:
-    """What attention needs to know of the rows: where each begins, if it is one function; else where tokens are packed.
+    """What attention on a CPU needs to know of the rows: where each begins, if it is one function; else where tokens are packed.
 
     The function's threads divide the key-value heads of all rows among them, and torch's products divide a single one as well.
     """
@@ -538,22 +516,22 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 def attend(
     inputs: tuple[torch.Tensor, ...],
     rope: tuple[torch.Tensor, torch.Tensor],
-    places: Packed | torch.Tensor,
+    places: Any,
     heads: Heads,
-    kernels: Kernels,
+    kernels: Any,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """The output (T, H, D), and what the backward pass needs.
 
     Args:
         inputs: q (T, H, D), k and v (T, K, D).
-        rope: cosines and sines (T, D), float32.
+        rope: cosines and sines (T, D), float32 on a CPU.
         places: of the rows.
         heads: the shape of the layer.
         kernels: the functions.
     """
-    if isinstance(places, torch.Tensor):
-        out, sums = kernels.attention(inputs, rope, places, heads)
-        return out, [*inputs, out, sums]
+    if not isinstance(places, Packed):
+        found: tuple[torch.Tensor, list[torch.Tensor]] = kernels.attention(inputs, rope, places, heads)
+        return found
     tokens, dtype = len(inputs[0]), inputs[0].dtype
     make = torch.empty if places.places == tokens else torch.zeros
     sizes = [heads.kv * heads.group, heads.kv, heads.kv]
@@ -573,22 +551,20 @@ def attend_backward(
     grad: torch.Tensor,
     kept: Sequence[torch.Tensor],
     rope: tuple[torch.Tensor, torch.Tensor],
-    places: Packed | torch.Tensor,
+    places: Any,
     heads: Heads,
-    kernels: Kernels,
+    kernels: Any,
     grads: tuple[torch.Tensor, ...],
 ) -> None:
     """Writes the gradients of q, k and v into `grads`, from that of the output, (T, H, D), and what `attend` kept."""
     grad = grad.contiguous()
-    inputs = tuple(kept[:3])
-    if isinstance(places, torch.Tensor):
-        out, sums = kept[3:]
-        kernels.attention_backward(grad, inputs, (out, sums), rope, places, heads, grads)
+    if not isinstance(places, Packed):
+        kernels.attention_backward(grad, kept, rope, places, heads, grads)
         return
+    inputs = tuple(kept[:3])
     of_tokens = (places.start, places.length)
     make = torch.empty_like if places.places == len(grad) else torch.zeros_like
     d_mixed = make(inputs[0])
     kernels.pack_heads(grad, d_mixed, of_tokens, kv=heads.kv, back=False)
     found = _attend_backward(places, heads, kernels, (*inputs, d_mixed), list(kept[3:]))
-    d_q, d_k, d_v = grads
-    kernels.unpack(found, rope, heads.scale, of_tokens, (d_q, d_k, d_v))
+    kernels.unpack(found, rope, heads.scale, of_tokens, grads)

@@ -4,10 +4,11 @@ Letters: W (out, in) a frozen base weight, A (r, in) and B (out, r) of its adapt
 Of the head, whose N × V logits never exist at once: N loss tokens, E hidden size, V vocabulary.
 """
 
+import functools
 import math
 import types
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from peft.tuners.lora.layer import Linear as LoraLinear
@@ -15,8 +16,40 @@ from peft.tuners.lora.layer import Linear as LoraLinear
 from unisono.config.schema import RopeSection
 from unisono.errors import ModelError
 from unisono.model.files import read_json_object
-from unisono.model.kernels import Kernels, kernels_on, load_kernels
+from unisono.model.kernels import Kernels, load_kernels
 from unisono.model.quantization import adapted_layers, dequantized, state_of, times, times_transposed
+
+if TYPE_CHECKING:
+    from unisono.model.cuda_kernels import CudaKernels
+
+
+def kernels_of(device: torch.device) -> "Kernels | CudaKernels | None":
+    """The functions for tensors on a device: those of kernels.c, or of cuda_kernels for an NVIDIA GPU; None where they cannot be used."""
+    if device.type == "cpu":
+        return load_kernels()
+    return _on_gpu() if device.type == "cuda" and torch.version.hip is None else None
+
+
+@functools.cache
+def _on_gpu() -> "CudaKernels | None":
+    """None without Triton, or where it cannot compile: it needs a C compiler, and a folder to write to."""
+    try:
+        from unisono.model.cuda_kernels import CudaKernels
+
+        kernels = CudaKernels()
+        x = torch.ones(2, 16, dtype=torch.bfloat16, device="cuda")
+        kernels.norm(x, x[0], 1e-6)
+    except Exception:  # noqa: BLE001 - whatever a compiler raises: torch's own operations do the same work
+        return None
+    return kernels
+
+
+def has_kernels(dtype: str, device: torch.device) -> bool | None:
+    """Whether a computation uses them; None where it would not in any case: other dtypes and devices."""
+    usable = dtype == "bfloat16" and (
+        device.type == "cpu" or (device.type == "cuda" and not torch.version.hip)
+    )
+    return kernels_of(device) is not None if usable else None
 
 
 class LoraProduct(torch.autograd.Function):
@@ -78,11 +111,15 @@ class LoraProduct(torch.autograd.Function):
 
 def _kernels_of(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Kernels | None:
     """Those that have functions for these adapters."""
-    if x.dtype != torch.bfloat16 or x.device.type != "cpu" or {a.dtype, b.dtype} != {torch.float32}:
+    if x.dtype != torch.bfloat16 or {a.dtype, b.dtype} != {torch.float32}:
         return None
-    kernels = load_kernels()
-    fits = kernels is not None and all(kernels.has_low_rank(len(a), n) for n in (x.shape[1], len(b)))
-    return kernels if fits else None
+    kernels = kernels_of(x.device)
+    widths = (x.shape[1], len(b))
+    return (
+        kernels
+        if isinstance(kernels, Kernels) and all(kernels.has_low_rank(len(a), n) for n in widths)
+        else None
+    )
 
 
 def _dense(weight: torch.Tensor, state: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -160,14 +197,7 @@ _CHUNK = 128
 
 
 _TRAINED_CHUNK = 256  # where the head is trained, too: its gradient is in memory once for each chunk
-# On a GPU, so many logits at a time: products with few rows read the head from memory for little work. Not measured.
-_LOGITS_ON_GPU = 1 << 27
 _BLOCK = 4096  # tokens of the vocabulary whose part of that gradient is computed at a time
-
-
-def _rows_at_a_time(weight: torch.Tensor, *, on_cpu: int) -> int:
-    """Rows of logits under a head (V, E) that are in memory at a time."""
-    return max(on_cpu, _LOGITS_ON_GPU // len(weight) // 128 * 128) if weight.is_cuda else on_cpu
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
@@ -197,7 +227,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         weight = weight.to(hidden.dtype) if scale is None else weight
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         needs_gradient = needs_hidden or needs_weight
-        chunk = _rows_at_a_time(weight, on_cpu=_CHUNK if d_weight is None else _TRAINED_CHUNK)
+        chunk = _CHUNK if d_weight is None else _TRAINED_CHUNK
         for first in range(0, hidden.shape[0], chunk):
             rows, wanted = hidden[first : first + chunk], labels[first : first + chunk]
             losses, d_logits = _losses(
@@ -247,7 +277,7 @@ def _losses(
     logits: torch.Tensor, labels: torch.Tensor, count: int, smoothing: float, *, needs_gradient: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The losses (n,) of logits (n, V), and the gradient of their sum / count, in the dtype of the logits; the logits are overwritten."""
-    kernels = kernels_on(logits.device) if logits.dtype == torch.bfloat16 and not smoothing else None
+    kernels = kernels_of(logits.device) if logits.dtype == torch.bfloat16 and not smoothing else None
     if kernels is not None:
         return kernels.cross_entropy(
             logits, labels.contiguous(), 1 / count if needs_gradient else 0.0
@@ -284,9 +314,8 @@ class ChunkedLogProbs(torch.autograd.Function):
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         found = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         d_hidden = torch.empty_like(hidden) if needs_hidden and not needs_weight else None
-        chunk = _rows_at_a_time(weight, on_cpu=_CHUNK)
-        for first in range(0, hidden.shape[0], chunk):
-            part = slice(first, first + chunk)
+        for first in range(0, hidden.shape[0], _CHUNK):
+            part = slice(first, first + _CHUNK)
             logits, wanted = times_transposed(hidden[part], weight, scale).float(), labels[part, None]
             normaliser = torch.logsumexp(logits, dim=1, keepdim=True)
             found[part] = (logits.gather(1, wanted) - normaliser)[:, 0]
@@ -309,9 +338,8 @@ class ChunkedLogProbs(torch.autograd.Function):
         hidden, weight, labels = ctx.saved_tensors
         d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        chunk = _rows_at_a_time(weight, on_cpu=_TRAINED_CHUNK)
-        for first in range(0, hidden.shape[0], chunk):
-            part = slice(first, first + chunk)
+        for first in range(0, hidden.shape[0], _TRAINED_CHUNK):
+            part = slice(first, first + _TRAINED_CHUNK)
             logits = (hidden[part] @ weight.t()).float()
             normaliser = torch.logsumexp(logits, dim=1, keepdim=True)
             d_logits = _d_logits(logits, normaliser, labels[part, None]).mul_(grad[part, None])

@@ -1,6 +1,7 @@
 """A run that is ready to train: the inputs of its steps, its parts, its state, and what a checkpoint of it holds."""
 
 import hashlib
+import heapq
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -15,9 +16,8 @@ from unisono.checkpoint.store import CheckpointStore
 from unisono.checkpoint.writer import StorageFailed
 from unisono.data.token_table import Batch, Split, TokenTable, collate_units
 from unisono.events import Reporter
-from unisono.model.attention import to_device
 from unisono.model.forward import Forward, Rows
-from unisono.model.kernels import has_kernels
+from unisono.model.layers import has_kernels
 from unisono.objectives.objective import Counts, Micro, Objective
 from unisono.plan import RankPlace, RunPlan, Stream, deal
 from unisono.rundir import RunDir
@@ -93,12 +93,18 @@ class TrainingData:
             counts=counts_of(self.table, sequences),
         )
 
-    def longest(self, sides: Sequence[int]) -> list[int]:
-        """The sequences of the largest micro batch possible, of only these sides of each unit."""
-        tokens = self._tokens
-        if len(sides) < self.table.sides:
-            lengths = np.add.reduce([self.table.side_lengths(side) for side in sides])
-            tokens = np.add.reduceat(lengths[self.table.sequence_rows], self.table.sequence_ends[:-1])
+    def longest(self, sides: Sequence[int], *, padded: bool = False) -> list[int]:
+        """The sequences of the largest micro batch possible, of only these sides of each unit.
+
+        The size is the number of tokens or, if rows are padded, the number of rows times the longest of them.
+        """
+        tokens, starts = self._tokens, self.table.sequence_ends[:-1]
+        if padded or len(sides) < self.table.sides:
+            lengths = [self.table.side_lengths(side)[self.table.sequence_rows] for side in sides]
+            tokens = np.add.reduceat(np.add.reduce(lengths), starts)
+            if padded:
+                longest_row = np.maximum.reduceat(np.maximum.reduce(lengths), starts)
+                return _largest_padded(longest_row, np.diff(self.table.sequence_ends), self.micro_batch)
         order = np.argsort(tokens, kind="stable")[::-1]
         return [int(i) for i in order[: self.micro_batch]]
 
@@ -110,6 +116,26 @@ class TrainingData:
         """The origin of the rows of some sequences, for messages: `train.jsonl:17`."""
         rows = [row for sequence in sequences for row in self.table.rows_of(sequence)]
         return [self.table.row_id(int(row)) for row in rows]
+
+
+def _largest_padded(longest_row: np.ndarray, rows: np.ndarray, size: int) -> list[int]:
+    """At most `size` sequences, of which the number of rows times the longest row is as large as possible.
+
+    Each sequence in turn, from that with the shortest longest row, is the one that decides the length; those with most rows before it fill
+    the group.
+    """
+    best, found, total = -1, [0], 0
+    most: list[
+        tuple[int, int]
+    ] = []  # at most size - 1 of those before: rows and index, the fewest rows first
+    for i in np.argsort(longest_row, kind="stable").tolist():
+        if (padded := (total + int(rows[i])) * int(longest_row[i])) > best:
+            best, found = padded, [i, *(index for _, index in most)]
+        total += int(rows[i])
+        heapq.heappush(most, (int(rows[i]), i))
+        if len(most) == size:
+            total -= heapq.heappop(most)[0]
+    return found
 
 
 @dataclass(frozen=True)
@@ -187,20 +213,24 @@ def load_units(
 ) -> tuple[Micro, Batch]:
     """The same of some units, each a row of the table."""
     batch = collate_units(table, units, sides)
+
+    def to_device(values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(values).to(device, non_blocking=True)
+
     desirable = table.columns.get("label")
     rows = Rows(
-        to_device(batch.input_ids, device),
-        to_device(batch.position_ids, device),
+        to_device(batch.input_ids),
+        to_device(batch.position_ids),
         list(batch.lengths),
-        to_device(batch.label_index, device),
-        to_device(batch.labels, device),
+        to_device(batch.label_index),
+        to_device(batch.labels),
         loss_counts=list(batch.loss_counts),
         common=list(batch.common),
     )
     micro = Micro(
         rows,
         len(batch.units),
-        labels=None if desirable is None else to_device(desirable[batch.units] != 0, device),
+        labels=None if desirable is None else to_device(desirable[batch.units] != 0),
         reference=None if reference is None else reference[batch.units].to(device),
     )
     return micro, batch
@@ -221,10 +251,10 @@ def stream_seed(seed: int, name: str, index: int = 0) -> int:
 def seed_torch(seed: int, name: str, index: int = 0) -> None:
     """Seeds torch's global generators, CPU and GPU, with the seed of a random stream."""
     value = stream_seed(seed, name, index)
-    if torch.accelerator.is_available():
-        torch.manual_seed(value)
-    else:  # the generator alone: torch.manual_seed formats the call stack once for each kind of device that is absent, about 1 ms
-        torch.default_generator.manual_seed(value)
+    # Not torch.manual_seed: it formats the call stack once for each kind of device that is absent, about 1 ms, and this is in every forward.
+    torch.default_generator.manual_seed(value)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(value)
 
 
 def embedding_noise(
@@ -443,7 +473,7 @@ class Contents:
     Attributes:
         groups: parts by group: `trainable`, and `optimizer-NAME` for each optimizer.
         values: present values for state.json: `train` (TrainState), `optimizer` (everything but tensors, by optimizer), `kernels` (see
-            model.kernels.has_kernels), and of an adapter `base` (what it was trained on).
+            model.layers.has_kernels), and of an adapter `base` (what it was trained on).
     """
 
     groups: dict[str, list[Part]]

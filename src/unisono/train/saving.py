@@ -31,7 +31,7 @@ from unisono.errors import (
 from unisono.events import Reporter
 from unisono.facts import read_environment
 from unisono.files import read_object
-from unisono.model.kernels import has_kernels
+from unisono.model.layers import has_kernels
 from unisono.rundir import RunDir
 from unisono.rundir.records import MetricsWriter, best_evaluated, truncate_after
 from unisono.text import parse_seconds

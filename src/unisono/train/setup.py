@@ -11,7 +11,7 @@ from unisono.events import Reporter
 from unisono.facts import identity_of
 from unisono.model.directory import locate_tokenizer
 from unisono.model.forward import Forward, choose_forward
-from unisono.model.kernels import has_kernels
+from unisono.model.layers import has_kernels
 from unisono.model.load import SCORE, LoadedModel, load_for_training
 from unisono.model.quantization import packed_weights, scales_of
 from unisono.objectives import objective_of
@@ -246,7 +246,6 @@ def ready_facts(run: Run, *, peak: int, kept_every: int | None) -> dict[str, Any
         "head": forward.head,
         "why": forward.why,
         "quick": forward.quick,
-        "fast_layers": forward.fast_layers,
         "kernels": has_kernels(run.plan.dtype, run.device),
         "peak_bytes": peak,
         "resumed_step": run.state.step,

@@ -207,7 +207,8 @@ def try_longest_batch(run: Run) -> MemoryTrial:
     run.report.phase("rehearse", "trying the longest batch")
     run.beats.enter("rehearse")
     table, sides = run.data.table, run.objective.sides
-    group = run.data.longest(sides)
+    padded = run.pictures is None and run.forward.layout == "padded"
+    group = run.data.longest(sides, padded=padded)
     micro, batch = load_micro(table, group, run.device, sides=sides, reference=run.reference.get("train"))
     micro = with_pictures(run, table, micro, batch.units, [0] * len(batch.units))
     seen = batch.tokens if run.pictures is None else int(table.sequence_tokens()[group].sum())
@@ -221,7 +222,7 @@ def try_longest_batch(run: Run) -> MemoryTrial:
             run.gradient_sync.begin()  # gradients must be in their buffers, as in training
         held = _as_much_as_the_optimizer_will_hold(run)
         if run.objective.first_sides:
-            first_sum(run, table, [run.data.longest(run.objective.first_sides)])
+            first_sum(run, table, [run.data.longest(run.objective.first_sides, padded=padded)])
         seconds = _time_of(run, micro)
         if seconds < _QUICK_S and not run.gradient_sync.needs_equal_rounds:
             # The first pass includes warmup, the second lacks the gradient sum and the update of a step: take the mean.

@@ -1,0 +1,175 @@
+"""The functions in Triton and the fast layers on a GPU, against torch's operations and the layers of transformers.
+
+Run: pytest -m gpu tests/gpu/test_kernels.py. The first test also runs without a GPU, in Triton's interpreter, which truncates bfloat16 values:
+TRITON_INTERPRET=1 pytest -W ignore::DeprecationWarning -m gpu tests/gpu/test_kernels.py
+"""
+
+import os
+
+import peft
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from unisono.model import forward as forwards
+from unisono.model.forward import Forward, Rows, choose_forward
+from unisono.model.load import LoadedModel
+
+pytest.importorskip("triton")
+from unisono.model.cuda_kernels import CudaKernels, _rotate
+
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+_ON = "cpu" if _INTERPRETED else "cuda"
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not _INTERPRETED and not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+on_device = pytest.mark.skipif(_INTERPRETED, reason="needs a CUDA device")
+
+_LENGTHS = [40, 7, 300, 1]
+
+
+def _near(found: torch.Tensor, wanted: torch.Tensor, tolerance: float = 0.01) -> None:
+    found, wanted = found.detach().double(), wanted.detach().double()
+    assert found.shape == wanted.shape
+    assert (found - wanted).norm() <= tolerance * wanted.norm(), (found - wanted).norm() / wanted.norm()
+
+
+def _values(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(*shape, device=_ON).to(dtype)
+
+
+@pytest.mark.parametrize(("tokens", "width"), [(7, 48), (33, 576), (1, 4096)])
+def test_norms_and_gates_equal_torchs_and_so_do_their_gradients(tokens: int, width: int) -> None:
+    torch.manual_seed(0)
+    kernels = CudaKernels()
+    grad = _values(tokens, width)
+    for dtype in (torch.bfloat16, torch.float32):
+        x = _values(tokens, width, dtype=dtype)
+        weight = torch.rand(width, device=_ON).to(dtype) + 0.5
+        wide = [x.double().requires_grad_(), weight.double().requires_grad_()]
+        wanted = torch.nn.functional.rms_norm(wide[0], (width,), wide[1], 1e-5)
+        of_x, of_weight = torch.autograd.grad(wanted, wide, grad.double())
+        if dtype == torch.bfloat16:
+            y, factor = kernels.norm(x, weight, 1e-5)
+            _near(kernels.norm_backward(grad, x, weight, factor), of_x)
+        else:
+            y, factor = kernels.wide_norm(x, weight, 1e-5)
+            d_x, d_weight = kernels.wide_norm_backward(grad, x, weight, factor)
+            _near(d_x, of_x, 1e-5)
+            _near(d_weight, of_weight, 1e-5)
+        assert y.dtype == torch.bfloat16
+        _near(y, wanted)
+    joint = _values(tokens, 2 * width + 24)
+    gate, up = joint[:, :width], joint[:, width : 2 * width]
+    both = [gate.double().requires_grad_(), up.double().requires_grad_()]
+    wanted = torch.nn.functional.silu(both[0]) * both[1]
+    grads = torch.autograd.grad(wanted, both, grad.double())
+    _near(kernels.gate(gate, up), wanted)
+    rest = joint[:, 2 * width :].clone()
+    _near(kernels.gate_backward(grad, gate, up), wanted)
+    for found, expected in zip((gate, up), grads, strict=True):  # in the place of the values
+        _near(found, expected)
+    assert torch.equal(joint[:, 2 * width :], rest)
+
+
+@pytest.mark.parametrize(("rows", "vocabulary"), [(5, 300), (3, 9001)])
+def test_cross_entropy_and_its_gradient_equal_torchs(rows: int, vocabulary: int) -> None:
+    torch.manual_seed(0)
+    kernels = CudaKernels()
+    logits, labels = 3 * _values(rows, vocabulary), torch.randint(0, vocabulary, (rows,), device=_ON)
+    wide = logits.double().requires_grad_()
+    wanted = torch.nn.functional.cross_entropy(wide, labels, reduction="none")
+    (gradient,) = torch.autograd.grad(wanted.sum() / 100, wide)
+    before = logits.clone()
+    _near(kernels.cross_entropy(logits, labels, 0.0), wanted, 1e-4)
+    assert torch.equal(logits, before)
+    _near(kernels.cross_entropy(logits, labels, 0.01), wanted, 1e-4)
+    _near(logits, gradient)
+
+
+def test_heads_are_rotated_and_gradients_back() -> None:
+    torch.manual_seed(0)
+    q = _values(9, 3 * 64 + 30)[:, :192].unflatten(1, (3, 64))
+    cosine, sine = (torch.randn(9, 64, device=_ON) for _ in range(2))
+    wide = q.double().requires_grad_()
+    turned = torch.cat((-wide[..., 32:], wide[..., :32]), -1)
+    wanted = wide * cosine[:, None] + turned * sine[:, None]
+    grad = _values(9, 3, 64)
+    (gradient,) = torch.autograd.grad(wanted, wide, grad.double())
+    found = torch.empty_like(grad)
+    _rotate(grad, found, (cosine, sine), back=True)
+    _near(found, gradient)
+    _rotate(q, q, (cosine, sine), back=False)
+    _near(q, wanted)
+
+
+def _forward(kind: str, monkeypatch: pytest.MonkeyPatch, *, fast: bool) -> Forward:
+    """A model of four layers with the fast layers or without."""
+    if not fast:
+        monkeypatch.setattr(forwards, "speed_up_layers", lambda _model, *, sharded: [])
+    torch.manual_seed(0)
+    config: LlamaConfig = LlamaConfig(
+        vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+    )  # fmt: skip
+    base: torch.nn.Module = LlamaForCausalLM(config)
+    base.config.use_cache = False
+    if kind == "full":
+        base = base.to("cuda")
+        loaded = LoadedModel(base, base, None, dict(base.named_parameters()), 0)
+    else:
+        base = base.to("cuda", torch.bfloat16)
+        settings = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+        model = peft.get_peft_model(base, settings)
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        for parameter in trained.values():
+            parameter.data = 0.05 * torch.randn_like(parameter.data.float())
+        loaded = LoadedModel(model, base, None, trained, 0)
+    found = choose_forward(
+        loaded, dtype="bfloat16", quick_adapter=kind == "lora", gradient_checkpointing=False
+    )
+    assert (found.layout, found.head) == ("flat", "chunked"), found.why
+    assert (found.fast_layers > 0) == fast
+    monkeypatch.undo()
+    return found
+
+
+def _step(forward: Forward) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, 512, (sum(_LENGTHS),), generator=generator).cuda()
+    positions = torch.cat([torch.arange(n) for n in _LENGTHS]).cuda()
+    index = (positions[1:] > 0).nonzero()[:, 0]
+    loss = forward.loss(Rows(ids, positions, _LENGTHS, index, ids[index + 1]), count=len(index))
+    loss.backward()
+    trained = forward.loaded.trainable
+    grads = {name: p.grad.clone() for name, p in trained.items() if p.grad is not None}
+    assert set(grads) == set(trained)
+    forward.loaded.model.zero_grad()
+    return loss.detach(), grads
+
+
+@on_device
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_the_fast_layers_give_the_loss_and_the_gradients_of_the_models_own(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fast = _forward(kind, monkeypatch, fast=True)
+    slow = _forward(kind, monkeypatch, fast=False)
+    (mine, grads), (theirs, wanted) = _step(fast), _step(slow)
+    _near(mine, theirs, 1e-3)
+    for name, gradient in grads.items():
+        _near(gradient, wanted[name], 0.05)
+
+
+@on_device
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_a_step_gives_the_same_bits_each_time(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Resuming is exact only then; flash attention adds up the gradient of queries in any order unless told not to."""
+    forward = _forward(kind, monkeypatch, fast=True)
+    loss, grads = _step(forward)
+    for _ in range(5):
+        again, others = _step(forward)
+        assert torch.equal(loss, again)
+        assert all(torch.equal(gradient, others[name]) for name, gradient in grads.items())
+    assert not torch.are_deterministic_algorithms_enabled()
