@@ -516,7 +516,7 @@ def test_a_kernel_that_does_not_end_is_named_and_its_rank_is_ended(place: Runs) 
     """The last test: meanwhile the device computes little else."""
     own = f"{place.folder / 'objectives.py'}:Endless"
     config = place.write(
-        "endless", **BFLOAT16, duration="100000 steps", objective=own, watch={"stall_after": "8 seconds"}
+        "endless", **BFLOAT16, duration="100000 steps", objective=own, watch={"stall_after": "20 seconds"}
     )
     command = [*UNISONO, "train", str(config), "--json", "--trust-code"]
     done = place.run(command, place.folder / "endless").check(4)
