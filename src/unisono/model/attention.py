@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from unisono.model.kernels import BLOCK, KEEP_UP_TO, Heads, PackedAttention, group_rows, load_kernels
@@ -100,7 +101,13 @@ def merge(lengths: Sequence[int], common: Sequence[int], device: torch.device) -
     source = np.where(is_again, starts[rows - 1] + positions, np.arange(len(rows)))
     place = (np.cumsum(~is_again) - 1)[source]
     found = (np.flatnonzero(~is_again), place, np.flatnonzero(is_again))
-    return Merged(*(torch.from_numpy(values).to(device, non_blocking=True) for values in found))
+    return Merged(*(to_device(values, device) for values in found))
+
+
+def to_device(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """The values on a device. The host does not wait for the copy: from memory that is not pinned it would, and for all work of the device before it."""
+    found = torch.from_numpy(values)
+    return (found.pin_memory() if device.type == "cuda" else found).to(device, non_blocking=True)
 
 
 class Spread(torch.autograd.Function):

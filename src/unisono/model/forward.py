@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
+import numpy as np
 import torch
 from peft.utils import ModulesToSaveWrapper
 
@@ -26,6 +27,7 @@ from unisono.model.attention import (
     merge,
     register,
     shorten_last_layer,
+    to_device,
 )
 from unisono.model.decoder import release_originals, slow_down_layers, speed_up_layers
 from unisono.model.layers import (
@@ -509,8 +511,7 @@ def _alike(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> boo
 
 def _flat_inputs(rows: Rows, merged: Merged | None) -> dict[str, Any]:
     """The keyword arguments of transformers for packed rows: (1, T) ids, or (1, S) of merged rows, and the boundaries of rows."""
-    lengths = torch.tensor([0, *rows.lengths], dtype=torch.int32, device=rows.input_ids.device)
-    ends = lengths.cumsum(0, dtype=torch.int32)
+    ends = to_device(np.cumsum([0, *rows.lengths], dtype=np.int32), rows.input_ids.device)
     longest = max(rows.lengths)
     ids, positions = rows.input_ids, rows.position_ids
     if merged is not None:

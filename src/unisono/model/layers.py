@@ -197,7 +197,14 @@ _CHUNK = 128
 
 
 _TRAINED_CHUNK = 256  # where the head is trained, too: its gradient is in memory once for each chunk
+# On a GPU so many logits at a time: a product with few rows reads the whole head from memory for little work. Not measured.
+_LOGITS_ON_GPU = 1 << 27
 _BLOCK = 4096  # tokens of the vocabulary whose part of that gradient is computed at a time
+
+
+def _rows_at_a_time(weight: torch.Tensor, *, on_cpu: int) -> int:
+    """Rows of logits under a head (V, E) that are in memory at a time."""
+    return max(on_cpu, _LOGITS_ON_GPU // len(weight) // 128 * 128) if weight.is_cuda else on_cpu
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
@@ -227,7 +234,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         weight = weight.to(hidden.dtype) if scale is None else weight
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         needs_gradient = needs_hidden or needs_weight
-        chunk = _CHUNK if d_weight is None else _TRAINED_CHUNK
+        chunk = _rows_at_a_time(weight, on_cpu=_CHUNK if d_weight is None else _TRAINED_CHUNK)
         for first in range(0, hidden.shape[0], chunk):
             rows, wanted = hidden[first : first + chunk], labels[first : first + chunk]
             losses, d_logits = _losses(
@@ -314,8 +321,9 @@ class ChunkedLogProbs(torch.autograd.Function):
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         found = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         d_hidden = torch.empty_like(hidden) if needs_hidden and not needs_weight else None
-        for first in range(0, hidden.shape[0], _CHUNK):
-            part = slice(first, first + _CHUNK)
+        chunk = _rows_at_a_time(weight, on_cpu=_CHUNK)
+        for first in range(0, hidden.shape[0], chunk):
+            part = slice(first, first + chunk)
             logits, wanted = times_transposed(hidden[part], weight, scale).float(), labels[part, None]
             normaliser = torch.logsumexp(logits, dim=1, keepdim=True)
             found[part] = (logits.gather(1, wanted) - normaliser)[:, 0]
@@ -338,8 +346,9 @@ class ChunkedLogProbs(torch.autograd.Function):
         hidden, weight, labels = ctx.saved_tensors
         d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        for first in range(0, hidden.shape[0], _TRAINED_CHUNK):
-            part = slice(first, first + _TRAINED_CHUNK)
+        chunk = _rows_at_a_time(weight, on_cpu=_TRAINED_CHUNK)
+        for first in range(0, hidden.shape[0], chunk):
+            part = slice(first, first + chunk)
             logits = (hidden[part] @ weight.t()).float()
             normaliser = torch.logsumexp(logits, dim=1, keepdim=True)
             d_logits = _d_logits(logits, normaliser, labels[part, None]).mul_(grad[part, None])

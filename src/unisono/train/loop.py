@@ -401,6 +401,8 @@ def _clip(run: Run, limit: float | None) -> torch.Tensor:
         norm = squared.sqrt()
     if limit is not None:
         factor = (limit / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
-        for gradient in gradients:
-            gradient.mul_(factor)
+        if gradients:
+            torch._foreach_mul_(
+                gradients, factor
+            )  # on a GPU a few kernels for all; torch has no public name for it
     return norm

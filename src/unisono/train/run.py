@@ -16,6 +16,7 @@ from unisono.checkpoint.store import CheckpointStore
 from unisono.checkpoint.writer import StorageFailed
 from unisono.data.token_table import Batch, Split, TokenTable, collate_units
 from unisono.events import Reporter
+from unisono.model.attention import to_device
 from unisono.model.forward import Forward, Rows
 from unisono.model.layers import has_kernels
 from unisono.objectives.objective import Counts, Micro, Objective
@@ -213,24 +214,20 @@ def load_units(
 ) -> tuple[Micro, Batch]:
     """The same of some units, each a row of the table."""
     batch = collate_units(table, units, sides)
-
-    def to_device(values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(values).to(device, non_blocking=True)
-
     desirable = table.columns.get("label")
     rows = Rows(
-        to_device(batch.input_ids),
-        to_device(batch.position_ids),
+        to_device(batch.input_ids, device),
+        to_device(batch.position_ids, device),
         list(batch.lengths),
-        to_device(batch.label_index),
-        to_device(batch.labels),
+        to_device(batch.label_index, device),
+        to_device(batch.labels, device),
         loss_counts=list(batch.loss_counts),
         common=list(batch.common),
     )
     micro = Micro(
         rows,
         len(batch.units),
-        labels=None if desirable is None else to_device(desirable[batch.units] != 0),
+        labels=None if desirable is None else to_device(desirable[batch.units] != 0, device),
         reference=None if reference is None else reference[batch.units].to(device),
     )
     return micro, batch

@@ -246,6 +246,7 @@ def ready_facts(run: Run, *, peak: int, kept_every: int | None) -> dict[str, Any
         "head": forward.head,
         "why": forward.why,
         "quick": forward.quick,
+        "fast_layers": forward.fast_layers,
         "kernels": has_kernels(run.plan.dtype, run.device),
         "peak_bytes": peak,
         "resumed_step": run.state.step,
