@@ -350,7 +350,7 @@ def describe(profiler: Any, steps: int, times: list[float], walls: list[float]) 
 
     events = profiler.key_averages()
     kernels = sorted(
-        (event for event in events if event.device_type == DeviceType.CUDA),
+        (event for event in events if event.device_type == DeviceType.CUDA and not event.is_user_annotation),
         key=lambda event: -event.self_device_time_total,
     )
     operations = sorted(
@@ -437,7 +437,7 @@ def run_arm(
     environment = dict(os.environ, HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="true", PYTHONUNBUFFERED="1")
     with DeviceMemory() as memory, (work / f"{size}-{name}.log").open("w+") as log:
         process = subprocess.Popen(
-            [sys.executable, __file__, *map(str, words)], env=environment, stdout=log, stderr=subprocess.STDOUT, cwd=work
+            [sys.executable, __file__, *map(str, words)], env=environment, stdout=log, stderr=subprocess.STDOUT
         )  # fmt: skip
         try:
             code = process.wait(timeout=limit_s)
@@ -494,7 +494,7 @@ def table(found: dict[str, dict[str, Any]]) -> str:
             continue
         ratios = []
         for peer in ("trl-default", "trl-tuned"):
-            rate = found.get(f"{size} {peer}", {}).get("tokens_per_s")
+            rate = None if "full" in key else found.get(f"{size} {peer}", {}).get("tokens_per_s")
             ratios.append(f"{arm['tokens_per_s'] / rate:.2f}" if rate else "–")
         device = f"{arm['device_mib'] / 1024:.1f}" if arm["device_mib"] else "–"
         lines.append(
@@ -573,7 +573,7 @@ def run_profile(size: str, work: Path, limit_s: float) -> str:
     words = ["--arm", "profile", "--size", size, "--work", str(work)]
     try:
         done = subprocess.run(
-            [sys.executable, __file__, *words], capture_output=True, text=True, check=False, timeout=min(limit_s, 90), cwd=work
+            [sys.executable, __file__, *words], capture_output=True, text=True, check=False, timeout=min(limit_s, 90)
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return "the profile took too long"
