@@ -38,6 +38,7 @@ def estimate(shape: str, way: str, *, devices: int) -> MemoryEstimate:
         longest_row=TOKENS,
         gradient_checkpointing=True,
         shards=devices,
+        on_gpu=True,
     )
 
 

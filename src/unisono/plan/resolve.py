@@ -354,6 +354,7 @@ def _need(
         gradient_checkpointing=checkpointing,
         shards=given.world_size if strategy == "fsdp" else 1,
         logits=config.objective != "reward",
+        on_gpu=given.device.kind == "cuda",
     )
 
 

@@ -411,7 +411,8 @@ _BLOCK = 64  # weights that share a scale, of nf4 and fp4
 _BLOCKS = 256  # of these scales share another one, if they are quantized themselves
 _VALUES_OF_A_LEVEL = 500
 _SHARE_KEPT = 0.4  # with gradient checkpointing: the inputs of blocks, and the values of one block
-_HEAD_CHUNK = 128  # rows of logits alive at a time; see model.forward
+_HEAD_CHUNK = 128  # rows of logits alive at a time; see model.layers
+_LOGITS_ON_GPU = 1 << 27  # logits alive at a time there
 
 
 def trainable_parameters(model: ModelFacts, *, adapter_rank: int | None) -> int:
@@ -438,6 +439,7 @@ def estimate_memory(
     gradient_checkpointing: bool,
     shards: int = 1,
     logits: bool = True,
+    on_gpu: bool = False,
 ) -> MemoryEstimate:
     """Bytes for one rank.
 
@@ -446,9 +448,11 @@ def estimate_memory(
       Nothing with full fine-tuning in float32: the trained copy is the weight.
     - trainable: trained values × 16 bytes: the value, its gradient and two moments of AdamW, all float32. An adapter trains r × (in + out)
       values for each matrix.
-    - activations: for each token and layer 10 × hidden + 4 × intermediate values of `dtype`, attention probabilities of half a row for each
-      64 hidden values, and with an adapter 6 × hidden. With gradient checkpointing those of one layer, and hidden values for each layer.
-    - loss head: for each token 2 × hidden values of `dtype`, and twice the float32 logits of 128 tokens.
+    - activations: for each token and layer 10 × hidden + 4 × intermediate values of `dtype`, with an adapter 6 × hidden, and on a CPU
+      attention probabilities of half a row for each 64 hidden values. With gradient checkpointing those of one layer, and hidden values
+      for each layer.
+    - loss head: for each token 2 × hidden values of `dtype`, and twice the float32 logits of 128 tokens; on a GPU twice 2²⁷ logits in
+      `dtype`, or all if these are fewer.
     - of an image model a token is a position of the latents, and activations are those of its UNet (`_picture_activations`).
     - dequantized: the largest matrix of a quantized model in `dtype`.
     - shards: weights and trainable are divided by the ranks, but not the scales of quantized weights. Embedding and head are whole during
@@ -463,11 +467,13 @@ def estimate_memory(
         gradient_checkpointing: whether activations are computed again.
         shards: ranks among which weights and state are cut (fsdp).
         logits: whether there are logits over the vocabulary; a reward model has one value for a row.
+        on_gpu: whether the device is a GPU, whose attention keeps no probabilities.
     """
     size = _DTYPE_BYTES[dtype]
     trainable = trainable_parameters(model, adapter_rank=adapter_rank)
     heads = max(1, model.hidden_size // 64)
-    per_layer = (10 * model.hidden_size + 4 * model.intermediate_size + heads * longest_row // 2) * size
+    probabilities = 0 if on_gpu else heads * longest_row // 2
+    per_layer = (10 * model.hidden_size + 4 * model.intermediate_size + probabilities) * size
     if adapter_rank is not None:
         per_layer += 6 * model.hidden_size * size  # inputs of the adapters, and their low-rank outputs
     kept_layers = 1 if gradient_checkpointing else model.layers
@@ -477,7 +483,9 @@ def estimate_memory(
     if model.is_picture_model:
         activations, logits = _picture_activations(model, micro_tokens, gradient_checkpointing) * size, False
     head = micro_tokens * model.hidden_size * size * 2
-    if logits:
+    if logits and on_gpu:
+        head += min(micro_tokens * model.vocab_size, _LOGITS_ON_GPU) * size * 2
+    elif logits:
         head += min(micro_tokens, _HEAD_CHUNK) * model.vocab_size * 4 * 2
     weights, dequantized, matrix_bytes = model.parameters * size, 0, float(size)
     outside = model.parameters - model.linear_parameters

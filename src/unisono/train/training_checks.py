@@ -307,6 +307,7 @@ def _savings(run: Run) -> list[str]:
             gradient_checkpointing=checkpointing,
             shards=run.group.world_size if run.sharded is not None else 1,
             logits=config.objective != "reward",
+            on_gpu=run.device.type == "cuda",
         ).total
 
     now = total(plan.micro_batch, checkpointing=plan.gradient_checkpointing)
