@@ -508,7 +508,8 @@ def compare(args: argparse.Namespace, work: Path, device: str) -> None:
     """All arms of all sizes, one after the other."""
     from workload import make  # type: ignore[import-not-found]  # beside this script
 
-    make(work, rows=3000, shapes={})
+    if not (work / "alpaca.jsonl").exists():
+        make(work, rows=3000, shapes={})
     print(f"rows made after {time.time() - BEGAN:.1f} s", flush=True)
     found: dict[str, dict[str, Any]] = {}
     profiles: dict[str, str] = {}
@@ -609,7 +610,11 @@ def main() -> None:
     parser.add_argument("--profile", action="append", default=[], metavar="SIZE")
     parser.add_argument("--limit", type=float, default=540, help="seconds in all")
     parser.add_argument("--rehearse", action="store_true")
-    for hidden in ("--arm", "--size", "--model-dir", "--rows", "--device", "--work", "--make"):
+    parser.add_argument(
+        "--work",
+        help="an existing folder for rows and weights, which a next call uses again; else a temporary one",
+    )
+    for hidden in ("--arm", "--size", "--model-dir", "--rows", "--device", "--make"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     args = parser.parse_args()
     work = Path(args.work) if args.work else None
@@ -632,8 +637,9 @@ def main() -> None:
         args.sizes = ["tiny"] if args.rehearse else args.sizes or ["m135", "1b"]
         args.profile = ["tiny"] if args.rehearse else args.profile
         args.out = args.out.resolve()
-        with tempfile.TemporaryDirectory() as folder:
-            compare(args, Path(folder), "cpu" if args.rehearse else "cuda")
+        with contextlib.ExitStack() as stack:
+            folder = args.work or stack.enter_context(tempfile.TemporaryDirectory())
+            compare(args, Path(folder).resolve(), "cpu" if args.rehearse else "cuda")
 
 
 if __name__ == "__main__":
