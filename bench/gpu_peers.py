@@ -522,20 +522,9 @@ def compare(args: argparse.Namespace, work: Path, device: str) -> None:
 
     for size in args.sizes:
         began = time.time()
-        run_one(
-            [
-                sys.executable,
-                __file__,
-                "--make",
-                str(work / size),
-                "--size",
-                size,
-                "--work",
-                str(work),
-                "--device",
-                device,
-            ]
-        )
+        if not (work / size / "model.safetensors").exists():
+            words = ["--make", str(work / size), "--size", size, "--work", str(work), "--device", device]
+            run_one([sys.executable, __file__, *words])
         print(f"{size}: weights written in {time.time() - began:.1f} s", flush=True)
         for name in args.arms.split(",") if args.arms else ARMS[size]:
             left = args.limit - (time.time() - BEGAN)
