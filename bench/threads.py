@@ -1,6 +1,7 @@
 """Seconds a step with one thread and with two, for models of several widths: the figures behind `_SMALL` in unisono/plan/resolve.py.
 
     python bench/threads.py [--widths 128 192 256] [--steps 16] [--rounds 2]       about five minutes; writes bench/results/threads.json
+    python bench/threads.py --models m15 m135      instead of widths the models of bench/workload.py, in bfloat16; writes threads-models.json
 
 Runs `unisono train` on one rank, LoRA on random models of a width each, in both dtypes, and on `builtin:tiny`; ways take turns. The medians of
 the steps after the first three, the least of the rounds; `wall_2_to_1` is the time with two threads over that with one. Run it on a quiet machine.
@@ -19,7 +20,7 @@ from typing import Any
 
 from workload import make  # type: ignore[import-not-found]  # beside this script
 
-RESULT = Path(__file__).parent / "results" / "threads.json"
+RESULTS = Path(__file__).parent / "results"
 _LAYERS = 6
 _FIRST = 3
 THREADS = (1, 2)
@@ -64,6 +65,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--widths", type=int, nargs="*", default=[128, 192, 256])
+    parser.add_argument("--models", nargs="*", default=[])
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=2)
     arguments = parser.parse_args()
@@ -72,10 +74,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         make(work, rows=200)
-        models = {"builtin:tiny": "builtin:tiny"}
-        models |= {f"width {width}": str(write_model(work, width)) for width in arguments.widths}
+        models = {model: str(work / model) for model in arguments.models}
+        if not models:
+            models = {"builtin:tiny": "builtin:tiny"}
+            models |= {f"width {width}": str(write_model(work, width)) for width in arguments.widths}
         for name, path in models.items():
-            for dtype in ("float32", "bfloat16"):
+            for dtype in ("bfloat16",) if arguments.models else ("float32", "bfloat16"):
                 found: dict[int, list[tuple[float, float]]] = {threads: [] for threads in THREADS}
                 for _ in range(arguments.rounds):
                     for threads in THREADS:
@@ -93,8 +97,9 @@ def main() -> None:
         "schema": 1, "command": "python bench/threads.py " + " ".join(sys.argv[1:]), "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "cores": os.cpu_count(), "load_before": round(load, 2), "results": results,
     }  # fmt: skip
-    RESULT.write_text(json.dumps(body, indent=1) + "\n")
-    print(RESULT)
+    result = RESULTS / ("threads-models.json" if arguments.models else "threads.json")
+    result.write_text(json.dumps(body, indent=1) + "\n")
+    print(result)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """The fast layers give the outputs and gradients of transformers and peft. Run: pytest tests/model/test_decoder.py"""
 
 import copy
+import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,14 +15,17 @@ import pytest
 import torch
 import transformers
 
+from unisono.config.schema import OptimSection
 from unisono.model.attention import FLAT_ATTENTION, register
 from unisono.model.decoder import release_originals, slow_down_layers, speed_up_layers
 from unisono.model.forward import Rows, _flat_inputs
 from unisono.model.kernels import load_kernels
 from unisono.model.layers import head_loss, speed_up_lora
+from unisono.train.optim import build_optimizers
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs cc")
 
+_ROOT = Path(__file__).parents[2]
 _LENGTHS = [
     5,
     9,
@@ -185,35 +190,81 @@ def test_gradients_of_full_fine_tuning_do_not_depend_on_the_number_of_threads() 
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 
 
-@pytest.mark.parametrize(("tokens", "width", "rank"), [(701, 160, 8), (64, 32, 24), (1, 64, 16)])
+@pytest.mark.parametrize(
+    ("tokens", "widths", "rank"), [(701, (160, 96), 8), (64, (32,), 24), (1, (64, 32, 32), 16)]
+)
 def test_products_of_adapters_are_exact_with_any_number_of_threads(
-    tokens: int, width: int, rank: int
+    tokens: int, widths: tuple[int, ...], rank: int
 ) -> None:
     kernels = load_kernels()
     assert kernels is not None
-    if not kernels.has_low_rank(rank, width):
+    if not all(kernels.has_low_rank(rank, width) for width in widths):
         pytest.skip("needs a processor with AVX512_BF16 and without AMX")
     torch.manual_seed(0)
-    y, low = (torch.randn(tokens, n + 3).bfloat16()[:, :n] for n in (width, rank))
-    b = torch.randn(width, rank)
-    rounded, gradient = b.bfloat16().double(), 0.75 * low.double().t() @ y.double()
+    sizes = (sum(widths), rank * len(widths), 224)
+    y, low, x = (torch.randn(tokens, n + 3).bfloat16()[:, :n] for n in sizes)
+    bs, scales = [torch.randn(width, rank) for width in widths], [0.75, 2.0, 0.5][: len(widths)]
     threads, found = torch.get_num_threads(), []
     try:
-        for n in (1, 3):
+        for n in (1, 2, 3):
             torch.set_num_threads(n)
             added, projected = y.clone(), torch.empty_like(low)
-            kernels.add_low_rank(low, b, added)
-            kernels.project_low_rank(y, b, projected)
-            ways = [kernels.low_rank_gradient(low, y, 0.75, transposed=way) for way in (False, True)]
-            found.append([added, projected, *ways])
+            kernels.add_low_rank(low, bs, added)
+            kernels.project_low_rank(y, bs, projected)
+            found.append([added, projected, *kernels.low_rank_gradients((x, low), (y, low), bs, scales)])
     finally:
         torch.set_num_threads(threads)
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-    added, projected, straight, transposed = found[0]
-    assert _error(added.double(), y.double() + low.double() @ rounded.t()) < 0.002  # of rounding the result
-    assert _error(projected.double(), y.double() @ rounded) < 0.003
-    assert _error(straight.double(), gradient) < 1e-5
-    assert torch.equal(straight.t(), transposed)
+    for other in found[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(found[0], other, strict=True))
+    added, projected, *gradients = found[0]
+    columns = [part.double() for part in y.split(widths, 1)]
+    lows = [part.double() for part in low.split(rank, 1)]
+    for i, b in enumerate(bs):
+        of, rounded = slice(i * rank, (i + 1) * rank), b.bfloat16().double()
+        outs = added.split(widths, 1)[i].double()
+        assert _error(outs, columns[i] + lows[i] @ rounded.t()) < 0.002  # of rounding the result
+        assert _error(projected[:, of].double(), columns[i] @ rounded) < 0.003
+        d_a, d_b = gradients[i].double(), gradients[len(bs) + i].double()
+        assert _error(d_a, scales[i] * lows[i].t() @ x.double()) < 1e-5
+        assert _error(d_b, columns[i].t() @ lows[i]) < 1e-5
+
+
+def digest_of_steps() -> str:
+    """Of all weights after three steps with two threads."""
+    model = _model(_MODELS["mistral with a window of 100"][0], dtype=torch.bfloat16)
+    trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    optimizers = build_optimizers(OptimSection(), trainable, not_matrices=set())
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with torch.no_grad():
+            model(**_inputs())
+        speed_up_layers(model)
+        for _ in range(3):
+            _outcome(model)
+            optimizers.step()
+            optimizers.zero_grad()
+            assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
+    weights = b"".join(tensor.detach().float().numpy().tobytes() for tensor in model.state_dict().values())
+    return hashlib.sha256(weights).hexdigest()
+
+
+def test_steps_with_two_threads_give_the_same_bits_in_every_process() -> None:
+    """A resume depends on it. The threads of the compiled functions are those of torch: its OpenMP library is the only one."""
+    program = "import tests.model.test_decoder as t; print(t.digest_of_steps(), len(t.openmp_libraries()))"  # not the test
+    done = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, "OMP_NUM_THREADS": "2"}, cwd=_ROOT,
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout.split() == [digest_of_steps(), "1"]
+
+
+def openmp_libraries() -> set[str]:
+    """Those that this process has loaded."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return {line.split()[-1] for line in lines if re.search(r"/lib(gomp|iomp|omp)\b", line)}
 
 
 def test_the_gradient_of_a_trained_head_is_not_rounded_over_its_chunks() -> None:
@@ -306,6 +357,34 @@ def test_the_loss_of_bfloat16_logits_equals_that_of_torch(*, needs_weight: bool)
     wanted = [hidden, weight] if needs_weight else [hidden]
     for a, b in zip(torch.autograd.grad(mine, wanted), torch.autograd.grad(theirs, wanted), strict=True):
         assert _error(a.float(), b.float()) < 0.01
+
+
+@pytest.mark.parametrize("refused", ["-fopenmp", "libgomp"])
+def test_a_compiler_without_openmp_builds_functions_with_one_thread(tmp_path: Path, refused: str) -> None:
+    compiler = tmp_path / "cc"
+    compiler.write_text(f"""#!/bin/sh
+for word; do case "$word" in {refused}|*/{refused}*) exit 1;; esac; done
+exec {shutil.which("cc")} "$@"
+""")
+    compiler.chmod(0o755)
+    program = """
+import torch
+from unisono.model.kernels import _built, load_kernels
+kernels = load_kernels()
+torch.set_num_threads(2)
+x = torch.arange(65536).view(64, 1024).bfloat16()
+print(b"libgomp" in _built().read_bytes(), kernels.norm(x, torch.ones(1024).bfloat16(), 1e-5)[0].double().sum().item())
+"""
+    kernels = load_kernels()
+    assert kernels is not None
+    x = torch.arange(65536).view(64, 1024).bfloat16()
+    wanted = kernels.norm(x, torch.ones(1024).bfloat16(), 1e-5)[0].double().sum().item()
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"False {wanted}\n"
 
 
 def test_without_a_compiler_torch_does_the_work(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import copy
 import ctypes
 import types
 from collections.abc import Iterator, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -99,19 +99,16 @@ class Joined:
         self._add_up(joint)
         return joint
 
-    def _parts(self, joint: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Of each layer its outputs and its s·A·x in `joint` (T, out + r), and its B (out, r) as it is stored."""
-        outs, lows = joint[:, : self.out].split(self.sizes, 1), joint[:, self.out :].split(self.ranks, 1)
-        for out, low, layer in zip(outs, lows, self.layers, strict=True):
-            yield out, low, _b_of(layer).detach()
+    def _ups(self) -> list[torch.Tensor]:
+        """The B (out, r) of each layer as it is stored."""
+        return [_b_of(layer).detach() for layer in self.layers]
 
     def _add_up(self, joint: torch.Tensor) -> None:
         """Adds the B·s·A·x of each layer to its outputs."""
         if self.kernels is None:
             joint[:, : self.out].addmm_(joint[:, self.out :], self.up.t())
             return
-        for out, low, b in self._parts(joint):
-            self.kernels.add_low_rank(low, b, out)
+        self.kernels.add_low_rank(joint[:, self.out :], self._ups(), joint[:, : self.out])
 
     def _fresh_weight(self) -> torch.Tensor:
         """The joined weight (out + r, in), and `up`, with the adapters as they are now."""
@@ -141,8 +138,7 @@ class Joined:
         if self.kernels is None:
             d_joint[:, self.out :].copy_(d_joint[:, : self.out] @ self.up)
             return
-        for out, low, b in self._parts(d_joint):
-            self.kernels.project_low_rank(out, b, low)
+        self.kernels.project_low_rank(d_joint[:, : self.out], self._ups(), d_joint[:, self.out :])
 
     def gradients(
         self, d_joint: torch.Tensor, x: torch.Tensor, low: torch.Tensor
@@ -155,11 +151,8 @@ class Joined:
             low: (T, r), the last columns of the product.
         """
         if self.kernels is not None:
-            gradient, parts = self.kernels.low_rank_gradient, list(self._parts(d_joint))
-            scaled = zip(parts, self.scales, strict=True)
-            d_a_of = [gradient(d_low, x, scale, transposed=False) for (_, d_low, _), scale in scaled]
-            lows = zip(parts, low.split(self.ranks, 1), strict=True)
-            return d_a_of + [gradient(one, d_out, 1.0, transposed=True) for (d_out, _, _), one in lows]
+            of_input, of_output = (x, d_joint[:, self.out :]), (d_joint[:, : self.out], low)
+            return self.kernels.low_rank_gradients(of_input, of_output, self._ups(), self.scales)
         d_a = (d_joint[:, self.out :].t() @ x).float()
         d_b = (low.t() @ d_joint[:, : self.out]).float()  # (r, out)
         found = [part.mul_(scale) for part, scale in zip(d_a.split(self.ranks), self.scales, strict=True)]
@@ -688,8 +681,8 @@ def _attention_forward(module: Any, hidden_states: torch.Tensor, **kwargs: Any) 
         return found
     heads, kernels = module._heads, module._kernels  # noqa: SLF001
     if isinstance(kernels, Kernels):
-        turned = tuple(part[0].float().contiguous() for part in rope)
-        places: Any = place_rows(tuple(ends.diff().tolist()), heads, kernels)
+        turned, lengths = _of_all_layers(*rope, ends)
+        places: Any = place_rows(lengths, heads, kernels)
     else:  # nothing that waits for the device
         turned = tuple(part[0].contiguous() for part in rope)
         places = Ends(ends, kwargs["max_length_q"])
@@ -697,3 +690,10 @@ def _attention_forward(module: Any, hidden_states: torch.Tensor, **kwargs: Any) 
     with torch.autocast(hidden_states.device.type, enabled=False):
         out = SelfAttention.apply(hidden_states[0], *parts, *joined.parameters())
     return module.o_proj(out[None]), None
+
+
+@lru_cache(maxsize=1)  # all layers are given the same tensors
+def _of_all_layers(cosine: torch.Tensor, sine: torch.Tensor, ends: torch.Tensor) -> Any:
+    """Cosines and sines (T, D) float32, and the lengths of the rows."""
+    turned = (cosine[0].float().contiguous(), sine[0].float().contiguous())
+    return turned, tuple(ends.diff().tolist())

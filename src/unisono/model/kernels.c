@@ -773,22 +773,60 @@ INLINE void add_tile(const bf16 *low, int64_t low_stride, const pair *right, int
     UNROLL for (int i = 0; i < rows; i++) _mm512_storeu_si512(y + i * stride, narrow_two(sum[i][0], sum[i][1]));
 }
 
-/* Adds low (rows, r) Bᵀ to y (rows, width). */
-void add_low_rank(const bf16 *low, int64_t low_stride, const float *b, int64_t rows, int64_t width, int64_t rank, bf16 *y, int64_t stride) {
-    pair *right = reserve(rank / 2 * width * sizeof(pair)); /* (r / 2, width) */
-    for (int64_t i = 0; i < width; i++)
-        for (int64_t j = 0; j < rank / 2; j++)
-            right[j * width + i] = narrow(b[i * rank + 2 * j]) | (pair)narrow(b[i * rank + 2 * j + 1]) << 16;
-    PARALLEL(rows * width > MANY)
-    for (int64_t row = 0; row < rows; row += 8)
-        for (int64_t i = 0; i < width; i += 32) {
-            if (row + 8 <= rows)
-                add_tile(low + row * low_stride, low_stride, right + i, width, rank, y + row * stride + i, stride, 8);
-            else
-                for (int64_t n = row; n < rows; n++)
-                    add_tile(low + n * low_stride, low_stride, right + i, width, rank, y + n * stride + i, stride, 1);
+/* An adapter of those with the same input. Their outputs are columns one after the other, and so are their products with A. */
+typedef struct {
+    const float *b; /* (width, r) */
+    int64_t width, rank;
+} Adapter;
+
+/* 16 values of B at one rank, rounded as `narrow` does, each in the lower half of a lane. */
+INLINE __m512i narrow_column(const float *b, int64_t rank) {
+    const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    __m512i bits = _mm512_i32gather_epi32(_mm512_mullo_epi32(lanes, _mm512_set1_epi32((int32_t)rank)), b, 4);
+    __m512i half = _mm512_add_epi32(_mm512_set1_epi32(0x7fff), _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1)));
+    return _mm512_srli_epi32(_mm512_add_epi32(bits, half), 16);
+}
+
+static int64_t widest(const Adapter *of, int64_t count) {
+    int64_t found = 0;
+    for (int64_t n = 0; n < count; n++) found = of[n].rank * of[n].width > found ? of[n].rank * of[n].width : found;
+    return found;
+}
+
+static int64_t total_width(const Adapter *of, int64_t count) {
+    int64_t found = 0;
+    for (int64_t n = 0; n < count; n++) found += of[n].width;
+    return found;
+}
+
+/* Adds low (rows, r) Bᵀ of each adapter to its columns of y (rows, widths). Each thread rounds all B for itself: that takes less than a barrier. */
+void add_low_rank(const bf16 *low, int64_t low_stride, const Adapter *of, int64_t count, int64_t rows, bf16 *y, int64_t stride) {
+#pragma omp parallel if (rows * total_width(of, count) > MANY)
+    {
+        pair *right = reserve(widest(of, count) / 2 * sizeof(pair)); /* (r / 2, width) */
+        const bf16 *left = low;
+        bf16 *to = y;
+        for (int64_t n = 0; n < count; n++) {
+            int64_t width = of[n].width, rank = of[n].rank;
+            for (int64_t j = 0; j < rank / 2; j++)
+                for (int64_t i = 0; i < width; i += 16) {
+                    const float *b = of[n].b + i * rank + 2 * j;
+                    __m512i second = _mm512_slli_epi32(narrow_column(b + 1, rank), 16);
+                    _mm512_storeu_si512(right + j * width + i, _mm512_or_si512(narrow_column(b, rank), second));
+                }
+#pragma omp for schedule(static) nowait
+            for (int64_t row = 0; row < rows; row += 8)
+                for (int64_t i = 0; i < width; i += 32) {
+                    if (row + 8 <= rows)
+                        add_tile(left + row * low_stride, low_stride, right + i, width, rank, to + row * stride + i, stride, 8);
+                    else
+                        for (int64_t m = row; m < rows; m++)
+                            add_tile(left + m * low_stride, low_stride, right + i, width, rank, to + m * stride + i, stride, 1);
+                }
+            left += rank, to += width;
         }
-    free(right);
+        free(right);
+    }
 }
 
 INLINE void project_tile(const bf16 *y, int64_t stride, const bf16 *right, int64_t width, bf16 *low, int64_t low_stride, const int rows) {
@@ -807,61 +845,116 @@ INLINE void project_tile(const bf16 *y, int64_t stride, const bf16 *right, int64
         UNROLL for (int j = 0; j < 8; j++) low[i * low_stride + j] = narrow(_mm512_reduce_add_ps(sum[i][j]));
 }
 
-/* low (rows, r) = y (rows, width) B */
-void project_low_rank(const bf16 *y, int64_t stride, const float *b, int64_t rows, int64_t width, int64_t rank, bf16 *low,
-                      int64_t low_stride) {
-    bf16 *right = reserve(rank * width * sizeof(bf16)); /* (r, width) */
-    for (int64_t i = 0; i < width; i++)
-        for (int64_t j = 0; j < rank; j++) right[j * width + i] = narrow(b[i * rank + j]);
-    PARALLEL(rows * width > MANY)
-    for (int64_t row = 0; row < rows; row += 2)
-        for (int64_t j = 0; j < rank; j += 8) {
-            if (row + 2 <= rows)
-                project_tile(y + row * stride, stride, right + j * width, width, low + row * low_stride + j, low_stride, 2);
-            else
-                project_tile(y + row * stride, stride, right + j * width, width, low + row * low_stride + j, low_stride, 1);
+/* low (rows, r) = y (rows, width) B of each adapter */
+void project_low_rank(const bf16 *y, int64_t stride, const Adapter *of, int64_t count, int64_t rows, bf16 *low, int64_t low_stride) {
+#pragma omp parallel if (rows * total_width(of, count) > MANY)
+    {
+        bf16 *right = reserve(widest(of, count) * sizeof(bf16)); /* (r, width) */
+        const bf16 *left = y;
+        bf16 *to = low;
+        for (int64_t n = 0; n < count; n++) {
+            int64_t width = of[n].width, rank = of[n].rank;
+            for (int64_t j = 0; j < rank; j++)
+                for (int64_t i = 0; i < width; i += 16) {
+                    __m512i column = narrow_column(of[n].b + i * rank + j, rank);
+                    _mm256_storeu_si256((__m256i *)(right + j * width + i), _mm512_cvtepi32_epi16(column));
+                }
+#pragma omp for schedule(static) nowait
+            for (int64_t row = 0; row < rows; row += 2)
+                for (int64_t j = 0; j < rank; j += 8) {
+                    const bf16 *from = left + row * stride;
+                    if (row + 2 <= rows)
+                        project_tile(from, stride, right + j * width, width, to + row * low_stride + j, low_stride, 2);
+                    else
+                        project_tile(from, stride, right + j * width, width, to + row * low_stride + j, low_stride, 1);
+                }
+            left += width, to += rank;
         }
-    free(right);
+        free(right);
+    }
 }
 
 #define GRADIENT_ROWS 64 /* at a time */
 #define GRADIENT_WIDTH 128
 
-/* scale · lowᵀ y, from low (rows, r) and y (rows, width): (r, width), or its transpose. A thread has columns of its own. */
-void low_rank_gradient(const bf16 *low, int64_t low_stride, const bf16 *y, int64_t stride, int64_t rows, int64_t width, int64_t rank,
-                       float scale, int64_t transposed, float *found) {
-    int64_t pairs = (rows + 1) / 2;
-    pair *left = reserve(rank * pairs * sizeof(pair)); /* (r, rows / 2) */
-    float *sums = transposed ? reserve(rank * width * sizeof(float)) : found;
-    for (int64_t i = 0; i < pairs; i++)
-        for (int64_t j = 0; j < rank; j++)
-            left[j * pairs + i] = low[2 * i * low_stride + j] | (2 * i + 1 < rows ? (pair)low[(2 * i + 1) * low_stride + j] << 16 : 0);
-    memset(sums, 0, rank * width * sizeof(float));
+/* low (rows, r) as pairs of two rows: (rows / 2, r) */
+static void pair_rows(const bf16 *low, int64_t stride, int64_t rows, int64_t rank, pair *to) {
+    for (int64_t row = 0; row < rows; row += 2) {
+        const bf16 *even = low + row * stride, *odd = even + stride;
+        pair *of = to + row / 2 * rank;
+        if (row + 1 < rows) {
+#pragma omp simd
+            for (int64_t j = 0; j < rank; j++) of[j] = even[j] | (pair)odd[j] << 16;
+        } else
+            for (int64_t j = 0; j < rank; j++) of[j] = even[j];
+    }
+}
+
+/* lowᵀ y of up to GRADIENT_WIDTH columns of y, from low as pairs whose rows are `step` apart: (r, GRADIENT_WIDTH) */
+static void gradient_block(const pair *low, int64_t step, const bf16 *y, int64_t stride, int64_t rows, int64_t columns, int64_t rank,
+                           float *sums) {
     __m512i first = pair_places(0, 32), second = pair_places(16, 32);
-    PARALLEL(rows * width > MANY)
-    for (int64_t begin = 0; begin < width; begin += GRADIENT_WIDTH)
-        for (int64_t row = 0; row < rows; row += GRADIENT_ROWS)
-            for (int64_t i = begin; i < width && i < begin + GRADIENT_WIDTH; i += 32)
-                for (int64_t j = 0; j < rank; j += 8) {
-                    __m512 sum[8][2];
-                    float *to = sums + j * width + i;
-                    UNROLL for (int n = 0; n < 8; n++) sum[n][0] = _mm512_loadu_ps(to + n * width), sum[n][1] = _mm512_loadu_ps(to + n * width + 16);
-                    for (int64_t n = row; n < rows && n < row + GRADIENT_ROWS; n += 2) {
-                        __m512i even = _mm512_loadu_si512(y + n * stride + i);
-                        __m512i odd = n + 1 < rows ? _mm512_loadu_si512(y + (n + 1) * stride + i) : _mm512_setzero_si512();
-                        __m512bh a = (__m512bh)_mm512_permutex2var_epi16(even, first, odd), b = (__m512bh)_mm512_permutex2var_epi16(even, second, odd);
-                        UNROLL for (int m = 0; m < 8; m++) {
-                            __m512bh one = (__m512bh)_mm512_set1_epi32(left[(j + m) * pairs + n / 2]);
-                            sum[m][0] = _mm512_dpbf16_ps(sum[m][0], one, a), sum[m][1] = _mm512_dpbf16_ps(sum[m][1], one, b);
-                        }
-                    }
-                    UNROLL for (int n = 0; n < 8; n++) _mm512_storeu_ps(to + n * width, sum[n][0]), _mm512_storeu_ps(to + n * width + 16, sum[n][1]);
+    memset(sums, 0, rank * GRADIENT_WIDTH * sizeof(float));
+    for (int64_t row = 0; row < rows; row += GRADIENT_ROWS)
+        for (int64_t i = 0; i < columns; i += 32)
+            for (int64_t j = 0; j < rank; j += 8) {
+                __m512 sum[8][2];
+                float *to = sums + j * GRADIENT_WIDTH + i;
+                UNROLL for (int n = 0; n < 8; n++) {
+                    sum[n][0] = _mm512_loadu_ps(to + n * GRADIENT_WIDTH), sum[n][1] = _mm512_loadu_ps(to + n * GRADIENT_WIDTH + 16);
                 }
-    free(left);
-    for (int64_t i = 0; i < rank * width; i++) sums[i] *= scale;
-    if (!transposed) return;
-    for (int64_t j = 0; j < width; j++)
-        for (int64_t i = 0; i < rank; i++) found[j * rank + i] = sums[i * width + j];
-    free(sums);
+                for (int64_t n = row; n < rows && n < row + GRADIENT_ROWS; n += 2) {
+                    __m512i even = _mm512_loadu_si512(y + n * stride + i);
+                    __m512i odd = n + 1 < rows ? _mm512_loadu_si512(y + (n + 1) * stride + i) : _mm512_setzero_si512();
+                    __m512bh a = (__m512bh)_mm512_permutex2var_epi16(even, first, odd), b = (__m512bh)_mm512_permutex2var_epi16(even, second, odd);
+                    UNROLL for (int m = 0; m < 8; m++) {
+                        __m512bh one = (__m512bh)_mm512_set1_epi32(low[n / 2 * step + j + m]);
+                        sum[m][0] = _mm512_dpbf16_ps(sum[m][0], one, a), sum[m][1] = _mm512_dpbf16_ps(sum[m][1], one, b);
+                    }
+                }
+                UNROLL for (int n = 0; n < 8; n++) {
+                    _mm512_storeu_ps(to + n * GRADIENT_WIDTH, sum[n][0]), _mm512_storeu_ps(to + n * GRADIENT_WIDTH + 16, sum[n][1]);
+                }
+            }
+}
+
+/* The gradients of A and B of adapters with the input x (rows, in): d_a = scale · d_lowᵀ x, (r, in) of all one below the other, and
+d_b = d_outᵀ low, (width, r) one after the other. A block of columns is computed by one thread, so sums do not depend on their number. */
+void low_rank_gradients(const bf16 *d_low, int64_t d_low_stride, const bf16 *x, int64_t x_stride, int64_t in, const bf16 *low,
+                        int64_t low_stride, const bf16 *d_out, int64_t d_out_stride, const Adapter *of, int64_t count,
+                        const float *scales, int64_t rows, float *d_a, float *d_b) {
+    int64_t ranks = 0, blocks = (in + GRADIENT_WIDTH - 1) / GRADIENT_WIDTH, tasks = blocks;
+    for (int64_t n = 0; n < count; n++) ranks += of[n].rank, tasks += (of[n].width + GRADIENT_WIDTH - 1) / GRADIENT_WIDTH;
+#pragma omp parallel if (rows * total_width(of, count) > MANY)
+    {
+        int64_t half = (rows + 1) / 2 * ranks;
+        pair *of_a = reserve((2 * half + ranks * GRADIENT_WIDTH) * sizeof(pair)), *of_b = of_a + half;
+        float *sums = (float *)(of_b + half);
+        pair_rows(d_low, d_low_stride, rows, ranks, of_a);
+        pair_rows(low, low_stride, rows, ranks, of_b);
+#pragma omp for schedule(dynamic)
+        for (int64_t task = 0; task < tasks; task++) {
+            int64_t begin = task * GRADIENT_WIDTH, before = 0, place = 0, n = 0;
+            if (task < blocks) {
+                int64_t columns = in - begin < GRADIENT_WIDTH ? in - begin : GRADIENT_WIDTH;
+                gradient_block(of_a, ranks, x + begin, x_stride, rows, columns, ranks, sums);
+                for (; n < count; before += of[n++].rank)
+                    for (int64_t j = before; j < before + of[n].rank; j++)
+                        for (int64_t i = 0; i < columns; i++) d_a[j * in + begin + i] = sums[j * GRADIENT_WIDTH + i] * scales[n];
+                continue;
+            }
+            int64_t block = task - blocks, column = 0; /* of adapter n; `before` ranks, `place` values and `column` columns are of earlier ones */
+            for (; block >= (of[n].width + GRADIENT_WIDTH - 1) / GRADIENT_WIDTH; n++) {
+                block -= (of[n].width + GRADIENT_WIDTH - 1) / GRADIENT_WIDTH;
+                before += of[n].rank, place += of[n].rank * of[n].width, column += of[n].width;
+            }
+            int64_t rank = of[n].rank, columns = of[n].width - block * GRADIENT_WIDTH;
+            begin = block * GRADIENT_WIDTH, columns = columns < GRADIENT_WIDTH ? columns : GRADIENT_WIDTH;
+            gradient_block(of_b + before, ranks, d_out + column + begin, d_out_stride, rows, columns, rank, sums);
+            for (int64_t i = 0; i < columns; i++)
+                for (int64_t j = 0; j < rank; j++) d_b[place + (begin + i) * rank + j] = sums[j * GRADIENT_WIDTH + i];
+        }
+        free(of_a);
+    }
 }
 #endif

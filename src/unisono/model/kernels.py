@@ -22,21 +22,12 @@ from unisono.facts import read_environment
 
 _SOURCE = Path(__file__).with_name("kernels.c")
 _COMPILER = "cc"
-_FLAGS = (
-    *(
-        "-O3",
-        "-march=native",
-        "-fno-math-errno",
-        "-fno-trapping-math",
-    ),  # NaN and infinities stay what they are
-    *("-fopenmp", "-shared", "-fPIC"),
-)
+# NaN and infinities stay what they are.
+_FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fPIC")
 _WIDE_VECTORS = "-mprefer-vector-width=512"
 _LONGEST_BUILD_S = 60
 BLOCK = 128  # queries in a block, and maximum tokens of a short row: the fastest of 64, 128, 256 on AVX-512
-KEEP_UP_TO = (
-    1024  # longer rows recompute their probabilities in the backward pass instead of keeping n² of them
-)
+KEEP_UP_TO = 1024  # longer rows recompute probabilities in the backward pass instead of keeping n² of them
 _GROUP_TOKENS = 4096  # in a group, with pads: its probabilities should stay in the cache
 _MAX_RATIO = 1.25  # of the longest to the shortest row of a group
 
@@ -53,20 +44,38 @@ def load_kernels() -> "Kernels | None":
 
 
 def _built() -> Path:
-    """The library for this machine: that in the cache, or a new one."""
+    """The library for this machine: that in the cache, or a new one. It has the threads of torch, or one if the compiler cannot use them."""
     flags = _flags_of_cpu()
     options = [*_FLAGS, *([_WIDE_VECTORS] if "avx512f" in flags.split() else [])]
-    digest = hashlib.sha256(b"\n".join([_SOURCE.read_bytes(), " ".join(options).encode(), flags.encode()]))
+    runtime = _openmp_of_torch()
+    parts = [" ".join([*options, *(path.name for path in runtime)]).encode(), flags.encode()]
+    digest = hashlib.sha256(b"\n".join([_SOURCE.read_bytes(), *parts]))
     target = read_environment().cache_dir / "kernels" / f"{digest.hexdigest()[:16]}.so"
     if target.is_file():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:  # ranks may build at the same time
-        made = Path(folder) / "made.so"
-        command = [_COMPILER, *options, str(_SOURCE), "-o", str(made), "-lm"]
-        subprocess.run(command, check=True, capture_output=True, timeout=_LONGEST_BUILD_S)
+        try:
+            made = _compiled(Path(folder), ["-fopenmp", *options], runtime)
+        except subprocess.CalledProcessError:
+            made = _compiled(Path(folder), ["-fopenmp-simd", *options], [])
         made.replace(target)
     return target
+
+
+def _openmp_of_torch() -> list[Path]:
+    """GNU's OpenMP library that torch has loaded, if any. A second one, such as the compiler's own, would have threads of its own."""
+    lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    return sorted({Path(line.split(maxsplit=5)[-1]) for line in lines if "/libgomp" in line})[:1]
+
+
+def _compiled(folder: Path, options: list[str], libraries: list[Path]) -> Path:
+    """The library, linked with these; a name that none of them has is an error."""
+    code, made = folder / "made.o", folder / "made.so"
+    of_code: list[str | Path] = [*options, "-c", _SOURCE, "-o", code]
+    for arguments in (of_code, ["-shared", "-Wl,-z,defs", code, *libraries, "-lm", "-o", made]):
+        subprocess.run([_COMPILER, *arguments], check=True, capture_output=True, timeout=_LONGEST_BUILD_S)
+    return made
 
 
 def _flags_of_cpu() -> str:
@@ -85,7 +94,7 @@ class Kernels:
         # Functions of their own for attention and adapters, instead of torch's products.
         self.has_products = hasattr(library, "attention") and "amx_bf16" not in _flags_of_cpu().split()
 
-    def _call(self, name: str, *values: torch.Tensor | int | float) -> None:
+    def _call(self, name: str, *values: Any) -> None:
         getattr(self._library, name)(*(_c_value(value) for value in values))
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -242,23 +251,38 @@ class Kernels:
         """Whether it has the three functions below for an adapter's B (width, rank), or A (rank, width)."""
         return self.has_products and rank % 8 == 0 and width % 32 == 0
 
-    def add_low_rank(self, low: torch.Tensor, b: torch.Tensor, y: torch.Tensor) -> None:
-        """Adds low (T, r) @ Bᵀ to y (T, width); B (width, r) is float32."""
-        self._call("add_low_rank", low, low.stride(0), b, *y.shape, low.shape[1], y, y.stride(0))
+    def add_low_rank(self, low: torch.Tensor, bs: Sequence[torch.Tensor], y: torch.Tensor) -> None:
+        """Adds low @ Bᵀ of each adapter, B (width, r) float32, to its columns of y (T, widths); low is (T, ranks)."""
+        self._call("add_low_rank", low, low.stride(0), _adapters(bs), len(bs), len(y), y, y.stride(0))
 
-    def project_low_rank(self, y: torch.Tensor, b: torch.Tensor, low: torch.Tensor) -> None:
-        """Writes y (T, width) @ B, with B (width, r) float32, into low (T, r)."""
-        self._call("project_low_rank", y, y.stride(0), b, *y.shape, low.shape[1], low, low.stride(0))
+    def project_low_rank(self, y: torch.Tensor, bs: Sequence[torch.Tensor], low: torch.Tensor) -> None:
+        """Writes y @ B of each adapter, B (width, r) float32, from its columns of y (T, widths) into those of low (T, ranks)."""
+        self._call("project_low_rank", y, y.stride(0), _adapters(bs), len(bs), len(y), low, low.stride(0))
 
-    def low_rank_gradient(
-        self, low: torch.Tensor, y: torch.Tensor, scale: float, *, transposed: bool
-    ) -> torch.Tensor:
-        """scale · lowᵀ y (r, width), float32, from low (T, r) and y (T, width); or its transpose."""
-        rank, width = low.shape[1], y.shape[1]
-        found = torch.empty((width, rank) if transposed else (rank, width))
-        values = (low, low.stride(0), y, y.stride(0), *y.shape, rank, scale, int(transposed), found)
-        self._call("low_rank_gradient", *values)
-        return found
+    def low_rank_gradients(
+        self,
+        x: tuple[torch.Tensor, torch.Tensor],
+        out: tuple[torch.Tensor, torch.Tensor],
+        bs: Sequence[torch.Tensor],
+        scales: Sequence[float],
+    ) -> list[torch.Tensor]:
+        """The gradients of all A, then of all B, float32, of adapters with the same input.
+
+        Args:
+            x: their input (T, in), and the gradient of s·A·x (T, ranks).
+            out: the gradient of their outputs (T, widths), and s·A·x (T, ranks).
+            bs: the B (width, r) float32 of each.
+            scales: s of each.
+        """
+        (inputs, d_low), (d_out, low) = x, out
+        ranks = [b.shape[1] for b in bs]
+        d_a, d_b = torch.empty(sum(ranks), inputs.shape[1]), torch.empty(sum(b.numel() for b in bs))
+        of_a = (d_low, d_low.stride(0), inputs, inputs.stride(0), inputs.shape[1])
+        of_b = (low, low.stride(0), d_out, d_out.stride(0))
+        of = (_adapters(bs), len(bs), (ctypes.c_float * len(scales))(*scales), len(inputs))
+        self._call("low_rank_gradients", *of_a, *of_b, *of, d_a, d_b)
+        parts = zip(d_b.split([b.numel() for b in bs]), bs, strict=True)
+        return [*d_a.split(ranks), *(part.view(b.shape) for part, b in parts)]
 
     def cross_entropy(self, logits: torch.Tensor, labels: torch.Tensor, factor: float) -> torch.Tensor:
         """(N,) float32: the losses of logits (N, V), which their gradients times `factor` replace, unless that is 0."""
@@ -278,10 +302,18 @@ def _attention_values(
     return [*inputs, *strides, *rope, heads.scale, begins, len(begins) - 1, *sizes]
 
 
-def _c_value(value: torch.Tensor | int | float) -> Any:
+def _adapters(bs: Sequence[torch.Tensor]) -> "ctypes.Array[ctypes.c_int64]":
+    """An array of `Adapter` of kernels.c."""
+    return (ctypes.c_int64 * (3 * len(bs)))(*(value for b in bs for value in (b.data_ptr(), *b.shape)))
+
+
+def _c_value(value: Any) -> Any:
+    """A tensor, an integer or a float as an argument; an array is one already."""
     if isinstance(value, torch.Tensor):
         return ctypes.c_void_p(value.data_ptr())
-    return ctypes.c_int64(value) if isinstance(value, int) else ctypes.c_float(value)
+    if isinstance(value, int):
+        return ctypes.c_int64(value)
+    return ctypes.c_float(value) if isinstance(value, float) else value
 
 
 def group_rows(lengths: Sequence[int], *, window: int | None) -> tuple[list[list[int]], list[int]]:

@@ -79,7 +79,7 @@ class LoraProduct(torch.autograd.Function):
             out.addmm_(low, up.t())
         else:
             up = b.detach()
-            ctx.kernels.add_low_rank(low, up, out)
+            ctx.kernels.add_low_rank(low, [up], out)
         ctx.save_for_backward(rows, low, weight, down, up)
         ctx.state, ctx.scaling, ctx.shape = state, scaling, x.shape
         ctx.dtypes = (a.dtype, b.dtype)
@@ -95,15 +95,14 @@ class LoraProduct(torch.autograd.Function):
             d_low = d_out @ up
         else:
             d_out, d_low = d_out.contiguous(), torch.empty_like(low)
-            kernels.project_low_rank(d_out, up, d_low)
+            kernels.project_low_rank(d_out, [up], d_low)
         d_x = None
         if ctx.needs_input_grad[0]:
             d_x = d_out @ _dense(weight, ctx.state, d_out.dtype)
             d_x.addmm_(d_low, down)
             d_x = d_x.view(ctx.shape)
         if kernels is not None:
-            d_a = kernels.low_rank_gradient(d_low, rows, ctx.scaling, transposed=False)
-            d_b = kernels.low_rank_gradient(low, d_out, 1.0, transposed=True)
+            d_a, d_b = kernels.low_rank_gradients((rows, d_low), (d_out, low), [up], [ctx.scaling])
             return d_x, None, None, None, d_a, d_b, None
         d_a = (d_low.t() @ rows).to(ctx.dtypes[0]).mul_(ctx.scaling)
         return d_x, None, None, None, d_a, (d_out.t() @ low).to(ctx.dtypes[1]), None

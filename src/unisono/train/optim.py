@@ -59,9 +59,12 @@ class Optimizers:
                 group["lr"] = settings["lr"] * factor
 
     def step(self) -> None:
-        """Makes one update."""
+        """Makes one update. Small parameters are updated by one thread: torch would wake the others for each of them."""
+        threads = torch.get_num_threads()
         for part in self.parts.values():
+            torch.set_num_threads(1 if _has_small_parameters(part) else threads)
             part.step()
+        torch.set_num_threads(threads)
 
     def zero_grad(self) -> None:
         """Drops the gradients."""
@@ -130,6 +133,13 @@ def _groups(
     return groups, [n for members, _, _ in kinds for n in members]
 
 
+def _has_small_parameters(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an update of its parameters on a CPU takes a thread no longer than waking it, on average."""
+    sizes = [parameter.numel() for group in optimizer.param_groups for parameter in group["params"]]
+    return sum(sizes) < _ELEMENTS_OF_A_THREAD * len(sizes)
+
+
+_ELEMENTS_OF_A_THREAD = 32768
 _LORA_B = ".lora_B."  # in the names of peft's parameters
 _TEXT = "text_encoder"  # the beginning of the names of the text encoders of an image model
 
