@@ -8,6 +8,8 @@ import pytest
 import torch
 import transformers
 
+from unisono.model import forward as forwards
+from unisono.model.decoder import speed_up_layers
 from unisono.model.forward import Forward, Rows, choose_forward
 from unisono.model.load import LoadedModel
 
@@ -230,3 +232,49 @@ def test_generation_has_the_models_own_attention_and_training_gets_the_flat_one_
     with forward.ready_to_generate():
         assert loaded.base.config._attn_implementation == forward.own_attention
     assert loaded.base.config._attn_implementation == "unisono_flat"
+
+
+class _NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(grad)
+
+
+def _without_gradient(model: torch.nn.Module, *, sharded: bool) -> list[torch.nn.Module]:
+    """What a function with a wrong backward pass would be: its outputs are right."""
+    mlp = model.get_submodule("model.layers.1.mlp")
+    mlp.forward = lambda x: _NoGradient.apply(type(mlp).forward(mlp, x))
+    return [mlp]
+
+
+def _failing(model: torch.nn.Module, *, sharded: bool) -> list[torch.nn.Module]:
+    raise RuntimeError("ptxas does not know this GPU")
+
+
+@pytest.mark.parametrize(
+    ("speed_up", "is_fast"), [(speed_up_layers, True), (_without_gradient, False), (_failing, False)]
+)
+def test_layers_that_are_compiled_at_their_first_call_are_used_only_if_their_gradients_are_right(
+    monkeypatch: pytest.MonkeyPatch, speed_up: Any, *, is_fast: bool
+) -> None:
+    """As on a GPU, here with the functions for CPUs."""
+    monkeypatch.setattr(forwards, "_try_layers", lambda *_, **__: None)
+    loaded = _loaded("llama")
+    forward = choose_forward(loaded, dtype="bfloat16", quick_adapter=False, gradient_checkpointing=False)
+    assert (forward.layout, forward.head) == ("flat", "chunked")
+    monkeypatch.undo()
+    monkeypatch.setattr(forwards, "speed_up_layers", speed_up)
+    loaded.model.eval()
+    with torch.no_grad(), forward._precision():
+        wanted = forward._logits(forwards._probe_rows(loaded.base, first=11)).float()
+    with torch.no_grad():
+        forwards._try_layers(forward, wanted, compiles=True, trains=True)
+    assert bool(forward.fast_layers) == is_fast
+    assert any("forward" in vars(module) for module in loaded.base.modules()) == is_fast
+    rows, _ = _rows([7, 12])
+    forward.loss(rows, count=9).backward()
+    assert all(parameter.grad.abs().sum() > 0 for parameter in loaded.base.model.layers.parameters())

@@ -358,7 +358,7 @@ class Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, kernels: Any) -> torch.Tensor:
         """x (…, E), weight (E,) → (…, E)."""
-        rows = x.reshape(-1, x.shape[-1])
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
         y, factor = kernels.norm(rows, weight, eps)
         ctx.save_for_backward(rows, weight, factor)
         ctx.kernels = kernels
@@ -378,7 +378,7 @@ class TrainedNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, kernels: Any) -> torch.Tensor:
         """x (…, E), weight (E,) → (…, E) bfloat16."""
-        rows = x.reshape(-1, x.shape[-1])
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
         y, factor = kernels.wide_norm(rows, weight, eps)
         ctx.save_for_backward(rows, weight, factor)
         ctx.kernels = kernels
@@ -502,7 +502,7 @@ def speed_up_layers(model: torch.nn.Module, *, sharded: bool = False) -> list[to
     trains_all = not any(isinstance(module, LoraLayer) for module in model.modules())
     scratch = Scratch(device)
     join = partial(_join, scratch=scratch, sharded=sharded)
-    changed = []
+    changed: dict[torch.nn.Module, Any] = {}
     for module in model.modules():
         if _is_norm(module, kernels):
             forward: Any = _norm_forward
@@ -523,10 +523,15 @@ def speed_up_layers(model: torch.nn.Module, *, sharded: bool = False) -> list[to
             forward = _linear_forward
         else:
             continue
-        module._kernels = kernels  # noqa: SLF001
-        module.forward = types.MethodType(forward, module)
-        changed.append(module)
-    return changed
+        changed[module] = forward
+    for (
+        module,
+        forward,
+    ) in changed.items():  # all or none: a GPU's functions are compiled above, which may fail
+        target: Any = module
+        target._kernels = kernels  # noqa: SLF001
+        target.forward = types.MethodType(forward, module)
+    return list(changed)
 
 
 def release_originals(model: torch.nn.Module) -> None:

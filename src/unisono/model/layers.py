@@ -32,16 +32,25 @@ def kernels_of(device: torch.device) -> "Kernels | CudaKernels | None":
 
 @functools.cache
 def _on_gpu() -> "CudaKernels | None":
-    """None without Triton, or where it cannot compile: it needs a C compiler, and a folder to write to."""
+    """None without Triton, or where it cannot compile: it needs a C compiler, and a folder to write to.
+
+    The cross entropy is tried here, as losses use it whatever the layers of a model are; `model.forward` tries the others in the model.
+    """
     try:
         from unisono.model.cuda_kernels import CudaKernels
 
         kernels = CudaKernels()
-        x = torch.ones(2, 16, dtype=torch.bfloat16, device="cuda")
-        kernels.norm(x, x[0], 1e-6)
+        logits = torch.linspace(-3, 5, 96, dtype=torch.bfloat16, device="cuda").view(2, 48)
+        labels, wide = torch.tensor([3, 40], device="cuda"), logits.float()
+        wanted = torch.softmax(wide, 1) - torch.nn.functional.one_hot(labels, 48)
+        losses = kernels.cross_entropy(logits, labels, 1.0)
+        expected = torch.nn.functional.cross_entropy(wide, labels, reduction="none")
+        is_right = torch.allclose(losses, expected, rtol=1e-3) and torch.allclose(
+            logits.float(), wanted, atol=1e-2
+        )
     except Exception:  # noqa: BLE001 - whatever a compiler raises: torch's own operations do the same work
         return None
-    return kernels
+    return kernels if is_right else None
 
 
 def has_kernels(dtype: str, device: torch.device) -> bool | None:

@@ -238,7 +238,9 @@ def _reference_forward(opened: InferenceModel, report: Reporter) -> Iterator[For
     if named != "auto":
         loaded.model.requires_grad_(False)  # the fast layers are those of a frozen model
     loaded.model.eval()
-    forward = choose_forward(loaded, dtype=opened.dtype, quick_adapter=False, gradient_checkpointing=False)
+    forward = choose_forward(
+        loaded, dtype=opened.dtype, quick_adapter=False, gradient_checkpointing=False, trains=False
+    )
     loaded.model.eval()
     with forward.without_adapter() if named == "auto" and switches_off else contextlib.nullcontext():
         yield forward

@@ -164,6 +164,7 @@ def open_requested(request: dict[str, Any], report: Reporter, *, answers: bool =
         dtype=dtype,
         gradient_checkpointing=False,
         quick_adapter=target.source != "model" and _is_plain_lora(loaded),
+        trains=False,
     )
     loaded.model.eval()
     return InferenceModel(target, forward, template, _context(loaded.base), dtype)
