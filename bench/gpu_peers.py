@@ -26,6 +26,7 @@ import contextlib
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -235,6 +236,7 @@ def register_flash() -> str:
 def unisono_config(work: Path, name: str, size: str, model: Path, rows: Path, device: str) -> Path:
     """The config of an arm, in a file."""
     run = work / f"run-{size}-{name}"
+    shutil.rmtree(run, ignore_errors=True)  # of a former call
     config = work / f"{size}-{name}.yaml"
     adapter = "null" if name == "unisono-full" else "{kind: lora, rank: 16, alpha: 32}"
     batch = "batch: {global: 2}\n" if size == "tiny" else ""
@@ -249,6 +251,7 @@ def unisono_arm(name: str, size: str, model: Path, rows: Path, device: str, work
     """`unisono train` as a user runs it; the figures are those of its metrics.jsonl and events."""
     config = unisono_config(work, name, size, model, rows, device)
     run = work / f"run-{size}-{name}"
+    shutil.rmtree(run, ignore_errors=True)  # of a former call
     full = name == "unisono-full"
     command = [sys.executable, "-m", "unisono", "train", str(config), "--quiet"]
     # The checkpoint of all weights with their moments takes longer than the steps that are measured: the run ends before it is written.
@@ -504,12 +507,17 @@ def table(found: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def compare(args: argparse.Namespace, work: Path, device: str) -> None:
-    """All arms of all sizes, one after the other."""
+def make_rows(work: Path) -> None:
+    """Rows and tokenizer, unless they are there."""
     from workload import make  # type: ignore[import-not-found]  # beside this script
 
     if not (work / "alpaca.jsonl").exists():
         make(work, rows=3000, shapes={})
+
+
+def compare(args: argparse.Namespace, work: Path, device: str) -> None:
+    """All arms of all sizes, one after the other."""
+    make_rows(work)
     print(f"rows made after {time.time() - BEGAN:.1f} s", flush=True)
     found: dict[str, dict[str, Any]] = {}
     profiles: dict[str, str] = {}
