@@ -278,3 +278,19 @@ def test_layers_that_are_compiled_at_their_first_call_are_used_only_if_their_gra
     rows, _ = _rows([7, 12])
     forward.loss(rows, count=9).backward()
     assert all(parameter.grad.abs().sum() > 0 for parameter in loaded.base.model.layers.parameters())
+
+
+def test_a_reference_model_which_has_nothing_to_train_keeps_its_fast_layers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried = forwards._try_layers
+    monkeypatch.setattr(
+        forwards,
+        "_try_layers",
+        lambda forward, wanted, **_: tried(forward, wanted, compiles=True, trains=True),
+    )
+    loaded = _loaded("llama")
+    loaded.base.requires_grad_(requires_grad=False).to(torch.bfloat16)
+    bare = dataclasses.replace(loaded, trainable={})
+    forward = choose_forward(bare, dtype="bfloat16", quick_adapter=False, gradient_checkpointing=False)
+    assert forward.fast_layers

@@ -496,14 +496,17 @@ def _try_layers(forward: Forward, wanted: torch.Tensor, *, compiles: bool, train
     """
     rows = _probe_rows(forward.loaded.base, first=11)
     values = forward._hidden if forward.loaded.is_reward else forward._logits  # noqa: SLF001 - same module
-    before = _probe_gradients(forward, rows) if compiles and trains else None
+    probed = _probed_parameters(forward) if compiles and trains else []
+    before = _probe_gradients(forward, rows, probed) if probed else None
     changed: list[torch.nn.Module] = []
     try:
         changed = speed_up_layers(forward.loaded.model, sharded=forward.root is not None)
         with forward._precision():  # noqa: SLF001
             alike = _alike(values(rows).float(), wanted, forward.dtype)
         if alike and before is not None:
-            alike = _alike(_probe_gradients(forward, rows), before, forward.dtype, times=_GRADIENT_TIMES)
+            alike = _alike(
+                _probe_gradients(forward, rows, probed), before, forward.dtype, times=_GRADIENT_TIMES
+            )
     except Exception:  # whatever a compiler raises
         if not compiles:
             raise
@@ -520,22 +523,25 @@ _PROBED_ELEMENTS = 1 << 25
 _GRADIENT_TIMES = 4  # roundings add up once more on the way back, over few tokens
 
 
-def _probe_gradients(forward: Forward, rows: Rows) -> torch.Tensor:
-    """(n,) float32: the gradients of trained parameters in the model's order, as many as take little memory; those of the first layer are among them."""
+def _probed_parameters(forward: Forward) -> list[torch.nn.Parameter]:
+    """Trained parameters in the model's order, as many as take little memory; those of the first layer are among them."""
     chosen, room = [], _PROBED_ELEMENTS
     for parameter in forward.loaded.trainable.values():
         if parameter.numel() <= room:
             chosen.append(parameter)
             room -= parameter.numel()
-    if not chosen:
-        return torch.zeros(1)
+    return chosen
+
+
+def _probe_gradients(forward: Forward, rows: Rows, parameters: list[torch.nn.Parameter]) -> torch.Tensor:
+    """(n,) float32: the gradients of these parameters; zeros for one that the loss does not reach."""
     with torch.enable_grad():
         if forward.loaded.is_reward:
             loss = forward._scores(rows).sum()  # noqa: SLF001 - same module
         else:
             loss = forward._loss(rows, len(rows.labels), 0.0)  # noqa: SLF001
-        found = torch.autograd.grad(loss, chosen, allow_unused=True)
-    return torch.cat([gradient.flatten().float() for gradient in found if gradient is not None])
+        found = torch.autograd.grad(loss, parameters, materialize_grads=True)
+    return torch.cat([gradient.flatten().float() for gradient in found])
 
 
 def _alike(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype, *, times: float = 1) -> bool:
