@@ -96,6 +96,19 @@ def test_one_rank_alone_that_does_not_come_back_is_named_too() -> None:
     assert (verdict.cause, verdict.ranks) == ("user_code_stuck", (0,))
 
 
+@pytest.mark.parametrize(("percent", "is_waiting"), [(100, True), (95, True), (40, False), (None, False)])
+def test_a_rank_whose_gpu_computes_without_an_end_waits_for_it(
+    percent: int | None, *, is_waiting: bool
+) -> None:
+    """On an H100 the rank spins in a copy from the device (state R), and the GPU is at 100 %."""
+    rank = view(0, "compute", 5.0, state="R")
+    rank = replace(rank, process=replace(rank.process, gpu_percent=percent))
+    verdict = named(judge(run_view([rank]), AUTO))
+    assert (verdict.cause, verdict.ranks) == ("user_code_stuck", (0,))
+    assert ("waits for a GPU" in verdict.summary) == is_waiting
+    assert any("CUDA_LAUNCH_BLOCKING" in fix for fix in verdict.fix)
+
+
 def test_the_stack_of_the_culprit_is_in_the_verdict() -> None:
     views = [waiting(0, 5.0), view(1, "compute", 5.0)]
     verdict = named(judge(run_view(views, looks=[look(1, "hooks.py:7 in wait", "loop.py:3 in train")]), AUTO))

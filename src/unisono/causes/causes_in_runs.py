@@ -132,6 +132,7 @@ RUN_CAUSES: tuple[Cause, ...] = (
         telltales=(
             "`py-spy dump --pid PID` shows the same frame for minutes",
             "one core at 100 % (a loop), or none (a wait)",
+            "the GPU at 100 %, while the stack shows a copy or a synchronization: a kernel does not end",
         ),
         neighbours=(
             ("gil_held", "no other thread of the process can run"),
@@ -140,6 +141,7 @@ RUN_CAUSES: tuple[Cause, ...] = (
         ),
         remedy=(
             "Fix the code that the stack shows; give network calls in training code a timeout.",
+            "If the rank waits for its GPU, run with CUDA_LAUNCH_BLOCKING=1: the stack then shows the call that started the kernel.",
             "Do not call code on only one rank that all ranks must call.",
         ),
         exit_code=4,

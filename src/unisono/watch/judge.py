@@ -25,6 +25,7 @@ _LOOK_S = 1.5
 _WAITED_S = 3.0
 _STILL_S = 3.0
 _INTERPRETER_S = 10.0
+_BUSY_GPU_PERCENT = 95
 _LONG_COLLECTIVE_S = 30.0  # of a foreign program, which may send a whole model in one
 
 
@@ -201,6 +202,10 @@ def _how_it_is_late(view: RankView) -> tuple[str, str]:
     if view.beat is not None and view.beat.phase == "data":
         dead = "; a process that loads data is dead" if "Z" in process.children else ""
         return "data_starved", f"waits for its data{dead}"
+    if (
+        process.gpu_percent or 0
+    ) >= _BUSY_GPU_PERCENT:  # seen on an H100: the rank spins in a copy from the device
+        return "user_code_stuck", f"waits for a GPU that is at {process.gpu_percent} %, and does not return"
     if process.state == "R":
         return "user_code_stuck", "is busy, and does not return"
     return "user_code_stuck", "sleeps or waits, and does not return"
