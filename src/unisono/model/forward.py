@@ -41,6 +41,7 @@ from unisono.model.layers import (
 )
 from unisono.model.load import DTYPES, SCORE, LoadedModel
 from unisono.model.quantization import PackedHead, times_transposed
+from unisono.text import one_line
 
 Layout = Literal["flat", "padded"]
 Head = Literal["chunked", "model"]
@@ -499,6 +500,7 @@ def _try_layers(forward: Forward, wanted: torch.Tensor, *, compiles: bool, train
     probed = _probed_parameters(forward) if compiles and trains else []
     before = _probe_gradients(forward, rows, probed) if probed else None
     changed: list[torch.nn.Module] = []
+    why = "their values differ"
     try:
         changed = speed_up_layers(forward.loaded.model, sharded=forward.root is not None)
         with forward._precision():  # noqa: SLF001
@@ -507,12 +509,13 @@ def _try_layers(forward: Forward, wanted: torch.Tensor, *, compiles: bool, train
             alike = _alike(
                 _probe_gradients(forward, rows, probed), before, forward.dtype, times=_GRADIENT_TIMES
             )
-    except Exception:  # whatever a compiler raises
+    except Exception as error:  # whatever a compiler raises
         if not compiles:
             raise
-        alike = False
+        alike, why = False, one_line(f"{type(error).__name__}: {error}", limit=300)
     if not alike:
         slow_down_layers(changed)
+        forward.why = f"the fast layers are not used: {why}"
         return
     forward.fast_layers = len(changed)
     if forward.loaded.base.device.type == "cpu" and forward.root is None:
