@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.ranks.conftest import Workshop
 from unisono.config.schema import OptimSection
-from unisono.errors import Disagreed
+from unisono.errors import Disagreed, ModelError
 from unisono.model.forward import Rows, choose_forward
 from unisono.model.layers import has_kernels
 from unisono.model.load import LoadedModel
@@ -220,3 +220,21 @@ def test_a_world_that_is_not_the_planned_one_is_refused(group: Ranks, workshop: 
 def test_a_checksum_is_the_same_on_the_device() -> None:
     tensor = torch.randn(1000, 777)
     assert checksum(tensor) == checksum(tensor.cuda())
+
+
+def test_a_torch_that_cannot_shard_packed_values_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch 2.11, which makes each shard a parameter with a gradient."""
+
+    def refuse(module: torch.nn.Module) -> None:
+        for parameter in module.parameters():
+            torch.nn.Parameter(parameter.data)
+        raise RuntimeError("another reason")
+
+    monkeypatch.setattr(process_group, "fully_shard", refuse)
+    with pytest.raises(RuntimeError, match="another reason"):
+        process_group._shard(torch.nn.Linear(2, 2))
+    packed = torch.nn.Module()
+    packed.weight = torch.nn.Parameter(torch.zeros(2, 2, dtype=torch.uint8), requires_grad=False)
+    with pytest.raises(ModelError, match="cannot shard quantized weights") as found:
+        process_group._shard(packed)
+    assert "require gradients" in found.value.problems[0].why

@@ -20,9 +20,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from unisono.errors import ModelError
 from unisono.model.load import LoadedModel
 from unisono.model.quantization import keep_scales
 from unisono.plan.run_plan import KEPT_WHOLE_BYTES
+from unisono.text import one_line
 from unisono.torch_internals import let_gloo_finish
 from unisono.watch import Beats
 
@@ -331,19 +333,36 @@ def shard_model(loaded: LoadedModel, mesh: DeviceMesh) -> "ShardedRoot":
 
     Gradients are summed over the ranks, not averaged: each loss is already divided by the global number of loss tokens. All ranks must call
     it; every rank holds the full model before.
+
+    Raises:
+        ModelError: if weights are quantized, and this torch shards floating-point parameters only.
     """
     keep_scales(loaded.model, torch.device(mesh.device_type))
     root = RootModule(loaded.model)
     room = KEPT_WHOLE_BYTES
     for layer in reversed(_layers(loaded.base)):
         room -= sum(parameter.nbytes for parameter in layer.parameters())
-        fully_shard(layer, mesh=mesh, reshard_after_forward=room < 0)
-    fully_shard(root, mesh=mesh)
+        _shard(layer, mesh=mesh, reshard_after_forward=room < 0)
+    _shard(root, mesh=mesh)
     loaded.collect_trainable()
     sharded = ShardedRoot(root)
     if backend_of(torch.device(mesh.device_type)) == "gloo":
         sharded.exchange_over_gloo(mesh.size())
     return sharded
+
+
+def _shard(module: torch.nn.Module, **how: Any) -> None:
+    try:
+        fully_shard(module, **how)
+    except RuntimeError as error:  # torch 2.11 makes each shard a parameter with a gradient; 2.13 does not
+        if all(parameter.is_floating_point() for parameter in module.parameters()):
+            raise
+        raise ModelError.of(
+            f"torch {torch.__version__} cannot shard quantized weights",
+            where="parallel.strategy: fsdp",
+            why=one_line(str(error), limit=200),
+            fix="install torch 2.13 or later, or set parallel.strategy: ddp",
+        ) from error
 
 
 class ShardedRoot:
