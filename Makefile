@@ -5,6 +5,7 @@
 # make test-fast  the tests that start no process, in two to three minutes
 # make test-board  the tests of `unisono board` in Chromium
 # make test-long   tests that take minutes or hours; LONG_WORKERS=1 runs one at a time
+# make test-gpu   tests on one NVIDIA GPU, in an environment whose torch has CUDA: make test-gpu VENV=PATH
 # make docs   build the documentation site in both languages into site/; a broken link, an unknown command or key fails. site/index.html opens without a server
 # make docs-serve  the same, then serve it at http://127.0.0.1:8000
 VENV ?= .venv
@@ -20,7 +21,7 @@ TEST_OPTIONS ?=
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(PY) -m pytest
 STAMP := $(VENV)/.installed
 
-.PHONY: demo demo-dpo demo-images system test check lint types tests test-fast test-board test-long format docs docs-serve clean
+.PHONY: demo demo-dpo demo-images system test check lint types tests test-fast test-board test-long test-gpu format docs docs-serve clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "unisono needs Python 3.11 or newer; set PYTHON=python3.11")'
@@ -72,6 +73,10 @@ test: lint
 test-long: $(STAMP)
 	$(PYTEST) -m "long and not gpu" -n $(LONG_WORKERS) --durations=30
 	$(PYTEST) -m "not slow and not ranks and not long and not gpu" -n $(LONG_WORKERS) --hypothesis-profile=drawn
+
+# In an environment with a torch for CUDA: make test-gpu VENV=PATH. Not in CI, whose machines have no GPU; a CUDA library may warn of what does no harm.
+test-gpu:
+	$(VENV)/bin/python -m pytest -m gpu -W default -ra tests/gpu tests/ranks/test_group.py tests/ranks/test_drift.py
 
 format: $(STAMP)
 	$(VENV)/bin/ruff format .
