@@ -1,6 +1,6 @@
 """What threads that spin while they wait gain on a quiet machine, and lose on a busy one: seconds a step for several limits of spinning.
 
-    python bench/spin.py [--steps 12] [--rounds 2]       about eight minutes; writes bench/results/spin.json
+    python bench/spin.py [--steps 12] [--rounds 2] [--dtype bfloat16]       about eight minutes; writes bench/results/spin.json
 
 Runs `unisono train` on one rank with two threads, on the random models of 12 M and 135 M parameters of bench/workload.py with LoRA. libgomp spins
 GOMP_SPINCOUNT times before a waiting thread sleeps: 0 with OMP_WAIT_POLICY=PASSIVE, 300,000 without a policy, without end with ACTIVE.
@@ -23,6 +23,7 @@ RESULT = Path(__file__).parent / "results" / "spin.json"
 SETTINGS: dict[str, dict[str, str]] = {
     "PASSIVE": {"OMP_WAIT_POLICY": "PASSIVE"},
     "PASSIVE, 1,000 spins": {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"},
+    "PASSIVE, 3,000 spins": {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "3000"},
     "PASSIVE, 10,000 spins": {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"},
     "PASSIVE, 100,000 spins": {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "100000"},
     "ACTIVE": {"OMP_WAIT_POLICY": "ACTIVE"},
@@ -30,12 +31,12 @@ SETTINGS: dict[str, dict[str, str]] = {
 BURN = "while True: sum(range(100000))"
 
 
-def seconds_a_step(work: Path, model: str, setting: dict[str, str], steps: int) -> float:
+def seconds_a_step(work: Path, model: str, setting: dict[str, str], steps: int, dtype: str) -> float:
     """The median step of one run."""
     run = work / "run"
     config = work / "config.yaml"
     config.write_text(
-        f"model: {{path: {work / model}, dtype: float32}}\nadapter: {{rank: 16, alpha: 32}}\ndevice: cpu\n"
+        f"model: {{path: {work / model}, dtype: {dtype}}}\nadapter: {{rank: 16, alpha: 32}}\ndevice: cpu\n"
         f"data: {{train: {work / 'alpaca.jsonl'}, max_length: 512, too_long: cut, packing: false}}\nduration: {steps} steps\n"
         f"batch: {{global: 4, micro: 4}}\ncheckpoint: {{every: 100000 steps}}\noutput_dir: {run}\n"
     )
@@ -60,7 +61,7 @@ def seconds_a_step(work: Path, model: str, setting: dict[str, str], steps: int) 
     return statistics.median(times[2:])
 
 
-def measure(work: Path, model: str, *, busy: bool, steps: int, rounds: int) -> dict[str, float]:
+def measure(work: Path, model: str, *, busy: bool, steps: int, rounds: int, dtype: str) -> dict[str, float]:
     """setting → seconds a step, the least of the rounds."""
     burners = (
         [subprocess.Popen([sys.executable, "-c", BURN]) for _ in range(os.cpu_count() or 1)] if busy else []
@@ -69,7 +70,7 @@ def measure(work: Path, model: str, *, busy: bool, steps: int, rounds: int) -> d
         found: dict[str, list[float]] = {name: [] for name in SETTINGS}
         for _ in range(rounds):
             for name, setting in SETTINGS.items():
-                found[name].append(seconds_a_step(work, model, setting, steps))
+                found[name].append(seconds_a_step(work, model, setting, steps, dtype))
                 print(model, "busy" if busy else "quiet", name, round(found[name][-1], 4), flush=True)
     finally:
         for burner in burners:
@@ -83,6 +84,7 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--models", nargs="+", default=["m15", "m135"])
     arguments = parser.parse_args()
     results = []
@@ -91,7 +93,14 @@ def main() -> None:
         make(work, rows=200)
         for model in arguments.models:
             for busy in (False, True):
-                seconds = measure(work, model, busy=busy, steps=arguments.steps, rounds=arguments.rounds)
+                seconds = measure(
+                    work,
+                    model,
+                    busy=busy,
+                    steps=arguments.steps,
+                    rounds=arguments.rounds,
+                    dtype=arguments.dtype,
+                )
                 ratios = {name: round(value / seconds["PASSIVE"], 3) for name, value in seconds.items()}
                 results.append(
                     {

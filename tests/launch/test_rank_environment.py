@@ -36,6 +36,26 @@ def test_the_flight_recorder_keeps_some_collectives_unless_the_user_says_how_man
     assert environments(plan(tmp_path, world=2))[1]["TORCH_FR_BUFFER_SIZE"] == "7"
 
 
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({}, {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "3000"}),
+        ({"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "7"}),
+        ({"OMP_WAIT_POLICY": "ACTIVE"}, {"OMP_WAIT_POLICY": "ACTIVE"}),
+    ],
+)
+def test_waiting_threads_spin_briefly_unless_the_user_says_how_they_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, str], wanted: dict[str, str]
+) -> None:
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    (found,) = environments(plan(tmp_path, world=1))
+    names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+    assert {name: found[name] for name in names if name in found} == wanted
+
+
 def test_debugging_is_alike_on_all_ranks_but_for_the_file_that_nccl_writes(tmp_path: Path) -> None:
     first, second = environments(plan(tmp_path / "run", world=2), debug_comm=True)
     files = [Path(one.pop("NCCL_DEBUG_FILE")) for one in (first, second)]
