@@ -39,6 +39,16 @@ def test_all_is_well_on_eight_h100_with_nvswitch() -> None:
     assert "0  –     NV18  NV18" in links.evidence[2]
 
 
+def test_all_is_well_on_the_one_h100_that_was_recorded() -> None:
+    """The only answers here that a driver gave; the kernel's log has lines of the driver that are no errors."""
+    assert not recorded("h100_1")["composed"]
+    machine = scene("h100_1", (0,), torch_cuda="13.0", torch="2.11.0")
+    findings = judge_devices(machine)
+    assert [one.status for one in findings] == ["pass"] * len(findings), findings
+    assert "NVIDIA H100 80GB HBM3" in finding(machine, "seen").evidence[2]
+    assert "driver 580.159.04 (CUDA up to 13.0)" in str(finding(machine, "driver"))
+
+
 def test_the_table_shows_what_a_rank_calls_each_device_and_which_are_hidden() -> None:
     rows = finding(replace(scene("l20_two_sockets_10", (6, 7, 8, 9)), visible=(6, 7, 8, 9)), "seen").evidence
     assert rows[0] == "10 physical, 4 visible, 4 for this node's ranks"
