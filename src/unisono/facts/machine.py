@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from unisono.facts.limits import available_memory, usable_cores
+from unisono.text import one_line
 
 
 @dataclass(frozen=True)
@@ -102,9 +103,14 @@ def _ask_nvidia_smi() -> tuple[list[Gpu], str]:
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_ANSWER_S)
         return [_gpu_of_line(line) for line in done.stdout.splitlines() if line.strip()], ""
-    except (OSError, ValueError, subprocess.SubprocessError):
-        note = "found an NVIDIA driver, but nvidia-ml-py is not installed: pip install nvidia-ml-py"
-        return [], note if Path("/proc/driver/nvidia").exists() else "no NVIDIA driver"
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        if not Path("/proc/driver/nvidia").exists():
+            return [], "no NVIDIA driver"
+        said = error.stdout if isinstance(error, subprocess.CalledProcessError) else str(error)
+        return (
+            [],
+            f"found an NVIDIA driver, but nvidia-ml-py is not installed (pip install nvidia-ml-py), and nvidia-smi failed: {one_line(said, limit=200)}",
+        )
 
 
 def _gpu_of_line(line: str) -> Gpu:

@@ -236,7 +236,6 @@ def _warps(block: int) -> int:
 def _norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, *, wide: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    x = x.contiguous()
     rows, width = x.shape
     y = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
     factors = torch.empty(rows, dtype=torch.float32, device=x.device)
@@ -251,7 +250,7 @@ def _norm_backward(
     rows, width = x.shape
     d_x = torch.empty_like(x)
     # As many programs as run at once, so that few partial sums are added up, in an order that is always the same.
-    programs = min(rows, 8 * _processors(x.device)) if not trained else min(rows, 2 * _processors(x.device))
+    programs = min(rows, (2 if trained else 8) * _processors(x.device))
     parts = torch.empty(programs if trained else 0, width, dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(width)
     _norm_gradients[(programs,)](

@@ -18,6 +18,7 @@ from unisono.errors import ModelError
 from unisono.model.files import read_json_object
 from unisono.model.kernels import Kernels, load_kernels
 from unisono.model.quantization import adapted_layers, dequantized, state_of, times, times_transposed
+from unisono.plan.run_plan import LOGITS_ON_GPU
 
 if TYPE_CHECKING:
     from unisono.model.cuda_kernels import CudaKernels
@@ -122,12 +123,9 @@ def _kernels_of(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Kernels | 
     if x.dtype != torch.bfloat16 or {a.dtype, b.dtype} != {torch.float32}:
         return None
     kernels = kernels_of(x.device)
-    widths = (x.shape[1], len(b))
-    return (
-        kernels
-        if isinstance(kernels, Kernels) and all(kernels.has_low_rank(len(a), n) for n in widths)
-        else None
-    )
+    if isinstance(kernels, Kernels) and all(kernels.has_low_rank(len(a), n) for n in (x.shape[1], len(b))):
+        return kernels
+    return None
 
 
 def _dense(weight: torch.Tensor, state: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -205,14 +203,12 @@ _CHUNK = 128
 
 
 _TRAINED_CHUNK = 256  # where the head is trained, too: its gradient is in memory once for each chunk
-# On a GPU so many logits at a time: a product with few rows reads the whole head from memory for little work. Not measured.
-_LOGITS_ON_GPU = 1 << 27
 _BLOCK = 4096  # tokens of the vocabulary whose part of that gradient is computed at a time
 
 
 def _rows_at_a_time(weight: torch.Tensor, *, on_cpu: int) -> int:
     """Rows of logits under a head (V, E) that are in memory at a time."""
-    return max(on_cpu, _LOGITS_ON_GPU // len(weight) // 128 * 128) if weight.is_cuda else on_cpu
+    return max(on_cpu, LOGITS_ON_GPU // len(weight) // 128 * 128) if weight.is_cuda else on_cpu
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):

@@ -412,7 +412,8 @@ _BLOCKS = 256  # of these scales share another one, if they are quantized themse
 _VALUES_OF_A_LEVEL = 500
 _SHARE_KEPT = 0.4  # with gradient checkpointing: the inputs of blocks, and the values of one block
 _HEAD_CHUNK = 128  # rows of logits alive at a time; see model.layers
-_LOGITS_ON_GPU = 1 << 27  # logits alive at a time there
+LOGITS_ON_GPU = 1 << 27
+"""Logits alive at a time there: a product with few rows reads the whole head from memory for little work. Other numbers were not tried."""
 
 
 def trainable_parameters(model: ModelFacts, *, adapter_rank: int | None) -> int:
@@ -484,7 +485,7 @@ def estimate_memory(
         activations, logits = _picture_activations(model, micro_tokens, gradient_checkpointing) * size, False
     head = micro_tokens * model.hidden_size * size * 2
     if logits and on_gpu:
-        head += min(micro_tokens * model.vocab_size, _LOGITS_ON_GPU) * size * 2
+        head += min(micro_tokens * model.vocab_size, LOGITS_ON_GPU) * size * 2
     elif logits:
         head += min(micro_tokens, _HEAD_CHUNK) * model.vocab_size * 4 * 2
     weights, dequantized, matrix_bytes = model.parameters * size, 0, float(size)

@@ -402,7 +402,6 @@ def _clip(run: Run, limit: float | None) -> torch.Tensor:
     if limit is not None:
         factor = (limit / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
         if gradients:
-            torch._foreach_mul_(
-                gradients, factor
-            )  # on a GPU a few kernels for all; torch has no public name for it
+            # On a GPU a few kernels for all; torch has no public name for it.
+            torch._foreach_mul_(gradients, factor)
     return norm

@@ -61,10 +61,12 @@ class Optimizers:
     def step(self) -> None:
         """Makes one update. Small parameters are updated by one thread: torch would wake the others for each of them."""
         threads = torch.get_num_threads()
-        for part in self.parts.values():
-            torch.set_num_threads(1 if _has_small_parameters(part) else threads)
-            part.step()
-        torch.set_num_threads(threads)
+        try:
+            for part in self.parts.values():
+                torch.set_num_threads(1 if _has_small_parameters(part) else threads)
+                part.step()
+        finally:
+            torch.set_num_threads(threads)
 
     def zero_grad(self) -> None:
         """Drops the gradients."""

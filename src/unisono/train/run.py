@@ -126,9 +126,7 @@ def _largest_padded(longest_row: np.ndarray, rows: np.ndarray, size: int) -> lis
     the group.
     """
     best, found, total = -1, [0], 0
-    most: list[
-        tuple[int, int]
-    ] = []  # at most size - 1 of those before: rows and index, the fewest rows first
+    most: list[tuple[int, int]] = []  # rows and index of up to size - 1 of those before, a heap
     for i in np.argsort(longest_row, kind="stable").tolist():
         if (padded := (total + int(rows[i])) * int(longest_row[i])) > best:
             best, found = padded, [i, *(index for _, index in most)]

@@ -202,9 +202,8 @@ def _how_it_is_late(view: RankView) -> tuple[str, str]:
     if view.beat is not None and view.beat.phase == "data":
         dead = "; a process that loads data is dead" if "Z" in process.children else ""
         return "data_starved", f"waits for its data{dead}"
-    if (
-        process.gpu_percent or 0
-    ) >= _BUSY_GPU_PERCENT:  # seen on an H100: the rank spins in a copy from the device
+    # As seen on an H100: the rank spins in a copy from the device, in state R.
+    if process.gpu_percent is not None and process.gpu_percent >= _BUSY_GPU_PERCENT:
         return "user_code_stuck", f"waits for a GPU that is at {process.gpu_percent} %, and does not return"
     if process.state == "R":
         return "user_code_stuck", "is busy, and does not return"
