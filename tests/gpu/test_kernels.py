@@ -112,7 +112,7 @@ def test_heads_are_rotated_and_gradients_back() -> None:
 def _forward(kind: str, monkeypatch: pytest.MonkeyPatch, *, fast: bool) -> Forward:
     """A model of four layers with the fast layers or without."""
     if not fast:
-        monkeypatch.setattr(forwards, "speed_up_layers", lambda _model, *, sharded: [])
+        monkeypatch.setattr(forwards, "speed_up_layers", lambda _model: [])
     torch.manual_seed(0)
     config: LlamaConfig = LlamaConfig(
         vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,

@@ -145,10 +145,23 @@ def _update(loaded: LoadedModel) -> None:
     build_optimizers(section, loaded.trainable, not_matrices=set()).step()
 
 
-def test_an_adapter_on_sharded_weights_has_the_fast_layers_and_the_same_update(group: Ranks) -> None:
+@pytest.mark.parametrize("kept", [0, 2, 4])
+def test_an_adapter_on_sharded_weights_has_the_fast_layers_and_the_same_update(
+    group: Ranks, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The frozen weights of the last `kept` of four layers, and those outside of layers, are not sharded; all of the adapter is."""
     plain, sharded = _adapted_model(), _adapted_model()
     plain.model.to(group.device)
+    layers = sharded.base.model.layers
+    size = sum(p.nbytes for p in layers[0].parameters())
+    monkeypatch.setattr(process_group, "KEPT_WHOLE_BYTES", kept * size)
     root = shard_model(sharded, world_mesh(group.device, 1))
+    assert [isinstance(layer.mlp.up_proj.base_layer.weight, DTensor) for layer in layers] == [
+        number < 4 - kept for number in range(4)
+    ]
+    assert not isinstance(sharded.base.model.embed_tokens.weight, DTensor)
+    assert {p.device.type for p in sharded.model.parameters()} == {group.device.type}
+    assert {b.device.type for b in sharded.model.buffers()} == {group.device.type}
     rows = _rows(group.device)
     losses, fast = [], []
     for loaded, module in ((plain, None), (sharded, root.module)):

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from peft.tuners.lora.layer import Linear as LoraLinear
 from peft.tuners.lora.layer import LoraLayer
+from torch.distributed.tensor import DTensor
 
 from unisono.model.attention import Ends
 from unisono.model.kernels import Heads, Kernels, attend, attend_backward, place_rows
@@ -489,11 +490,11 @@ def _heads_of(
 # ---- putting them into a model
 
 
-def speed_up_layers(model: torch.nn.Module, *, sharded: bool = False) -> list[torch.nn.Module]:
+def speed_up_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Sets the fast forward on the norms, MLPs and attentions that have the expected parts; gives the changed modules.
 
     An attention needs the settings with which it has called `flat_attention` before. In full fine-tuning the other linear layers without
-    bias are changed, too. With `sharded` weights no layer keeps a joined weight.
+    bias are changed, too. A layer whose weights are sharded keeps no joined weight.
     """
     device = next(model.parameters()).device
     kernels = kernels_of(device)
@@ -501,7 +502,7 @@ def speed_up_layers(model: torch.nn.Module, *, sharded: bool = False) -> list[to
         return []
     trains_all = not any(isinstance(module, LoraLayer) for module in model.modules())
     scratch = Scratch(device)
-    join = partial(_join, scratch=scratch, sharded=sharded)
+    join = partial(_join, scratch=scratch)
     changed: dict[torch.nn.Module, Any] = {}
     for module in model.modules():
         if _is_norm(module, kernels):
@@ -535,15 +536,16 @@ def speed_up_layers(model: torch.nn.Module, *, sharded: bool = False) -> list[to
 
 
 def release_originals(model: torch.nn.Module) -> None:
-    """Gives the memory of the weights that were joined back to the system; no value changes. Not for sharded weights.
+    """Gives the memory of the weights that were joined back to the system; no value changes. Sharded weights stay as they are.
 
     A file of safetensors stays mapped as long as one tensor of it is in use, so the other frozen weights are copied out of it. And glibc
     keeps what is freed between blocks in use: at 135 M parameters 185 MB, on top of which came the activations.
     """
     for parameter in model.parameters():
-        is_view = parameter.untyped_storage().nbytes() > parameter.nbytes  # of a joined weight
-        # Not of a subclass, i.e. of quantized weights.
-        if type(parameter) is torch.nn.Parameter and not parameter.requires_grad and not is_view:
+        # Not of a subclass, i.e. of quantized or sharded weights.
+        if type(parameter) is not torch.nn.Parameter or parameter.requires_grad:
+            continue
+        if parameter.untyped_storage().nbytes() <= parameter.nbytes:  # else a view of a joined weight
             parameter.data = parameter.data.clone()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc alone
     if trim is not None:
@@ -556,11 +558,13 @@ def slow_down_layers(changed: list[torch.nn.Module]) -> None:
         del module.forward
 
 
-def _join(layers: list[Any], scratch: Scratch, *, sharded: bool) -> Joined | Frozen | Trained:
+def _join(layers: list[Any], scratch: Scratch) -> Joined | Frozen | Trained:
     if _is_wide(layers[0]):
         return Trained(layers, scratch)
     if _is_packed(layers[0]):
         return Packed(layers)
+    base = layers[0].get_base_layer() if isinstance(layers[0], LoraLayer) else layers[0]
+    sharded = isinstance(base.weight, DTensor)
     if _is_frozen(layers[0]):
         return Frozen(layers, scratch if sharded else None)
     return Sharded(layers, scratch) if sharded else Joined(layers)

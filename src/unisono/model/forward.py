@@ -502,7 +502,7 @@ def _try_layers(forward: Forward, wanted: torch.Tensor, *, compiles: bool, train
     changed: list[torch.nn.Module] = []
     why = "their values differ"
     try:
-        changed = speed_up_layers(forward.loaded.model, sharded=forward.root is not None)
+        changed = speed_up_layers(forward.loaded.model)
         with forward._precision():  # noqa: SLF001
             alike = _alike(values(rows).float(), wanted, forward.dtype)
         if alike and before is not None:
@@ -518,7 +518,7 @@ def _try_layers(forward: Forward, wanted: torch.Tensor, *, compiles: bool, train
         forward.why = f"the fast layers are not used: {why}"
         return
     forward.fast_layers = len(changed)
-    if forward.loaded.base.device.type == "cpu" and forward.root is None:
+    if forward.loaded.base.device.type == "cpu":
         release_originals(forward.loaded.model)
 
 

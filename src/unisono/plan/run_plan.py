@@ -427,6 +427,7 @@ KEPT_WHOLE_BYTES = 64 << 20
 """The last layers of a sharded model stay whole between forward and backward as far as their weights fit into this.
 
 Backward begins with them, so of a large model the last layer would only be gathered again at once; a small model is gathered once for both.
+Of frozen layers these are not sharded at all.
 """
 
 
@@ -457,7 +458,8 @@ def estimate_memory(
     - of an image model a token is a position of the latents, and activations are those of its UNet (`_picture_activations`).
     - dequantized: the largest matrix of a quantized model in `dtype`.
     - shards: weights and trainable are divided by the ranks, but not the scales of quantized weights. Embedding and head are whole during
-      a step, and two layers, or the last layers of up to 64 MiB if that is more.
+      a step, and two layers, or the last layers of up to 64 MiB if that is more. With an adapter embedding, head and the last layers of up
+      to 64 MiB are not divided, and two of the other layers are whole.
 
     Args:
         model: the model's figures.
@@ -500,10 +502,14 @@ def estimate_memory(
     state = trainable * 4 * 4
     if shards > 1:
         layers = int(model.linear_parameters * matrix_bytes)
-        whole = max(2 * layers // max(1, model.layers), min(layers, KEPT_WHOLE_BYTES))
-        whole += int(outside * outside_bytes)
+        layer = max(1, layers // max(1, model.layers))
         scales = int(model.linear_parameters * (matrix_bytes - _bits(model) / 8)) if model.quantized else 0
-        weights = (weights - scales) // shards + scales + whole
+        whole, divided = max(2 * layer, min(layers, KEPT_WHOLE_BYTES)), weights - scales
+        if adapter_rank is not None:
+            undivided = layer * min(model.layers, KEPT_WHOLE_BYTES // layer)
+            divided = max(0, divided - undivided - int(outside * outside_bytes))
+            whole = undivided + min(divided, 2 * layer)
+        weights = divided // shards + scales + whole + int(outside * outside_bytes)
         state //= shards
     return MemoryEstimate(
         weights=weights,

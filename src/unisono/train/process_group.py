@@ -6,6 +6,10 @@ Weights are sharded with FSDP2 (`torch.distributed.fsdp.fully_shard`): a group f
 unsharded only while the layer runs, except for the last layers, see `KEPT_WHOLE_BYTES`. Weights outside of layers (embedding, last norm, head) belong to the root, and are unsharded while the
 root's forward runs; so everything that uses weights must run inside it. Of quantized weights the packed values are sharded, as they are; their
 scales are not: every rank has them all.
+
+Frozen weights that would be whole between forward and backward (those outside of layers, and the last layers) are not sharded: they never
+change, so a rank that has them needs no other's, and a shard beside the whole weight would only take memory. An adapter on such a layer
+belongs to the root, whose weights are gathered once in a step, in one collective.
 """
 
 import socket
@@ -337,18 +341,29 @@ def shard_model(loaded: LoadedModel, mesh: DeviceMesh) -> "ShardedRoot":
     Raises:
         ModelError: if weights are quantized, and this torch shards floating-point parameters only.
     """
-    keep_scales(loaded.model, torch.device(mesh.device_type))
+    device = torch.device(mesh.device_type)
+    keep_scales(loaded.model, device)
     root = RootModule(loaded.model)
     room = KEPT_WHOLE_BYTES
     for layer in reversed(_layers(loaded.base)):
         room -= sum(parameter.nbytes for parameter in layer.parameters())
-        _shard(layer, mesh=mesh, reshard_after_forward=room < 0)
-    _shard(root, mesh=mesh)
+        if room < 0 or not _is_mostly_frozen(layer):
+            _shard(layer, mesh=mesh, reshard_after_forward=room < 0)
+    whole = {p for p in root.parameters() if not p.requires_grad and not isinstance(p, DTensor)}
+    for tensor in (*whole, *root.buffers()):  # fully_shard does not move what it is to ignore
+        if tensor.device.type != device.type:
+            tensor.data = tensor.data.to(device)
+    _shard(root, mesh=mesh, ignored_params=whole)
     loaded.collect_trainable()
     sharded = ShardedRoot(root)
-    if backend_of(torch.device(mesh.device_type)) == "gloo":
+    if backend_of(device) == "gloo":
         sharded.exchange_over_gloo(mesh.size())
     return sharded
+
+
+def _is_mostly_frozen(layer: torch.nn.Module) -> bool:
+    """Whether more bytes of it are frozen than trained, as under an adapter."""
+    return sum(p.nbytes * (-1 if p.requires_grad else 1) for p in layer.parameters()) > 0
 
 
 def _shard(module: torch.nn.Module, **how: Any) -> None:
