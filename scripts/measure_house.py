@@ -62,7 +62,7 @@ ROOM_BUDGETS = {
     "cluster": 4_100,
     "config": 4_750,
     "control": 3_400,
-    "data": 6_300,
+    "data": 6_400,
     "diagnose": 8_400,
     "diffusion": 3_150,
     "doctor": 5_300,

@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from tests import front_server
 from unisono.data import Conversation, RowError, template
 from unisono.data.encode import Encoder
 from unisono.data.prepare import load_tokenizer
-from unisono.data.template import choose_template
+from unisono.data.template import ChatTemplate, choose_template
 from unisono.errors import DataError, Problem
 
 TALK = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "well"}]
@@ -165,9 +167,104 @@ def test_many_conversations_of_a_batch_share_what_bounds_them(
     monkeypatch.setattr(template, "CPU_S", 1.0)  # of one conversation, not of all: two ticks of the timer
     encoder = Encoder(tokenizer, directory=tokenizer_dir())
     before = os.times()
-    found = encoder.encode([Conversation(TALK)] * 18_000)
+    found = encoder.encode([Conversation(TALK)] * 45_000)
     assert not any(isinstance(row, RowError) for row in found)
     assert os.times().user - before.user > 1.0
+
+
+class _Through(ChatTemplate):
+    """Renders everything with apply_chat_template."""
+
+    _direct = None
+
+
+def outcome(rendering: ChatTemplate, messages: list[dict[str, Any]], *, prompt: bool) -> Any:
+    try:
+        return rendering.render(messages, prompt=prompt)
+    except RowError as error:
+        return error.why, error.fix
+    except DataError as error:
+        return error.problems
+
+
+# Parts of templates: what they may read, keep, change, or fail with.
+PARTS = st.sampled_from(
+    [
+        "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] }}{% endfor %}",
+        "{% for m in messages %}{% if not loop.last %}{{ m.content | trim }}{% endif %}{{ loop.length }}\n{% endfor %}",
+        "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}",
+        "{{ bos_token }}{{ eos_token }}{{ pad_token is defined }}{{ unk_token is none }}",
+        "{{ tools }}{{ documents is none }}{{ documents is defined }}{{ nothing is defined }}{{ nothing.more }}",
+        "{{ messages | tojson }}{{ messages[0] | items | list }}{{ messages[1:] | map(attribute='role') | join }}",
+        "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
+        "{{ n is defined }}{% set n = 3 %}{{ n }}",
+        "{{ range is defined }}{{ dict(a=1) }}{% set range = 1 %}",
+        "{% macro say(m) %}{{ caller is defined }}{{ m.role }}{{ varargs }}{% endmacro %}{{ say(messages[-1], 2) }}",
+        "{% generation %}{{ messages[-1]['content'] }}{% endgeneration %}",
+        "{% block b %}{{ messages | length }}{% endblock %}{{ self.b() }}",
+        "\n\n{{ messages.append(messages[0]) }}",
+        "\n{{ messages[0].update(role='other') }}",
+        "{{ messages.pop() }}",
+        "{{ messages[0].__class__ }}{{ messages.__class__.__mro__ }}",
+        "\n{% if messages[0].role != 'user' %}{{ raise_exception('no question: ' ~ messages[0].role) }}{% endif %}",
+        "{{ messages[2].content }}",
+        "{% include 'other' %}",
+        "{% for %}",
+    ]
+)
+MESSAGES = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["user", "assistant", "system"])},
+        optional={
+            "content": st.one_of(st.none(), st.text(max_size=8)),
+            "reasoning_content": st.sampled_from([None, "thought"]),
+        },
+    ),
+    max_size=3,
+)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_template_gives_what_apply_chat_template_gives(tokenizer: Any, data: st.DataObject) -> None:
+    """Its texts, and its refusals with their lines, also after the first rendering, which is compared."""
+    text = "".join(data.draw(st.lists(PARTS, min_size=1, max_size=4)))
+    direct, through = ChatTemplate(tokenizer, text, "a test"), _Through(tokenizer, text, "a test")
+    for prompt in (False, True):
+        for messages in (TALK, TALK[:1], data.draw(MESSAGES), TALK):
+            assert outcome(direct, messages, prompt=prompt) == outcome(through, messages, prompt=prompt)
+
+
+def test_plain_messages_are_rendered_without_apply_chat_template_once_both_agree(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rendering = choose_template(tokenizer, None)
+    assert rendering is not None
+    expected = [rendering.render(TALK), rendering.render(TALK[:1], prompt=True)]
+    monkeypatch.setattr(type(tokenizer), "apply_chat_template", lambda *_, **__: "called")
+    assert [rendering.render(TALK), rendering.render(TALK[:1], prompt=True)] == expected
+    assert rendering.render([TALK[0] | {"name": "x"}]) == rendering.render(TALK, []) == "called"
+
+
+def test_a_text_that_differs_from_that_of_apply_chat_template_is_never_used(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(template._DirectRendering, "render", lambda *_, **__: "different")
+    rendering = choose_template(tokenizer, None)
+    assert rendering is not None
+    assert "different" not in {rendering.render(TALK, prompt=prompt) for prompt in (False, True, False, True)}
+
+
+def test_a_tokenizer_that_renders_in_its_own_way_is_left_to_it(tokenizer: Any) -> None:
+    class Own(type(tokenizer)):  # type: ignore[misc]
+        def apply_chat_template(self, *_: object, **__: object) -> str:
+            return f"{len(self)} tokens"
+
+    tokenizer.__class__ = Own
+    rendering = choose_template(tokenizer, None)
+    assert rendering is not None
+    assert rendering._direct is None
+    assert rendering.render(TALK) == rendering.render(TALK) == f"{len(tokenizer)} tokens"
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, normalizers, pre_tokenizers, processors
 
-from unisono.data import Conversation
+from unisono.data import Conversation, encode
 from unisono.data.encode import Encoder, TextEncoder, _FastTokens
 from unisono.data.prepare import load_tokenizer
 from unisono.data.token_table import Encoded
@@ -92,6 +92,20 @@ def test_ranges_are_those_of_the_offsets(byte_level: Any, data: st.DataObject) -
     (tokens,) = TextEncoder(byte_level).encode([text], special=False)
     assert tokens.ids == encoding.ids
     assert tokens.range(first, end) == _FastTokens(encoding).range(first, end)
+
+
+def test_tokens_with_enormous_numbers_have_the_ranges_of_their_offsets(
+    byte_level: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bytes of tokens are kept in a list by number, which such a number would make as long."""
+    monkeypatch.setattr(encode, "_MOST_TOKENS", 60)
+    text = "hello <wide> there a b"
+    expected = _FastTokens(byte_level.backend_tokenizer.encode(text, add_special_tokens=False))
+    (tokens,) = TextEncoder(byte_level).encode([text], special=False)
+    assert max(tokens.ids) >= 60
+    assert [tokens.range(i, i + 1) for i in range(len(text))] == [
+        expected.range(i, i + 1) for i in range(len(text))
+    ]
 
 
 def test_offsets_are_recorded_where_the_bytes_of_tokens_are_seldom_those_of_texts(

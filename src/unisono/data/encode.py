@@ -1,11 +1,9 @@
 """From examples to tokens, with the tokens that count in the loss."""
 
 import json
-from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, Protocol, Self
 
@@ -31,9 +29,18 @@ from unisono.text import one_line
 
 
 class Tokens(Protocol):
-    """An encoded text."""
+    """An encoded text.
+
+    Attributes:
+        ids: (L,) its tokens.
+    """
 
     ids: list[int]
+
+    @property
+    def array(self) -> npt.NDArray[np.int32]:
+        """The same, (L,) int32."""
+        ...
 
     def range(self, first: int, end: int) -> tuple[int, int] | None:
         """Begin and end of the tokens that contain any of the characters first..end; None if that cannot be determined."""
@@ -78,7 +85,17 @@ class TextEncoder:
         return _ByteVocabulary.of(self._tokenizer.backend_tokenizer)
 
 
-class _FastTokens:
+class _Listed:
+    """Tokens as a list, and as an array once it is needed."""
+
+    ids: list[int]
+
+    @cached_property
+    def array(self) -> npt.NDArray[np.int32]:
+        return np.fromiter(self.ids, np.int32, len(self.ids))
+
+
+class _FastTokens(_Listed):
     """Tokens of the tokenizers library, which knows the characters of each token."""
 
     def __init__(self, encoding: Any) -> None:
@@ -106,7 +123,7 @@ class _FastTokens:
         return (int(inside[0]), int(inside[-1]) + 1) if len(inside) else None
 
 
-class _ByteVocabulary(dict[int, bytes]):
+class _ByteVocabulary:
     """The bytes of each token of a byte-level tokenizer that has occurred.
 
     Attributes:
@@ -116,10 +133,12 @@ class _ByteVocabulary(dict[int, bytes]):
     """
 
     def __init__(self, backend: Any) -> None:
-        added = backend.get_added_tokens_decoder()
-        super().__init__({number: str(token.content).encode() for number, token in added.items()})
         self.backend = backend
         self.aligned = self.repeated = 0
+        self._bytes: list[bytes | None] = []
+        self._sizes = np.zeros(0, np.int64)
+        for number, token in backend.get_added_tokens_decoder().items():
+            self._keep(number, str(token.content).encode())
 
     @classmethod
     def of(cls, backend: Any) -> Self | None:
@@ -138,14 +157,44 @@ class _ByteVocabulary(dict[int, bytes]):
         is_random = getattr(backend.model, "dropout", None)  # encoded again, a text would have other tokens
         return cls(backend) if is_byte_level and is_kept and not is_random else None
 
-    def __missing__(self, number: int) -> bytes:
+    def ends(self, tokens: _Listed, text: str) -> npt.NDArray[np.int64] | None:
+        """Where each token of a text ends, in bytes, (L,) int64; None if the tokens are not the bytes of the text."""
+        ids = tokens.ids
         try:
-            found = bytes(map(_BYTE_OF.__getitem__, self.backend.id_to_token(number)))
-        except KeyError:  # not a token of bytes; with b"" the tokens are not the bytes of the text
-            found = b""
-        self[number] = found
-        return found
+            joined = b"".join(map(self._bytes.__getitem__, ids))  # type: ignore[arg-type]  # None raises a TypeError
+        except (TypeError, IndexError):
+            if not self._learn(ids):
+                return None
+            joined = b"".join(map(self._bytes.__getitem__, ids))  # type: ignore[arg-type]
+        if joined != text.encode():
+            return None
+        self.aligned += 1
+        return self._sizes.take(tokens.array).cumsum()
 
+    def _learn(self, ids: list[int]) -> bool:
+        """Keeps the bytes of tokens that have not occurred before; False if a number is too large to keep it in a list."""
+        new = [n for n in {*ids} if n >= len(self._bytes) or self._bytes[n] is None]
+        if max(new) >= _MOST_TOKENS:
+            return False
+        for number in new:
+            try:
+                self._keep(number, bytes(map(_BYTE_OF.__getitem__, self.backend.id_to_token(number))))
+            except KeyError:  # not a token of bytes; with b"" the tokens are not the bytes of the text
+                self._keep(number, b"")
+        return True
+
+    def _keep(self, number: int, content: bytes) -> None:
+        if number >= _MOST_TOKENS:
+            return
+        if number >= len(self._bytes):
+            more = max(number + 1, 2 * len(self._bytes)) - len(self._bytes)
+            self._bytes += [None] * more
+            self._sizes = np.append(self._sizes, np.zeros(more, np.int64))
+        self._bytes[number] = content
+        self._sizes[number] = len(content)
+
+
+_MOST_TOKENS = 1 << 24  # a tokenizer.json may give its tokens any numbers
 
 # The byte of each character of a byte-level vocabulary (Radford et al. 2019): printable ones stand for themselves.
 _PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
@@ -153,7 +202,7 @@ _OTHERS = (byte for byte in range(256) if byte not in _PRINTABLE)
 _BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}
 
 
-class _ByteTokens:
+class _ByteTokens(_Listed):
     """Tokens of a byte-level tokenizer. Where their bytes do not give the characters, the text is encoded again, with offsets."""
 
     def __init__(self, vocabulary: _ByteVocabulary, text: str, ids: list[int]) -> None:
@@ -163,23 +212,16 @@ class _ByteTokens:
 
     def range(self, first: int, end: int) -> tuple[int, int] | None:
         ends, text = self._ends, self._text
-        if ends is None or " " in (
-            text[first : first + 1],
-            text[end - 1 : end],
-        ):  # offsets may exclude spaces
+        # offsets may exclude spaces
+        if ends is None or text[first : first + 1] == " " or text[end - 1 : end] == " ":
             return self._with_offsets.range(first, end)
         if not text.isascii():
             first, end = len(text[:first].encode()), len(text[:end].encode())
-        return bisect_right(ends, first), bisect_left(ends, end) + 1
+        return int(ends.searchsorted(first, "right")), int(ends.searchsorted(end)) + 1
 
     @cached_property
-    def _ends(self) -> list[int] | None:
-        """Where each token ends, in bytes; None if the tokens are not the bytes of the text."""
-        parts = list(map(self._vocabulary.__getitem__, self.ids))
-        if b"".join(parts) != self._text.encode():
-            return None
-        self._vocabulary.aligned += 1
-        return list(accumulate(map(len, parts)))
+    def _ends(self) -> npt.NDArray[np.int64] | None:
+        return self._vocabulary.ends(self, self._text)
 
     @cached_property
     def _with_offsets(self) -> _FastTokens:
@@ -187,7 +229,7 @@ class _ByteTokens:
         return _FastTokens(self._vocabulary.backend.encode(self._text, add_special_tokens=False))
 
 
-class _SlowTokens:
+class _SlowTokens(_Listed):
     """Tokens of a tokenizer in Python: places are found by encoding prefixes of the text, if their tokens are prefixes, too."""
 
     def __init__(self, tokenizer: Any, text: str, *, special: bool) -> None:
@@ -477,12 +519,11 @@ class Encoder:
         return _Job(rendered.text, rendered.answers, whole=False)
 
     def _finish(self, job: _Job, tokens: Tokens) -> Encoded | RowError:
-        ids = tokens.ids
-        eos = self.tokenizer.eos_token_id
-        ended = job.whole and eos is not None and ids[-1:] != [eos]
-        if ended:
-            ids = [*ids, eos]
-        targets = np.zeros(len(ids), np.bool_)
+        ids, array = tokens.ids, tokens.array
+        eos = self.tokenizer.eos_token_id if job.whole else None
+        if eos is not None and ids[-1:] != [eos]:
+            array = np.append(array, np.int32(eos))
+        targets = np.zeros(len(array), np.bool_)
         if job.answers is None:
             targets[:] = True
         for number, (first, end) in enumerate(job.answers or [], 1):
@@ -500,9 +541,9 @@ class Encoder:
                     "end each answer with it in the template, or set data.check_template: false",
                 )
             targets[begin:last] = True
-        targets[len(tokens.ids) :] = True  # the appended end of sequence
+        targets[len(ids) :] = True  # the appended end of sequence
         targets[:1] = False
-        return Encoded(np.array(ids, dtype=np.int32), targets)
+        return Encoded(array, targets)
 
     def _after_stop(self, ids: list[int], begin: int, end: int) -> int | None:
         """The place after the last stop token of an answer; the model does not write what the template puts after it."""
