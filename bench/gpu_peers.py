@@ -279,7 +279,7 @@ def unisono_arm(name: str, size: str, model: Path, rows: Path, device: str, work
         "ends": ends, "tokens": [b - a for a, b in itertools.pairwise(totals)], "loss": steps[-1]["loss"],
         "allocated": max(line["memory_bytes"] for line in steps), "reserved": 0,
         "settings": {key: plan.get(key) for key in ("micro_batch", "gradient_checkpointing", "dtype")},
-        "facts": {key: facts.get(key) for key in ("layout", "head", "why", "quick", "fast_layers", "kernels")},
+        "facts": {key: facts.get(key) for key in ("layout", "head", "why", "quick", "fast_layers", "kernels", "no_kernels")},
         "phases": phases_of(sent), "estimate": plan.get("memory"),
         "step_time_s": [line["step_time_s"] for line in steps], "data_time_s": [line["data_time_s"] for line in steps],
         "loss_share": steps[-1]["loss_tokens"] / steps[-1]["tokens"],
@@ -487,7 +487,7 @@ LOSS_SHARE, ROW_TOKENS = 0.57, 253.0
 def table(found: dict[str, dict[str, Any]]) -> str:
     """A line for each arm."""
     lines = [
-        f"{'':18s} {'tok/s':>8s} {'/default':>8s} {'/tuned':>7s} {'step ms':>8s} {'alloc GB':>8s} {'reserved':>8s} {'device':>7s} {'1st step':>8s} {'of peak':>7s} "
+        f"{'':18s} {'tok/s':>8s} {'/default':>8s} {'/tuned':>7s} {'step ms':>8s} {'est. GB':>8s} {'alloc GB':>8s} {'reserved':>8s} {'device':>7s} {'1st step':>8s} {'of peak':>7s} "
         f"{'tok/step':>8s}"
     ]
     for key, arm in found.items():
@@ -500,8 +500,9 @@ def table(found: dict[str, dict[str, Any]]) -> str:
             rate = None if "full" in key else found.get(f"{size} {peer}", {}).get("tokens_per_s")
             ratios.append(f"{arm['tokens_per_s'] / rate:.2f}" if rate else "–")
         device = f"{arm['device_mib'] / 1024:.1f}" if arm["device_mib"] else "–"
+        estimate = f"{arm['estimate']['total'] / 1e9:.2f}" if arm.get("estimate") else "–"
         lines.append(
-            f"{key:18s} {arm['tokens_per_s']:8.0f} {ratios[0]:>8s} {ratios[1]:>7s} {arm['step_s'] * 1e3:8.1f} {arm['allocated'] / 1e9:8.2f} "
+            f"{key:18s} {arm['tokens_per_s']:8.0f} {ratios[0]:>8s} {ratios[1]:>7s} {arm['step_s'] * 1e3:8.1f} {estimate:>8s} {arm['allocated'] / 1e9:8.2f} "
             f"{arm['reserved'] / 1e9:8.2f} {device:>7s} {arm['first_step_s']:8.1f} {arm['share_of_peak']:7.1%} {arm['tokens_per_step']:8.0f}"
         )
     return "\n".join(lines)

@@ -348,7 +348,9 @@ def test_the_first_screen_shows_how_the_ranks_make_the_batch() -> None:
 
 
 def test_the_first_screen_shows_that_compiled_functions_are_missing() -> None:
-    words = "they need a C compiler: install cc"
-    assert words in "\n".join(first_screen(plan(), {"layout": "flat", "kernels": False}))
+    words = "without compiled functions, slower: Triton is not installed (pip install triton)"
+    facts = {"layout": "flat", "kernels": False, "no_kernels": "Triton is not installed (pip install triton)"}
+    assert words in "\n".join(first_screen(plan(), facts))
     for kernels in (True, None):
-        assert words not in "\n".join(first_screen(plan(), {"layout": "flat", "kernels": kernels}))
+        found = first_screen(plan(), {"layout": "flat", "kernels": kernels, "no_kernels": ""})
+        assert "compiled functions" not in "\n".join(found)

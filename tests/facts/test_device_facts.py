@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from unisono.facts.machine import Gpu, Holder, Xid, probe_nvidia
+from unisono.facts.machine import Gpu, Holder, Xid, no_gpus, probe_nvidia, read_machine, triton_trouble
 from unisono.facts.nvidia import (
     KernelLine,
     nvidia_devices,
@@ -165,3 +165,29 @@ def test_without_nvidia_ml_py_the_drivers_own_program_lists_the_devices(
     gpus, note = probe_nvidia()
     assert [replace(gpu, numa_node=None) for gpu in gpus] == found
     assert bool(note) == (not found)
+
+
+def test_what_triton_lacks_is_named_with_its_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan counts on its kernels where nothing is missing, and the first screen says what is."""
+    monkeypatch.setattr(sys, "path", [])
+    assert triton_trouble() == "Triton is not installed (pip install triton)"
+    monkeypatch.undo()
+    (tmp_path / "triton").mkdir()
+    (tmp_path / "triton" / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert triton_trouble().startswith("Triton finds no C compiler, gcc or clang (install gcc")
+    (tmp_path / "mycc").write_text("")
+    (tmp_path / "mycc").chmod(0o755)
+    monkeypatch.setenv("CC", "mycc")
+    headers = tmp_path / "include"
+    monkeypatch.setattr("sysconfig.get_path", lambda *_names: str(headers))
+    assert triton_trouble().endswith("include/Python.h is missing (install python3-dev)")
+    headers.mkdir()
+    (headers / "Python.h").write_text("")
+    assert triton_trouble() == ""
+    assert read_machine(no_gpus).compiles
+    monkeypatch.setenv("CC", "gcc")
+    assert triton_trouble().startswith("Triton finds no C compiler, gcc (")
+    assert not read_machine(no_gpus).compiles

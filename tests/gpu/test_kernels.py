@@ -14,8 +14,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from unisono.model import forward as forwards
+from unisono.model.directory import facts_of_shape
 from unisono.model.forward import Forward, Rows, choose_forward
 from unisono.model.load import LoadedModel
+from unisono.plan import estimate_memory
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 if TYPE_CHECKING or _HAS_TRITON:  # a skipped module would count as a test that was not run
@@ -109,13 +111,15 @@ def test_heads_are_rotated_and_gradients_back() -> None:
     _near(q, wanted)
 
 
-def _forward(kind: str, monkeypatch: pytest.MonkeyPatch, *, fast: bool) -> Forward:
-    """A model of four layers with the fast layers or without."""
+def _forward(
+    kind: str, monkeypatch: pytest.MonkeyPatch, *, fast: bool, layers: int = 4, rank: int = 4
+) -> Forward:
+    """A model with the fast layers or without."""
     if not fast:
         monkeypatch.setattr(forwards, "speed_up_layers", lambda _model: [])
     torch.manual_seed(0)
     config: LlamaConfig = LlamaConfig(
-        vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
     )  # fmt: skip
     base: torch.nn.Module = LlamaForCausalLM(config)
     base.config.use_cache = False
@@ -124,7 +128,7 @@ def _forward(kind: str, monkeypatch: pytest.MonkeyPatch, *, fast: bool) -> Forwa
         loaded = LoadedModel(base, base, None, dict(base.named_parameters()), 0)
     else:
         base = base.to("cuda", torch.bfloat16)
-        settings = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+        settings = peft.LoraConfig(r=rank, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
         model = peft.get_peft_model(base, settings)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         for parameter in trained.values():
@@ -177,3 +181,29 @@ def test_a_step_gives_the_same_bits_each_time(kind: str, monkeypatch: pytest.Mon
         assert torch.equal(loss, again)
         assert all(torch.equal(gradient, others[name]) for name, gradient in grads.items())
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+@on_device
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_the_layers_keep_as_much_memory_for_backward_as_is_estimated(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, estimated = [], []
+    lengths = [1000] * 16
+    ids = torch.randint(0, 512, (sum(lengths),), device="cuda")
+    positions = torch.arange(1000, device="cuda").repeat(16)
+    index = torch.arange(0, len(ids), 2, device="cuda")
+    rows = Rows(ids, positions, lengths, index, ids[index])
+    for layers in (2, 6):
+        forward = _forward(kind, monkeypatch, fast=True, layers=layers, rank=16)
+        before = torch.cuda.memory_allocated()
+        loss = forward.loss(rows, count=len(index))
+        kept.append(torch.cuda.memory_allocated() - before)
+        del loss
+        estimate = estimate_memory(
+            facts_of_shape(forward.loaded.base.config.to_dict()), dtype="bfloat16", adapter_rank=16 if kind == "lora" else None,
+            micro_tokens=len(ids), longest_row=1000, gradient_checkpointing=False, on_gpu=True, fast_layers=True,
+        )  # fmt: skip
+        estimated.append(estimate.activations)
+    ratio = (estimated[1] - estimated[0]) / (kept[1] - kept[0])
+    assert 0.96 < ratio < 1.06, ratio

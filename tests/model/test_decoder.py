@@ -20,7 +20,7 @@ from unisono.model.attention import FLAT_ATTENTION, register
 from unisono.model.decoder import release_originals, slow_down_layers, speed_up_layers
 from unisono.model.forward import Rows, _flat_inputs
 from unisono.model.kernels import load_kernels
-from unisono.model.layers import head_loss, speed_up_lora
+from unisono.model.layers import _on_gpu, head_loss, speed_up_lora, why_no_kernels
 from unisono.train.optim import build_optimizers
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs cc")
@@ -52,11 +52,13 @@ _MODELS = {  # attention as one function needs a head size of 32, the functions 
 }
 
 
-def _model(config: Any, *, dtype: torch.dtype, targets: str | list[str] = "all-linear") -> Any:
+def _model(
+    config: Any, *, dtype: torch.dtype, targets: str | list[str] = "all-linear", rank: int | None = None
+) -> Any:
     """A LoRA model on the same weights for every dtype; what is adapted is never at its start, where B is 0."""
     register()
     torch.manual_seed(0)
-    rank = 8 if getattr(config, "head_dim", None) == 32 else 4
+    rank = rank or (8 if getattr(config, "head_dim", None) == 32 else 4)
     settings = peft.LoraConfig(r=rank, lora_alpha=1.5 * rank, target_modules=targets, task_type="CAUSAL_LM")
     model = peft.get_peft_model(transformers.AutoModelForCausalLM.from_config(config), settings)
     for name, parameter in model.named_parameters():
@@ -395,3 +397,11 @@ def test_without_a_compiler_torch_does_the_work(tmp_path: Path) -> None:
     )
     assert done.stdout == "None\n"
     assert load_kernels() is not None
+
+
+def test_without_triton_the_reason_is_given_with_its_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "unisono.model.cuda_kernels", raising=False)
+    assert _on_gpu.__wrapped__() == (None, "Triton is not installed (pip install triton)")
+    for dtype, device in (("float32", "cuda"), ("bfloat16", "cpu")):
+        assert why_no_kernels(dtype, torch.device(device)) == ""

@@ -146,7 +146,10 @@ def test_a_run_that_resumes_without_a_compiler_reports_it(
     finally:
         monkeypatch.undo()
         load_kernels.cache_clear()
-    assert without.of_kind("ready")[0]["facts"]["kernels"] is False
+    facts = without.of_kind("ready")[0]["facts"]
+    assert facts["kernels"] is False
+    assert facts["no_kernels"] == "there is no C compiler (install cc)"
+    assert facts["why"] == "the fast layers are not used: there is no C compiler (install cc)"
     (warning,) = [m for m in without.of_kind("warning") if m["code"] == "computed_differently"]
     assert "losses are not bit-exact" in warning["text"]
-    assert warning["fix"] == "install a C compiler (cc) on this machine"
+    assert warning["fix"] == "if it should be as before: there is no C compiler (install cc)"

@@ -7,14 +7,16 @@ import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from unisono.checkpoint.store import CheckpointStore
 from unisono.errors import RankDied
 from unisono.train import loop
-from unisono.train.training_checks import too_many_skipped
+from unisono.train.training_checks import out_of_memory, too_many_skipped
 
 Train = Callable[..., Any]
 
@@ -259,3 +261,30 @@ def test_a_full_disk_costs_the_new_checkpoint_and_nothing_else(train_here: Train
         ]
     finally:
         subprocess.run(["umount", str(small)], check=True)
+
+
+def test_memory_that_runs_out_names_the_fast_layers_that_the_estimate_counted_on(train_here: Train) -> None:
+    plan = train_here(duration="1 steps").plan
+    gpu = plan.device.model_copy(update={"kind": "cuda", "compiles": True})
+    place = plan.ranks[0].model_copy(update={"device": gpu})
+    plan = plan.model_copy(update={"dtype": "bfloat16", "ranks": [place]})
+    assert plan.expects_fast_layers
+    why = "the fast layers are not used: Triton is not installed (pip install triton)"
+    forward = SimpleNamespace(fast_layers=0, why=why)
+    run: Any = SimpleNamespace(
+        plan=plan, forward=forward, device=torch.device("cuda"), group=SimpleNamespace(rank=0, world_size=1), where="here",
+        state=SimpleNamespace(step=0), pictures=None, sharded=None,
+    )  # fmt: skip
+
+    def told() -> str:
+        error = out_of_memory(run, RuntimeError("CUDA out of memory"), shape="1 sequence", phase="rehearse")
+        assert error.verdict is not None
+        assert "memory.gradient_checkpointing=true saves about" in " ".join(error.verdict.fix)
+        return error.verdict.evidence[0].text
+
+    assert told() == (
+        "CUDA out of memory; the memory was estimated for the fast layers, which are not used here:"
+        " Triton is not installed (pip install triton)"
+    )
+    forward.fast_layers = 24
+    assert told() == "CUDA out of memory"

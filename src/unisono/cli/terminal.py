@@ -284,7 +284,7 @@ def _trained(plan: RunPlan, facts: Mapping[str, Any]) -> str:
     if plan.model.quantized and "quick" in facts:
         how += " · " + ("weight and adapter in one product" if facts["quick"] else "products of peft, slower")
     if facts.get("kernels") is False:
-        how += " · without compiled functions, slower (they need a C compiler: install cc)"
+        how += f" · without compiled functions, slower: {facts.get('no_kernels')}"
     return how + (f" · {layout} rows" if layout and not plan.model.is_picture_model else "")
 
 

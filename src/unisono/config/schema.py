@@ -150,6 +150,11 @@ class AdapterSection(Section):
         description="adapters (directories) that are merged into the base weights in memory, in order; the result contains them",
     )
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether an adapted layer has two matrices more, and no other values or operations; and nothing else is trained."""
+        return self.kind != "dora" and self.dropout == 0 and not self.modules_to_save
+
 
 class TrainOnlySection(Section):
     """The parts of a model that are trained without an adapter; everything else stays as it is."""

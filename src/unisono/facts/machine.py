@@ -7,10 +7,12 @@ import re
 import shutil
 import socket
 import subprocess
+import sysconfig
 import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -46,6 +48,8 @@ class Machine:
     gpus: list[Gpu] = field(default_factory=list)
     gpu_note: str = ""
     """Why no accelerators were found."""
+    compiles: bool = False
+    """Whether Triton can be expected to compile for them."""
 
 
 class DeviceProbe(Protocol):
@@ -79,13 +83,13 @@ def _gpu(nvml: Any, index: int) -> Gpu:
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
     major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
     try:
-        bus_id = pci_address(_text(nvml.nvmlDeviceGetPciInfo(handle).busId))
+        bus_id = pci_address(driver_text(nvml.nvmlDeviceGetPciInfo(handle).busId))
     except nvml.NVMLError:  # some virtual GPUs are on no bus
         bus_id = ""
     return Gpu(
         index,
-        _text(nvml.nvmlDeviceGetUUID(handle)),
-        _text(nvml.nvmlDeviceGetName(handle)),
+        driver_text(nvml.nvmlDeviceGetUUID(handle)),
+        driver_text(nvml.nvmlDeviceGetName(handle)),
         int(memory.total),
         int(memory.free),
         (int(major), int(minor)),
@@ -143,20 +147,17 @@ def numa_node_of(address: str, *, folder: Path = Path("/sys/bus/pci/devices")) -
 
 def driver_version(*, root: Path = Path("/")) -> str | None:
     """Version of the NVIDIA kernel driver, from its files; None if there is none."""
-    try:
-        return (root / "sys/module/nvidia/version").read_text().strip() or None
-    except OSError:
-        pass  # older drivers and some containers have only the next one
-    try:
-        text = (root / "proc/driver/nvidia/version").read_text()
-    except OSError:
-        return None
-    found = re.search(r"Kernel Module\s+(?:for \S+\s+)?(\d[\d.]+)", text)
-    return found[1] if found else None
+    version = _content_of(root / "sys/module/nvidia/version").strip()
+    if version:
+        return version
+    # Older drivers and some containers have only this one.
+    text = _content_of(root / "proc/driver/nvidia/version")
+    return _first_match(r"Kernel Module\s+(?:for \S+\s+)?(\d[\d.]+)", text) or None
 
 
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
+def driver_text(value: str | bytes | None) -> str:
+    """A text as nvidia-ml-py gives it."""
+    return (value.decode() if isinstance(value, bytes) else value or "").strip("\0")
 
 
 def no_gpus() -> tuple[list[Gpu], str]:
@@ -176,21 +177,32 @@ def read_machine(probe: DeviceProbe = probe_nvidia) -> Machine:
         cpu_bfloat16=bfloat16,
         gpus=gpus,
         gpu_note=note,
+        compiles=not triton_trouble(),
     )
+
+
+def triton_trouble() -> str:
+    """Why Triton cannot compile here, with the fix; empty if it probably can. Each kernel has a part in C that calls Python."""
+    if find_spec("triton") is None:
+        return "Triton is not installed (pip install triton)"
+    compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]  # where Triton looks
+    if not any(map(shutil.which, compilers)):
+        return f"Triton finds no C compiler, {' or '.join(compilers)} (install gcc, or set CC to a compiler)"
+    header = Path(sysconfig.get_path("include", "posix_prefix")) / "Python.h"
+    if not header.is_file():
+        return f"Triton needs Python's headers, and {header} is missing (install python3-dev)"
+    return ""
 
 
 def _cpu() -> tuple[str, bool]:
     """The processor's name, and whether it has bfloat16 instructions."""
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return platform.processor() or platform.machine(), False
-    name = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE)
-    words = set(flags[1].split()) if flags else set()
-    return (name[1].strip() if name else platform.machine()), bool(
-        words & {"avx512_bf16", "amx_bf16", "bf16"}
-    )
+    text = _content_of(Path("/proc/cpuinfo"))
+    name = _first_match(_MODEL_NAME, text) or platform.processor() or platform.machine()
+    return name, bool(_bfloat16(_first_match(_CPU_FLAGS, text).split()))
+
+
+_MODEL_NAME = r"^model name\s*:\s*(.+)$"
+_CPU_FLAGS = r"^(?:flags|Features)\s*:\s*(.+)$"
 
 
 def free_bytes(path: Path) -> int:
@@ -249,7 +261,7 @@ def read_processors(
     )
     threads = len(re.findall(r"^processor\s*:", text, re.M)) or os.cpu_count() or 1
     return Processors(
-        name=_first_match(r"^model name\s*:\s*(.+)$", text),
+        name=_first_match(_MODEL_NAME, text),
         vendor=_vendor(text),
         sockets=len({socket for socket, _ in places}) or 1,
         threads=threads,
@@ -257,7 +269,7 @@ def read_processors(
         usable=usable_cores(),
         numa_nodes={node: len(threads_of) for node, threads_of in numa.items()},
         usable_nodes=tuple(node for node, threads_of in numa.items() if threads_of & own),
-        bfloat16=_bfloat16(_first_match(r"^(?:flags|Features)\s*:\s*(.+)$", text).split()),
+        bfloat16=_bfloat16(_first_match(_CPU_FLAGS, text).split()),
     )
 
 

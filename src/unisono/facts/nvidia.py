@@ -21,6 +21,7 @@ from unisono.facts.machine import (
     Pair,
     Peer,
     Xid,
+    driver_text,
     numa_node_of,
     pci_address,
 )
@@ -305,7 +306,7 @@ class _Reader:
         return DevicesDetails(
             devices=tuple(devices),
             pairs=self._pairs(handles),
-            driver=_text(self._ask("nvmlSystemGetDriverVersion")),
+            driver=driver_text(self._ask("nvmlSystemGetDriverVersion")),
             driver_cuda=None if cuda is None else (cuda // 1000, cuda % 1000 // 10),
             on_bus=on_bus,
             xids=None if log is None else xids_in(log),
@@ -327,17 +328,17 @@ class _Reader:
             memory = self._nvml.nvmlDeviceGetMemoryInfo(handle)
         except self._nvml.NVMLError as error:  # a device that is lost answers nothing else either
             return DeviceDetails(
-                index, uuid=_text(self._ask("nvmlDeviceGetUUID", handle)), trouble=str(error)
+                index, uuid=driver_text(self._ask("nvmlDeviceGetUUID", handle)), trouble=str(error)
             )
         pci = self._ask("nvmlDeviceGetPciInfo", handle)
-        bus_id = "" if pci is None else pci_address(_text(pci.busId))
+        bus_id = "" if pci is None else pci_address(driver_text(pci.busId))
         links = list(self._links(handle))
         major, minor = self._ask("nvmlDeviceGetCudaComputeCapability", handle) or (0, 0)
         return DeviceDetails(
             index=index,
-            uuid=_text(self._ask("nvmlDeviceGetUUID", handle)),
+            uuid=driver_text(self._ask("nvmlDeviceGetUUID", handle)),
             bus_id=bus_id,
-            name=_text(self._ask("nvmlDeviceGetName", handle)),
+            name=driver_text(self._ask("nvmlDeviceGetName", handle)),
             memory_bytes=int(memory.total),
             memory_used_bytes=int(memory.used),
             numa_node=self._beside.numa_node(bus_id) if bus_id else None,
@@ -361,7 +362,9 @@ class _Reader:
                 continue
             kind = self._ask("nvmlDeviceGetNvLinkRemoteDeviceType", handle, link)
             pci = self._ask("nvmlDeviceGetNvLinkRemotePciInfo", handle, link)
-            yield NvLink(_PEERS.get(kind, "other"), "" if pci is None else pci_address(_text(pci.busId)))
+            yield NvLink(
+                _PEERS.get(kind, "other"), "" if pci is None else pci_address(driver_text(pci.busId))
+            )
 
     def _holders(self, handle: Any) -> tuple[Holder, ...] | None:
         found = self._ask("nvmlDeviceGetComputeRunningProcesses", handle)
@@ -403,7 +406,7 @@ class _Reader:
             self._ask("nvmlDeviceGetMigDeviceHandleByIndex", handle, index)
             for index in range(self._ask("nvmlDeviceGetMaxMigDeviceCount", handle) or 0)
         )
-        return tuple(_text(self._ask("nvmlDeviceGetUUID", one)) for one in slices if one is not None)
+        return tuple(driver_text(self._ask("nvmlDeviceGetUUID", one)) for one in slices if one is not None)
 
     def _pairs(self, handles: dict[int, Any]) -> dict[tuple[int, int], Pair]:
         return {
@@ -425,7 +428,3 @@ class _Reader:
                 if words:
                     return words
         return ""
-
-
-def _text(value: str | bytes | None) -> str:
-    return (value.decode() if isinstance(value, bytes) else value or "").strip("\0")

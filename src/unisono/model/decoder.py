@@ -415,7 +415,7 @@ class GatedMlp(torch.autograd.Function):
         size = wide.sizes[0]
         hidden = kernels.gate(joint[:, :size], joint[:, size : 2 * size])
         out = down.product(hidden)
-        low = out[:, down.out :].contiguous()
+        low = out[:, down.out :].clone()  # no view, even of no columns: it would keep the output in memory
         ctx.save_for_backward(x, joint, low)
         ctx.parts = (wide, down, kernels)
         return out[:, : down.out]
@@ -461,7 +461,7 @@ class SelfAttention(torch.autograd.Function):
         out, kept = attend(_heads_of(joint, joined, heads), rope, places, heads, kernels)
         low = joint[:, joined.out :]
         if not isinstance(places, torch.Tensor | Ends):
-            low = low.contiguous()  # the joint product is not kept
+            low = low.clone()  # the joint product is not kept
         ctx.save_for_backward(x, low, *rope, *kept)
         ctx.parts = (places, joined, heads, kernels)
         return out.view(len(x), -1)

@@ -274,8 +274,21 @@ def inspect_model(
         weight_bytes=sum(file.stat().st_size for file in files),
         digest=_digest(digests),
         positions=_positions(text),
+        has_plain_mlps=_has_plain_mlps(text, [header.name for header in headers]),
+        norms_heads=any(".q_norm." in header.name for header in headers),
         **known,
     )
+
+
+def _has_plain_mlps(text: dict[str, Any], names: list[str]) -> bool:
+    """Whether each layer has an MLP with gate and up, SiLU and no bias, by config.json and the names of the weights."""
+    gates = sum(name.endswith((".mlp.gate_proj.weight", ".mlp.gate_proj.qweight")) for name in names)
+    layers = _positive_int(text, "num_hidden_layers", "n_layer", "num_layers")
+    return gates == layers and _is_silu(text) and not any(name.endswith(".gate_proj.bias") for name in names)
+
+
+def _is_silu(text: dict[str, Any]) -> bool:
+    return text.get("hidden_act", "silu") in ("silu", "swish")
 
 
 def _quantized_facts(quantized: Quantization | None) -> dict[str, Any]:
@@ -453,6 +466,10 @@ def facts_of_shape(settings: dict[str, Any], *, model_type: str = "llama") -> Mo
         weight_bytes=0,
         digest="",
         positions=_positions(settings),
+        has_plain_mlps=_is_silu(settings)
+        and not settings.get("mlp_bias")
+        and not any("expert" in name for name in settings),
+        norms_heads=model_type.startswith("qwen3"),  # there are no weights to look at
     )
 
 

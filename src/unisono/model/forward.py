@@ -38,6 +38,7 @@ from unisono.model.layers import (
     scale_rows_apart,
     scale_rows_together,
     speed_up_lora,
+    why_no_kernels,
 )
 from unisono.model.load import DTYPES, SCORE, LoadedModel
 from unisono.model.quantization import PackedHead, times_transposed
@@ -495,6 +496,10 @@ def _try_layers(forward: Forward, wanted: torch.Tensor, *, compiles: bool, train
     On a GPU each function is compiled at its first call, which can fail, or give other values with another compiler. So there the gradients
     are compared, too, if there will be backward passes; with sharded weights one would sum over the ranks.
     """
+    missing = why_no_kernels("bfloat16", forward.loaded.base.device)
+    if missing:
+        forward.why = f"the fast layers are not used: {missing}"
+        return
     rows = _probe_rows(forward.loaded.base, first=11)
     values = forward._hidden if forward.loaded.is_reward else forward._logits  # noqa: SLF001 - same module
     probed = _probed_parameters(forward) if compiles and trains else []

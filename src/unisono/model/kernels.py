@@ -21,7 +21,7 @@ import torch
 from unisono.facts import read_environment
 
 _SOURCE = Path(__file__).with_name("kernels.c")
-_COMPILER = "cc"
+COMPILER = "cc"
 # NaN and infinities stay what they are.
 _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fPIC")
 _WIDE_VECTORS = "-mprefer-vector-width=512"
@@ -74,7 +74,7 @@ def _compiled(folder: Path, options: list[str], libraries: list[Path]) -> Path:
     code, made = folder / "made.o", folder / "made.so"
     of_code: list[str | Path] = [*options, "-c", _SOURCE, "-o", code]
     for arguments in (of_code, ["-shared", "-Wl,-z,defs", code, *libraries, "-lm", "-o", made]):
-        subprocess.run([_COMPILER, *arguments], check=True, capture_output=True, timeout=_LONGEST_BUILD_S)
+        subprocess.run([COMPILER, *arguments], check=True, capture_output=True, timeout=_LONGEST_BUILD_S)
     return made
 
 

@@ -6,6 +6,7 @@ Of the head, whose N × V logits never exist at once: N loss tokens, E hidden si
 
 import functools
 import math
+import shutil
 import types
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,10 +16,12 @@ from peft.tuners.lora.layer import Linear as LoraLinear
 
 from unisono.config.schema import RopeSection
 from unisono.errors import ModelError
+from unisono.facts.machine import triton_trouble
 from unisono.model.files import read_json_object
-from unisono.model.kernels import Kernels, load_kernels
+from unisono.model.kernels import COMPILER, Kernels, load_kernels
 from unisono.model.quantization import adapted_layers, dequantized, state_of, times, times_transposed
 from unisono.plan.run_plan import LOGITS_ON_GPU
+from unisono.text import one_line
 
 if TYPE_CHECKING:
     from unisono.model.cuda_kernels import CudaKernels
@@ -28,12 +31,12 @@ def kernels_of(device: torch.device) -> "Kernels | CudaKernels | None":
     """The functions for tensors on a device: those of kernels.c, or of cuda_kernels for an NVIDIA GPU; None where they cannot be used."""
     if device.type == "cpu":
         return load_kernels()
-    return _on_gpu() if device.type == "cuda" and torch.version.hip is None else None
+    return _on_gpu()[0] if device.type == "cuda" and torch.version.hip is None else None
 
 
 @functools.cache
-def _on_gpu() -> "CudaKernels | None":
-    """None without Triton, or where it cannot compile: it needs a C compiler, and a folder to write to.
+def _on_gpu() -> "tuple[CudaKernels | None, str]":
+    """None and the reason without Triton, or where it cannot compile: it needs a C compiler, Python's headers, and a folder to write to.
 
     The cross entropy is tried here, as losses use it whatever the layers of a model are; `model.forward` tries the others in the model.
     """
@@ -49,9 +52,12 @@ def _on_gpu() -> "CudaKernels | None":
         is_right = torch.allclose(losses, expected, rtol=1e-3) and torch.allclose(
             logits.float(), wanted, atol=1e-2
         )
-    except Exception:  # noqa: BLE001 - whatever a compiler raises: torch's own operations do the same work
-        return None
-    return kernels if is_right else None
+    except Exception as error:  # noqa: BLE001 - whatever a compiler raises: torch's own operations do the same work
+        found = triton_trouble() or f"Triton cannot compile (update it): {type(error).__name__}: {error}"
+        return None, one_line(found, limit=300)
+    return (
+        (kernels, "") if is_right else (None, "Triton's cross entropy differs from torch's (update Triton)")
+    )
 
 
 def has_kernels(dtype: str, device: torch.device) -> bool | None:
@@ -60,6 +66,17 @@ def has_kernels(dtype: str, device: torch.device) -> bool | None:
         device.type == "cpu" or (device.type == "cuda" and not torch.version.hip)
     )
     return kernels_of(device) is not None if usable else None
+
+
+def why_no_kernels(dtype: str, device: torch.device) -> str:
+    """Why a computation that could use them does not, with the fix; empty unless `has_kernels` is False."""
+    if has_kernels(dtype, device) is not False:
+        return ""
+    if device.type == "cuda":
+        return _on_gpu()[1]
+    if shutil.which(COMPILER) is None:
+        return f"there is no C compiler (install {COMPILER})"
+    return f"the C compiler ({COMPILER}) cannot build them (install C's headers, or free the cache's disk)"
 
 
 class LoraProduct(torch.autograd.Function):

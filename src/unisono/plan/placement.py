@@ -68,9 +68,9 @@ def choose_devices(
     if named:
         chosen = [_named(gpus, machine.gpus, word, visible) for word in named]
         _refuse_repeated(named, chosen)
-        return [_cuda(gpu) for gpu in chosen], "--devices"
+        return [_cuda(gpu, machine) for gpu in chosen], "--devices"
     _refuse_too_few(nproc, gpus, visible)
-    return [_cuda(gpu) for gpu in gpus[:nproc]], f"{requested}: {_first_of(nproc, gpus)}"
+    return [_cuda(gpu, machine) for gpu in gpus[:nproc]], f"{requested}: {_first_of(nproc, gpus)}"
 
 
 def device_words(text: str | None) -> tuple[str, ...]:
@@ -175,7 +175,7 @@ def _cpu(machine: Machine, nproc: int) -> DeviceChoice:
     )
 
 
-def _cuda(gpu: Gpu) -> DeviceChoice:
+def _cuda(gpu: Gpu, machine: Machine) -> DeviceChoice:
     return DeviceChoice(
         kind="cuda",
         index=gpu.index,
@@ -183,6 +183,7 @@ def _cuda(gpu: Gpu) -> DeviceChoice:
         name=gpu.name,
         memory_bytes=gpu.memory_free_bytes,
         bfloat16=gpu.capability >= _BFLOAT16_SINCE,
+        compiles=machine.compiles,
     )
 
 

@@ -20,6 +20,7 @@ from unisono.plan.run_plan import (
     Setting,
     Strategy,
     estimate_memory,
+    expects_fast_layers,
 )
 from unisono.text import Duration, Warmup, show_bytes
 
@@ -355,6 +356,7 @@ def _need(
         shards=given.world_size if strategy == "fsdp" else 1,
         logits=config.objective != "reward",
         on_gpu=given.device.kind == "cuda",
+        fast_layers=expects_fast_layers(config, given.model, dtype=dtype, devices=given.devices),
     )
 
 

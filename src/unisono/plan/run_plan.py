@@ -3,6 +3,7 @@
 import hashlib
 import heapq
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -49,6 +50,10 @@ class ModelFacts(Part):
     """Whether embedding and head are in int8, too."""
     positions: int = 0
     """Tokens of a row that the model was trained on, by its config.json; 0 if it has no such number."""
+    has_plain_mlps: bool = False
+    """Whether the MLP of every layer is SwiGLU without bias."""
+    norms_heads: bool = False
+    """Whether the heads of queries and keys have norms."""
 
     @property
     def is_picture_model(self) -> bool:
@@ -107,6 +112,8 @@ class DeviceChoice(Part):
     memory_bytes: int
     """Free when the plan was made."""
     bfloat16: bool
+    compiles: bool = False
+    """Whether Triton can be expected to compile for it."""
 
 
 class NodePlace(Part):
@@ -252,6 +259,12 @@ class RunPlan(Part):
     def answers(self) -> bool:
         """Whether the ranks can generate answers. Sharded ranks generate in lockstep, which requires equal arithmetic on all."""
         return self.strategy != "fsdp" or len({place.device.name for place in self.ranks}) == 1
+
+    @property
+    def expects_fast_layers(self) -> bool:
+        """Whether the memory was estimated for the fast layers of a GPU."""
+        devices = [place.device for place in self.ranks]
+        return expects_fast_layers(self.config, self.model, dtype=self.dtype, devices=devices)
 
     @property
     def rehearsed_step(self) -> int | None:
@@ -442,6 +455,7 @@ def estimate_memory(
     shards: int = 1,
     logits: bool = True,
     on_gpu: bool = False,
+    fast_layers: bool = False,
 ) -> MemoryEstimate:
     """Bytes for one rank.
 
@@ -450,9 +464,13 @@ def estimate_memory(
       Nothing with full fine-tuning in float32: the trained copy is the weight.
     - trainable: trained values × 16 bytes: the value, its gradient and two moments of AdamW, all float32. An adapter trains r × (in + out)
       values for each matrix.
-    - activations: for each token and layer 10 × hidden + 4 × intermediate values of `dtype`, with an adapter 6 × hidden, and on a CPU
-      attention probabilities of half a row for each 64 hidden values. With gradient checkpointing those of one layer, and hidden values
-      for each layer.
+    - activations: for each token and layer 10 × hidden + 4 × intermediate values of `dtype`; 6 × hidden more with an adapter, and in bfloat16 on
+      a GPU; and on a CPU attention probabilities of half a row for each 64 hidden values. With gradient checkpointing those of one layer, and
+      hidden values for each layer, without an adapter in float32.
+    - with the fast layers on a GPU instead: for each token and layer 4 × hidden + 2 × attention + 2 × intermediate + 7 × r values, where
+      attention is the width of queries and keys together; without an adapter 6 × hidden instead of 4. Norms of heads add attention once,
+      without an adapter three times; if 3 × r is not a multiple of 8, copies add it 1.5 times. And once 4 × hidden + 2 × intermediate for
+      gradients of the layer whose backward runs.
     - loss head: for each token 2 × hidden values of `dtype`, and twice the float32 logits of 128 tokens; on a GPU twice 2²⁷ logits in
       `dtype`, or all if these are fewer.
     - of an image model a token is a position of the latents, and activations are those of its UNet (`_picture_activations`).
@@ -471,18 +489,21 @@ def estimate_memory(
         shards: ranks among which weights and state are cut (fsdp).
         logits: whether there are logits over the vocabulary; a reward model has one value for a row.
         on_gpu: whether the device is a GPU, whose attention keeps no probabilities.
+        fast_layers: whether the fast layers of `model.decoder` are used, on a GPU.
     """
     size = _DTYPE_BYTES[dtype]
     trainable = trainable_parameters(model, adapter_rank=adapter_rank)
-    heads = max(1, model.hidden_size // 64)
-    probabilities = 0 if on_gpu else heads * longest_row // 2
-    per_layer = (10 * model.hidden_size + 4 * model.intermediate_size + probabilities) * size
-    if adapter_rank is not None:
-        per_layer += 6 * model.hidden_size * size  # inputs of the adapters, and their low-rank outputs
-    kept_layers = 1 if gradient_checkpointing else model.layers
-    activations = micro_tokens * (
-        per_layer * kept_layers + model.layers * model.hidden_size * size * gradient_checkpointing
-    )
+    is_mixed = adapter_rank is None and dtype != "float32"  # what is added up over the layers is in float32
+    if fast_layers:
+        per_layer = _values_of_fast_layers(model, adapter_rank)
+    else:
+        per_layer = 10 * model.hidden_size + 4 * model.intermediate_size
+        per_layer += 6 * model.hidden_size if adapter_rank is not None or (is_mixed and on_gpu) else 0
+        per_layer += 0 if on_gpu else max(1, model.hidden_size // 64) * longest_row // 2
+    values = per_layer * (1 if gradient_checkpointing else model.layers)
+    values += model.layers * model.hidden_size * (1 + is_mixed) * gradient_checkpointing
+    values += (4 * model.hidden_size + 2 * model.intermediate_size) * fast_layers
+    activations = micro_tokens * values * size
     if model.is_picture_model:
         activations, logits = _picture_activations(model, micro_tokens, gradient_checkpointing) * size, False
     head = micro_tokens * model.hidden_size * size * 2
@@ -519,6 +540,42 @@ def estimate_memory(
         dequantized=dequantized,
         total=weights + state + activations + head + dequantized,
     )
+
+
+def _values_of_fast_layers(model: ModelFacts, adapter_rank: int | None) -> int:
+    """Values that a layer of `model.decoder` keeps for each token on a GPU. A test counts them.
+
+    The inputs of both norms and their outputs; queries, keys, values and the output of attention, which is as wide as the queries; gate and
+    up; the low-rank outputs of seven adapters.
+    """
+    hidden, intermediate = model.hidden_size, model.intermediate_size
+    # in + out of the seven matrices of a layer: 7 × hidden + 3 × intermediate + 2 × attention
+    attention = (model.linear_in_out // model.layers - 7 * hidden - 3 * intermediate) // 2
+    if adapter_rank is None:
+        return 6 * hidden + (5 if model.norms_heads else 2) * attention + 2 * intermediate
+    kept = 4 * hidden + (3 if model.norms_heads else 2) * attention + 2 * intermediate + 7 * adapter_rank
+    is_aligned = model.norms_heads or 3 * adapter_rank % 8 == 0
+    return (
+        kept if is_aligned else kept + attention * 3 // 2
+    )  # queries, keys and values are copied for the flash kernels
+
+
+def expects_fast_layers(
+    config: RunConfig, model: ModelFacts, *, dtype: str, devices: Sequence[DeviceChoice]
+) -> bool:
+    """Whether GPUs will use the fast layers, by what is known before the ranks start; they decide by trying (`model.forward`)."""
+    adapter = config.adapter
+    if dtype != "bfloat16" or not model.has_plain_mlps or not all(device.compiles for device in devices):
+        return False
+    if adapter is None:
+        return config.objective != "reward"
+    compute = config.model.quantize_compute if model.quantized else "auto"
+    targets = [".*"] if isinstance(adapter.targets, str) else adapter.targets
+    adapted = {
+        any(re.search(target, f"layers.0.mlp.{name}_proj") for target in targets)
+        for name in ("gate", "up", "down")
+    }
+    return adapter.is_plain and compute in ("auto", "bfloat16") and len(adapted) == 1
 
 
 def _picture_activations(model: ModelFacts, positions: int, gradient_checkpointing: bool) -> int:  # noqa: FBT001 - as above

@@ -31,7 +31,7 @@ from unisono.errors import (
 from unisono.events import Reporter
 from unisono.facts import read_environment
 from unisono.files import read_object
-from unisono.model.layers import has_kernels
+from unisono.model.layers import has_kernels, why_no_kernels
 from unisono.rundir import RunDir
 from unisono.rundir.records import MetricsWriter, best_evaluated, truncate_after
 from unisono.text import parse_seconds
@@ -211,7 +211,7 @@ def _compare_kernels(run: Run, saved: Any) -> None:
         run.report.warning(
             "computed_differently",
             f"the checkpoint was computed {before} unisono's compiled functions, and the run resumes {after} them: losses are not bit-exact",
-            fix="install a C compiler (cc) on this machine"
+            fix=f"if it should be as before: {why_no_kernels(run.plan.dtype, run.device)}"
             if saved
             else "none is needed: it is only faster now",
         )

@@ -11,7 +11,7 @@ from unisono.events import Reporter
 from unisono.facts import identity_of
 from unisono.model.directory import locate_tokenizer
 from unisono.model.forward import Forward, choose_forward
-from unisono.model.layers import has_kernels
+from unisono.model.layers import has_kernels, why_no_kernels
 from unisono.model.load import SCORE, LoadedModel, load_for_training
 from unisono.model.quantization import packed_weights, scales_of
 from unisono.objectives import objective_of
@@ -166,10 +166,7 @@ def _choose_forward(plan: RunPlan, loaded: LoadedModel, sharded: ShardedRoot | N
         loaded,
         dtype=plan.dtype,
         gradient_checkpointing=plan.gradient_checkpointing,
-        quick_adapter=adapter is not None
-        and adapter.kind != "dora"
-        and adapter.dropout == 0
-        and not adapter.modules_to_save,
+        quick_adapter=adapter is not None and adapter.is_plain,
         root=sharded.module if sharded else None,
     )
     if sharded is not None:
@@ -248,6 +245,7 @@ def ready_facts(run: Run, *, peak: int, kept_every: int | None) -> dict[str, Any
         "quick": forward.quick,
         "fast_layers": forward.fast_layers,
         "kernels": has_kernels(run.plan.dtype, run.device),
+        "no_kernels": why_no_kernels(run.plan.dtype, run.device),
         "peak_bytes": peak,
         "resumed_step": run.state.step,
         "threads": torch.get_num_threads(),

@@ -272,6 +272,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def out_of_memory(run: Run, error: BaseException, *, shape: str, phase: str) -> RankDied:
     """The error for the user: the batch's shape, and two settings with the memory that each saves."""
     cause = "cuda_oom" if run.device.type == "cuda" else "host_oom_killed"
+    why = str(error) + _why_more(run)
     summary = f"memory ran out on {run.plan.device.name} with a batch of {shape}"
     verdict = Verdict(
         cause=cause,
@@ -281,16 +282,24 @@ def out_of_memory(run: Run, error: BaseException, *, shape: str, phase: str) -> 
         hosts=(run.plan.host,),
         phase=phase,
         step=run.state.step,
-        evidence=(Evidence(where=run.where, text=str(error)),),
+        evidence=(Evidence(where=run.where, text=why),),
         fix=tuple(_savings(run)),
     )
     return RankDied.of(
         summary,
         where=f"{run.where}, {phase}",
-        why=str(error),
+        why=why,
         fix="; ".join(_savings(run)),
         verdict=verdict,
     )
+
+
+def _why_more(run: Run) -> str:
+    """That the fast layers, with which the plan has estimated the memory, are not used, and why; empty otherwise."""
+    if run.forward.fast_layers or not run.plan.expects_fast_layers:
+        return ""
+    why = run.forward.why.removeprefix("the fast layers are not used: ") or "none of them fits the model"
+    return f"; the memory was estimated for the fast layers, which are not used here: {why}"
 
 
 def _savings(run: Run) -> list[str]:
@@ -308,6 +317,7 @@ def _savings(run: Run) -> list[str]:
             shards=run.group.world_size if run.sharded is not None else 1,
             logits=config.objective != "reward",
             on_gpu=run.device.type == "cuda",
+            fast_layers=run.device.type == "cuda" and run.forward.fast_layers > 0,
         ).total
 
     now = total(plan.micro_batch, checkpointing=plan.gradient_checkpointing)
