@@ -73,7 +73,7 @@ ROOM_BUDGETS = {
     "integrations": 3_000,
     "launch": 5_550,
     "locale": 350,
-    "model": 7_500,
+    "model": 7_600,
     "objectives": 800,
     "plan": 2_000,
     "remote_checkpoint": 1_900,

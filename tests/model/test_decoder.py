@@ -19,7 +19,7 @@ from unisono.config.schema import OptimSection
 from unisono.model.attention import FLAT_ATTENTION, register
 from unisono.model.decoder import release_originals, slow_down_layers, speed_up_layers
 from unisono.model.forward import Rows, _flat_inputs
-from unisono.model.kernels import load_kernels
+from unisono.model.kernels import Layer, load_kernels
 from unisono.model.layers import _on_gpu, head_loss, speed_up_lora, why_no_kernels
 from unisono.train.optim import build_optimizers
 
@@ -206,6 +206,10 @@ def test_products_of_adapters_are_exact_with_any_number_of_threads(
     sizes = (sum(widths), rank * len(widths), 224)
     y, low, x = (torch.randn(tokens, n + 3).bfloat16()[:, :n] for n in sizes)
     bs, scales = [torch.randn(width, rank) for width in widths], [0.75, 2.0, 0.5][: len(widths)]
+    layers = [
+        Layer(torch.randn(width, 224).bfloat16(), torch.randn(rank, 224), b, scale)
+        for width, b, scale in zip(widths, bs, scales, strict=True)
+    ]
     threads, found = torch.get_num_threads(), []
     try:
         for n in (1, 2, 3):
@@ -213,12 +217,18 @@ def test_products_of_adapters_are_exact_with_any_number_of_threads(
             added, projected = y.clone(), torch.empty_like(low)
             kernels.add_low_rank(low, bs, added)
             kernels.project_low_rank(y, bs, projected)
-            found.append([added, projected, *kernels.low_rank_gradients((x, low), (y, low), bs, scales)])
+            joint, lows, d_lows, d_x = (torch.empty_like(tensor) for tensor in (y, low, low, x))
+            kernels.multiply(x, layers, joint, lows)
+            kernels.multiply_back(y, layers, d_lows, d_x)
+            gradients = kernels.low_rank_gradients((x, low), (y, low), bs, scales)
+            found.append([added, projected, joint, lows, d_lows, d_x, *gradients])
     finally:
         torch.set_num_threads(threads)
     for other in found[1:]:
         assert all(torch.equal(one, two) for one, two in zip(found[0], other, strict=True))
-    added, projected, *gradients = found[0]
+    added, projected, joint, ours, d_lows, d_x, *gradients = found[0]
+    assert torch.equal(d_lows, projected)
+    wanted_x = torch.zeros(tokens, 224, dtype=torch.float64)
     columns = [part.double() for part in y.split(widths, 1)]
     lows = [part.double() for part in low.split(rank, 1)]
     for i, b in enumerate(bs):
@@ -226,9 +236,34 @@ def test_products_of_adapters_are_exact_with_any_number_of_threads(
         outs = added.split(widths, 1)[i].double()
         assert _error(outs, columns[i] + lows[i] @ rounded.t()) < 0.002  # of rounding the result
         assert _error(projected[:, of].double(), columns[i] @ rounded) < 0.003
+        down, weight = (layers[i].a * scales[i]).bfloat16().double(), layers[i].weight.double()
+        assert _error(ours[:, of].double(), x.double() @ down.t()) < 0.003
+        product = x.double() @ weight.t() + ours[:, of].double() @ rounded.t()
+        assert _error(joint.split(widths, 1)[i].double(), product) < 0.002
+        wanted_x += columns[i] @ weight + d_lows[:, of].double() @ down
         d_a, d_b = gradients[i].double(), gradients[len(bs) + i].double()
         assert _error(d_a, scales[i] * lows[i].t() @ x.double()) < 1e-5
         assert _error(d_b, columns[i].t() @ lows[i]) < 1e-5
+    assert _error(d_x.double(), wanted_x) < 0.002
+
+
+@pytest.mark.parametrize("width", [96, 75, 7])
+def test_silu_and_its_gradients_are_exact_and_nan_stays_nan(width: int) -> None:
+    kernels = load_kernels()
+    assert kernels is not None
+    torch.manual_seed(0)
+    gate, up, grad = (3 * torch.randn(300, width) for _ in range(3))
+    gate[0] = torch.tensor([-1e30, -100.0, -90.0, 0.0, 90.0, 1e30, 1.0]).repeat(width)[:width]
+    gate, up, grad = (tensor.bfloat16() for tensor in (gate, up, grad))
+    wide = [tensor.double().requires_grad_() for tensor in (gate, up)]
+    wanted = torch.nn.functional.silu(wide[0]) * wide[1]
+    wanted.backward(grad.double())
+    found = kernels.gate(gate, up)
+    assert torch.equal(kernels.gate_backward(grad, gate, up), found)  # the gradients replace both
+    for mine, exact in zip((found, gate, up), (wanted, *(tensor.grad for tensor in wide)), strict=True):
+        assert torch.allclose(mine.double(), exact, rtol=0.01, atol=1e-5)
+    gate[1] = float("nan")
+    assert kernels.gate(gate, up)[1].isnan().all()
 
 
 def digest_of_steps() -> str:

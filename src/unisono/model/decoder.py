@@ -23,7 +23,7 @@ from peft.tuners.lora.layer import LoraLayer
 from torch.distributed.tensor import DTensor
 
 from unisono.model.attention import Ends
-from unisono.model.kernels import Heads, Kernels, attend, attend_backward, place_rows
+from unisono.model.kernels import Heads, Kernels, Layer, attend, attend_backward, place_rows
 from unisono.model.layers import is_quick, kernels_of
 from unisono.model.quantization import dequantized, state_of
 
@@ -96,9 +96,20 @@ class Joined:
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """x (T, in) → (T, out + r): the outputs of the layers, and s·A·x of all."""
+        if self.kernels is not None:
+            joint = x.new_empty(len(x), self.width)
+            self.kernels.multiply(x, self._adapted(), joint[:, : self.out], joint[:, self.out :])
+            return joint
         joint = x @ self._fresh_weight().t()
         self._add_up(joint)
         return joint
+
+    def _adapted(self) -> list[Layer]:
+        """The layers as `kernels` takes them, with their own weights."""
+        parts = zip(self.layers, self.scales, strict=True)
+        return [
+            Layer(layer.get_base_layer().weight, _a_of(layer), _b_of(layer), scale) for layer, scale in parts
+        ]
 
     def _ups(self) -> list[torch.Tensor]:
         """The B (out, r) of each layer as it is stored."""
@@ -131,6 +142,10 @@ class Joined:
 
     def input_gradient(self, d_joint: torch.Tensor) -> torch.Tensor:
         """(T, in), from the gradient of the outputs, the first columns of `d_joint` (T, out + r); writes that of s·A·x into the others."""
+        if self.kernels is not None:
+            d_x = d_joint.new_empty(len(d_joint), self.weight.shape[1])
+            self.kernels.multiply_back(d_joint[:, : self.out], self._adapted(), d_joint[:, self.out :], d_x)
+            return d_x
         self._project(d_joint)
         return d_joint @ self._same_weight()
 

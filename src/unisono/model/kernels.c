@@ -131,13 +131,22 @@ void wide_norm_backward(const bf16 *grad, const float *x, const float *weight, c
 
 /* ---- SwiGLU (arXiv:2002.05202): silu(gate) * up. Rows of gate and up are `stride` elements apart. */
 
+#ifdef __AVX512BF16__
+/* Both give the number of elements that they have computed, a multiple of 32; the others are left to the caller. */
+static int64_t gate_vectors(const bf16 *g, const bf16 *u, int64_t width, bf16 *to);
+static int64_t gate_vectors_back(const bf16 *d, const bf16 *g, const bf16 *u, int64_t width, bf16 *to_gate, bf16 *to_up, bf16 *to);
+#else
+#define gate_vectors(...) 0
+#define gate_vectors_back(...) 0
+#endif
+
 void gate_forward(const bf16 *gate, const bf16 *up, int64_t stride, int64_t rows, int64_t width, bf16 *out) {
     PARALLEL(rows * width > MANY)
     for (int64_t row = 0; row < rows; row++) {
         const bf16 *g = gate + row * stride, *u = up + row * stride;
         bf16 *to = out + row * width;
 #pragma omp simd
-        for (int64_t i = 0; i < width; i++) {
+        for (int64_t i = gate_vectors(g, u, width, to); i < width; i++) {
             float value = widen(g[i]);
             to[i] = narrow(widen(narrow(value * sigmoid(value))) * widen(u[i]));
         }
@@ -152,7 +161,7 @@ void gate_backward(const bf16 *grad, const bf16 *gate, const bf16 *up, int64_t s
         const bf16 *d = grad + row * width, *g = gate + row * stride, *u = up + row * stride;
         bf16 *to_gate = d_gate + row * d_stride, *to_up = d_up + row * d_stride, *to = out + row * width;
 #pragma omp simd
-        for (int64_t i = 0; i < width; i++) {
+        for (int64_t i = gate_vectors_back(d, g, u, width, to_gate, to_up, to); i < width; i++) {
             float value = widen(g[i]), s = sigmoid(value), above = widen(u[i]), given = widen(d[i]);
             float activated = widen(narrow(value * s));
             to[i] = narrow(activated * above);
@@ -490,6 +499,52 @@ INLINE __m512 widen_16(const bf16 *from) {
 
 INLINE void store_16(bf16 *to, __m512 values) { _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh(values)); }
 
+/* 1 / (1 + e^-x) */
+INLINE __m512 vector_sigmoid(__m512 x) {
+    __m512 one = _mm512_set1_ps(1.0f), minus = _mm512_sub_ps(_mm512_setzero_ps(), x);
+    __m512 below = _mm512_add_ps(one, vector_exponential(_mm512_min_ps(_mm512_set1_ps(88.0f), minus)));
+    __m512 found = _mm512_rcp14_ps(below); /* and one step of Newton's method */
+    return _mm512_fmadd_ps(found, _mm512_fnmadd_ps(below, found, one), found);
+}
+
+/* 16 values rounded to bfloat16. */
+INLINE __m512 rounded(__m512 values) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(values)), 16));
+}
+
+static int64_t gate_vectors(const bf16 *g, const bf16 *u, int64_t width, bf16 *to) {
+    int64_t i = 0;
+    for (; i + 32 <= width; i += 32) {
+        __m512 found[2];
+        UNROLL for (int n = 0; n < 2; n++) {
+            __m512 value = widen_16(g + i + 16 * n);
+            found[n] = _mm512_mul_ps(rounded(_mm512_mul_ps(value, vector_sigmoid(value))), widen_16(u + i + 16 * n));
+        }
+        _mm512_storeu_si512(to + i, narrow_two(found[0], found[1]));
+    }
+    return i;
+}
+
+static int64_t gate_vectors_back(const bf16 *d, const bf16 *g, const bf16 *u, int64_t width, bf16 *to_gate, bf16 *to_up, bf16 *to) {
+    int64_t i = 0;
+    for (; i + 32 <= width; i += 32) {
+        __m512 out[2], of_up[2], of_gate[2];
+        UNROLL for (int n = 0; n < 2; n++) {
+            int64_t place = i + 16 * n;
+            __m512 value = widen_16(g + place), above = widen_16(u + place), given = widen_16(d + place), s = vector_sigmoid(value);
+            __m512 activated = rounded(_mm512_mul_ps(value, s));
+            /* s (1 + x (1 - s)) */
+            __m512 slope = _mm512_fmadd_ps(_mm512_mul_ps(value, s), _mm512_sub_ps(_mm512_set1_ps(1.0f), s), s);
+            out[n] = _mm512_mul_ps(activated, above), of_up[n] = _mm512_mul_ps(given, activated);
+            of_gate[n] = _mm512_mul_ps(_mm512_mul_ps(given, above), slope);
+        }
+        _mm512_storeu_si512(to + i, narrow_two(out[0], out[1]));
+        _mm512_storeu_si512(to_up + i, narrow_two(of_up[0], of_up[1]));
+        _mm512_storeu_si512(to_gate + i, narrow_two(of_gate[0], of_gate[1]));
+    }
+    return i;
+}
+
 /* A head of a token, rotated and scaled. */
 INLINE void rotate_head(const Attention *of, const bf16 *from, int64_t token, float scale, bf16 *to) {
     int64_t half = of->size / 2;
@@ -777,6 +832,9 @@ INLINE void add_tile(const bf16 *low, int64_t low_stride, const pair *right, int
 typedef struct {
     const float *b; /* (width, r) */
     int64_t width, rank;
+    const bf16 *weight; /* (width, in), and below s A is (r, in); for products of whole layers */
+    const float *a;
+    float scale;
 } Adapter;
 
 /* 16 values of B at one rank, rounded as `narrow` does, each in the lower half of a lane. */
@@ -799,6 +857,16 @@ static int64_t total_width(const Adapter *of, int64_t count) {
     return found;
 }
 
+/* `count` rows of B (width, r), as pairs of two ranks: (r / 2, count) */
+static void pack_up(const float *b, int64_t rank, int64_t count, pair *to, int64_t to_row) {
+    for (int64_t j = 0; j < rank / 2; j++)
+        for (int64_t i = 0; i < count; i += 16) {
+            const float *from = b + i * rank + 2 * j;
+            __m512i second = _mm512_slli_epi32(narrow_column(from + 1, rank), 16);
+            _mm512_storeu_si512(to + j * to_row + i, _mm512_or_si512(narrow_column(from, rank), second));
+        }
+}
+
 /* Adds low (rows, r) Bᵀ of each adapter to its columns of y (rows, widths). Each thread rounds all B for itself: that takes less than a barrier. */
 void add_low_rank(const bf16 *low, int64_t low_stride, const Adapter *of, int64_t count, int64_t rows, bf16 *y, int64_t stride) {
 #pragma omp parallel if (rows * total_width(of, count) > MANY)
@@ -808,12 +876,7 @@ void add_low_rank(const bf16 *low, int64_t low_stride, const Adapter *of, int64_
         bf16 *to = y;
         for (int64_t n = 0; n < count; n++) {
             int64_t width = of[n].width, rank = of[n].rank;
-            for (int64_t j = 0; j < rank / 2; j++)
-                for (int64_t i = 0; i < width; i += 16) {
-                    const float *b = of[n].b + i * rank + 2 * j;
-                    __m512i second = _mm512_slli_epi32(narrow_column(b + 1, rank), 16);
-                    _mm512_storeu_si512(right + j * width + i, _mm512_or_si512(narrow_column(b, rank), second));
-                }
+            pack_up(of[n].b, rank, width, right, width);
 #pragma omp for schedule(static) nowait
             for (int64_t row = 0; row < rows; row += 8)
                 for (int64_t i = 0; i < width; i += 32) {
@@ -829,13 +892,18 @@ void add_low_rank(const bf16 *low, int64_t low_stride, const Adapter *of, int64_
     }
 }
 
+#define AHEAD 4 /* rows, far apart in memory, that are fetched before they are needed */
+
 INLINE void project_tile(const bf16 *y, int64_t stride, const bf16 *right, int64_t width, bf16 *low, int64_t low_stride, const int rows) {
     __m512 sum[2][8];
     UNROLL for (int i = 0; i < rows; i++)
         UNROLL for (int j = 0; j < 8; j++) sum[i][j] = _mm512_setzero_ps();
     for (int64_t place = 0; place < width; place += 32) {
         __m512bh left[2];
-        UNROLL for (int i = 0; i < rows; i++) left[i] = (__m512bh)_mm512_loadu_si512(y + i * stride + place);
+        UNROLL for (int i = 0; i < rows; i++) {
+            _mm_prefetch(y + (i + AHEAD) * stride + place, _MM_HINT_T0);
+            left[i] = (__m512bh)_mm512_loadu_si512(y + i * stride + place);
+        }
         UNROLL for (int j = 0; j < 8; j++) {
             __m512bh other = (__m512bh)_mm512_loadu_si512(right + j * width + place);
             UNROLL for (int i = 0; i < rows; i++) sum[i][j] = _mm512_dpbf16_ps(sum[i][j], left[i], other);
@@ -845,31 +913,38 @@ INLINE void project_tile(const bf16 *y, int64_t stride, const bf16 *right, int64
         UNROLL for (int j = 0; j < 8; j++) low[i * low_stride + j] = narrow(_mm512_reduce_add_ps(sum[i][j]));
 }
 
-/* low (rows, r) = y (rows, width) B of each adapter */
+/* low (rows, r) = y (rows, width) rightᵀ, from (r, width), the rows divided among the threads of a region */
+static void project(const bf16 *y, int64_t stride, const bf16 *right, int64_t width, int64_t rank, int64_t rows, bf16 *low,
+                    int64_t low_stride) {
+#pragma omp for schedule(static) nowait
+    for (int64_t row = 0; row < rows; row += 2)
+        for (int64_t j = 0; j < rank; j += 8) {
+            if (row + 2 <= rows)
+                project_tile(y + row * stride, stride, right + j * width, width, low + row * low_stride + j, low_stride, 2);
+            else
+                project_tile(y + row * stride, stride, right + j * width, width, low + row * low_stride + j, low_stride, 1);
+        }
+}
+
+/* low (rows, ranks) = y (rows, widths) B of each adapter, with memory for one Bᵀ */
+static void project_all(const bf16 *y, int64_t stride, const Adapter *of, int64_t count, int64_t rows, bf16 *low, int64_t low_stride,
+                        bf16 *right) {
+    for (int64_t n = 0; n < count; y += of[n].width, low += of[n++].rank) {
+        int64_t width = of[n].width, rank = of[n].rank;
+        for (int64_t j = 0; j < rank; j++)
+            for (int64_t i = 0; i < width; i += 16) {
+                __m512i column = narrow_column(of[n].b + i * rank + j, rank);
+                _mm256_storeu_si256((__m256i *)(right + j * width + i), _mm512_cvtepi32_epi16(column));
+            }
+        project(y, stride, right, width, rank, rows, low, low_stride);
+    }
+}
+
 void project_low_rank(const bf16 *y, int64_t stride, const Adapter *of, int64_t count, int64_t rows, bf16 *low, int64_t low_stride) {
 #pragma omp parallel if (rows * total_width(of, count) > MANY)
     {
         bf16 *right = reserve(widest(of, count) * sizeof(bf16)); /* (r, width) */
-        const bf16 *left = y;
-        bf16 *to = low;
-        for (int64_t n = 0; n < count; n++) {
-            int64_t width = of[n].width, rank = of[n].rank;
-            for (int64_t j = 0; j < rank; j++)
-                for (int64_t i = 0; i < width; i += 16) {
-                    __m512i column = narrow_column(of[n].b + i * rank + j, rank);
-                    _mm256_storeu_si256((__m256i *)(right + j * width + i), _mm512_cvtepi32_epi16(column));
-                }
-#pragma omp for schedule(static) nowait
-            for (int64_t row = 0; row < rows; row += 2)
-                for (int64_t j = 0; j < rank; j += 8) {
-                    const bf16 *from = left + row * stride;
-                    if (row + 2 <= rows)
-                        project_tile(from, stride, right + j * width, width, to + row * low_stride + j, low_stride, 2);
-                    else
-                        project_tile(from, stride, right + j * width, width, to + row * low_stride + j, low_stride, 1);
-                }
-            left += width, to += rank;
-        }
+        project_all(y, stride, of, count, rows, low, low_stride, right);
         free(right);
     }
 }
@@ -904,6 +979,7 @@ static void gradient_block(const pair *low, int64_t step, const bf16 *y, int64_t
                     sum[n][0] = _mm512_loadu_ps(to + n * GRADIENT_WIDTH), sum[n][1] = _mm512_loadu_ps(to + n * GRADIENT_WIDTH + 16);
                 }
                 for (int64_t n = row; n < rows && n < row + GRADIENT_ROWS; n += 2) {
+                    _mm_prefetch(y + (n + 4 * AHEAD) * stride + i, _MM_HINT_T0), _mm_prefetch(y + (n + 4 * AHEAD + 1) * stride + i, _MM_HINT_T0);
                     __m512i even = _mm512_loadu_si512(y + n * stride + i);
                     __m512i odd = n + 1 < rows ? _mm512_loadu_si512(y + (n + 1) * stride + i) : _mm512_setzero_si512();
                     __m512bh a = (__m512bh)_mm512_permutex2var_epi16(even, first, odd), b = (__m512bh)_mm512_permutex2var_epi16(even, second, odd);
@@ -955,6 +1031,138 @@ void low_rank_gradients(const bf16 *d_low, int64_t d_low_stride, const bf16 *x, 
                 for (int64_t j = 0; j < rank; j++) d_b[place + (begin + i) * rank + j] = sums[j * GRADIENT_WIDTH + i];
         }
         free(of_a);
+    }
+}
+
+/* ---- layers with the same input: weights (width, in) with an adapter each, or without one, r = 0. A weight is packed in panels of 64 columns of
+the result, as pairs of two steps of the sum, and what comes from the adapters is part of the same sums. The order of a sum depends on
+neither the number of rows nor that of threads. */
+
+#define TALL 6   /* rows of a tile */
+#define PANEL 64 /* columns of a panel */
+#define STRIP 510 /* rows of a task */
+
+/* Two factors, (rows, steps) and (rows, rank), that follow each other in the sum. */
+typedef struct {
+    const bf16 *x, *low;
+    int64_t stride, low_stride, steps, rank;
+} Left;
+
+INLINE void panel_tile(const Left *of, int64_t row, const pair *panel, bf16 *y, int64_t stride, const int rows, const int vectors) {
+    __m512 sum[TALL][4];
+    UNROLL for (int i = 0; i < rows; i++)
+        UNROLL for (int j = 0; j < vectors; j++) sum[i][j] = _mm512_setzero_ps();
+    for (int part = 0; part < 2; part++) {
+        int64_t next = part ? of->low_stride : of->stride, steps = (part ? of->rank : of->steps) / 2;
+        const bf16 *from = (part ? of->low : of->x) + row * next;
+        for (int64_t step = 0; step < steps; step++, panel += PANEL) {
+            __m512bh right[4];
+            UNROLL for (int j = 0; j < vectors; j++) right[j] = (__m512bh)_mm512_loadu_si512(panel + 16 * j);
+            UNROLL for (int i = 0; i < rows; i++) {
+                __m512bh left = (__m512bh)_mm512_set1_epi32(((const pair *)(from + i * next))[step]);
+                UNROLL for (int j = 0; j < vectors; j++) sum[i][j] = _mm512_dpbf16_ps(sum[i][j], left, right[j]);
+            }
+        }
+    }
+    UNROLL for (int i = 0; i < rows; i++)
+        UNROLL for (int j = 0; j < vectors; j += 2)
+            _mm512_storeu_si512(y + i * stride + 16 * j, narrow_two(sum[i][j], sum[i][j + 1]));
+}
+
+/* Rows of a product with a panel of 64 or 32 columns. */
+static void panel_product(const Left *of, const pair *panel, int64_t begin, int64_t end, int64_t columns, bf16 *y, int64_t stride) {
+#define CASE(height) \
+    case height: \
+        if (columns == PANEL) panel_tile(of, row, panel, y + row * stride, stride, height, 4); \
+        else panel_tile(of, row, panel, y + row * stride, stride, height, 2); \
+        break
+    for (int64_t row = begin; row < end; row += TALL)
+        switch (end - row < TALL ? end - row : TALL) {
+            CASE(1);
+            CASE(2);
+            CASE(3);
+            CASE(4);
+            CASE(5);
+            CASE(TALL);
+        }
+}
+
+/* `count` columns of s A, (r, in), as pairs of two ranks: (r / 2, PANEL) */
+static void pack_down(const float *a, float scale, int64_t in, int64_t rank, int64_t count, pair *to) {
+    for (int64_t j = 0; j < rank; j += 2)
+        for (int64_t i = 0; i < count; i++)
+            to[j / 2 * PANEL + i] = narrow(a[j * in + i] * scale) | (pair)narrow(a[(j + 1) * in + i] * scale) << 16;
+}
+
+static int64_t panels(int64_t width) { return (width + PANEL - 1) / PANEL; }
+
+static int64_t total_rank(const Adapter *of, int64_t count) {
+    int64_t found = 0;
+    for (int64_t n = 0; n < count; n++) found += of[n].rank;
+    return found;
+}
+
+/* y (rows, widths) = x Wᵀ + low Bᵀ of each layer, with low (rows, ranks) = x s Aᵀ, which is a result, too. */
+void multiply(const bf16 *x, int64_t x_stride, int64_t in, const Adapter *of, int64_t count, int64_t rows, bf16 *y, int64_t stride, bf16 *low,
+              int64_t low_stride) {
+    int64_t strips = (rows + STRIP - 1) / STRIP, ranks = total_rank(of, count), tasks = 0;
+    for (int64_t n = 0; n < count; n++) tasks += panels(of[n].width) * strips;
+#pragma omp parallel if (rows * in > MANY)
+    {
+        bf16 *down = reserve(ranks * in * sizeof(bf16) + 64), *to = down;
+        for (int64_t n = 0; n < count; n++)
+            for (int64_t i = 0; i < of[n].rank * in; i++) *to++ = narrow(of[n].a[i] * of[n].scale);
+        project(x, x_stride, down, in, ranks, rows, low, low_stride);
+        free(down);
+        pair *panel = reserve((in + ranks) / 2 * PANEL * sizeof(pair));
+        int64_t packed = -1;
+#pragma omp barrier
+#pragma omp for schedule(static)
+        for (int64_t task = 0; task < tasks; task++) {
+            int64_t column = task / strips * PANEL, begin = task % strips * STRIP, before = 0, n = 0;
+            Left left = {x, low, x_stride, low_stride, in, 0};
+            for (; column >= panels(of[n].width) * PANEL; n++) {
+                column -= panels(of[n].width) * PANEL;
+                before += of[n].width, left.low += of[n].rank;
+            }
+            int64_t columns = of[n].width - column < PANEL ? of[n].width - column : PANEL;
+            left.rank = of[n].rank;
+            if (task / strips != packed) {
+                transpose_pairs(of[n].weight + column * in, columns, in, panel, PANEL);
+                pack_up(of[n].b + column * left.rank, left.rank, columns, panel + in / 2 * PANEL, PANEL);
+                packed = task / strips;
+            }
+            panel_product(&left, panel, begin, begin + STRIP < rows ? begin + STRIP : rows, columns, y + before + column, stride);
+        }
+        free(panel);
+    }
+}
+
+/* d_x (rows, in) = d_y W + d_low s A, summed over the layers, with d_low (rows, ranks) = d_y B, which is a result, too. */
+void multiply_back(const bf16 *d_y, int64_t stride, int64_t in, const Adapter *of, int64_t count, int64_t rows, bf16 *d_low,
+                   int64_t low_stride, bf16 *d_x, int64_t x_stride) {
+    int64_t strips = (rows + STRIP - 1) / STRIP, ranks = total_rank(of, count), width = total_width(of, count);
+#pragma omp parallel if (rows * in > MANY)
+    {
+        bf16 *right = reserve(widest(of, count) * sizeof(bf16) + 64);
+        project_all(d_y, stride, of, count, rows, d_low, low_stride, right);
+        free(right);
+        pair *panel = reserve((width + ranks) / 2 * PANEL * sizeof(pair));
+        Left left = {d_y, d_low, stride, low_stride, width, ranks};
+        int64_t packed = -1;
+#pragma omp barrier
+#pragma omp for schedule(static)
+        for (int64_t task = 0; task < panels(in) * strips; task++) {
+            int64_t column = task / strips * PANEL, begin = task % strips * STRIP, columns = in - column < PANEL ? in - column : PANEL;
+            pair *to = panel;
+            for (int64_t n = 0; n < count && task / strips != packed; to += of[n++].width / 2 * PANEL)
+                interleave(of[n].weight + column, in, of[n].width, columns, to, PANEL);
+            for (int64_t n = 0; n < count && task / strips != packed; to += of[n++].rank / 2 * PANEL)
+                pack_down(of[n].a + column, of[n].scale, in, of[n].rank, columns, to);
+            packed = task / strips;
+            panel_product(&left, panel, begin, begin + STRIP < rows ? begin + STRIP : rows, columns, d_x + column, x_stride);
+        }
+        free(panel);
     }
 }
 #endif

@@ -259,6 +259,23 @@ class Kernels:
         """Writes y @ B of each adapter, B (width, r) float32, from its columns of y (T, widths) into those of low (T, ranks)."""
         self._call("project_low_rank", y, y.stride(0), _adapters(bs), len(bs), len(y), low, low.stride(0))
 
+    def multiply(
+        self, x: torch.Tensor, layers: Sequence["Layer"], y: torch.Tensor, low: torch.Tensor
+    ) -> None:
+        """Writes x Wᵀ + low Bᵀ of each layer, x (T, in), into its columns of y (T, widths), and x s·Aᵀ of all into low (T, ranks)."""
+        of = _layers(layers)
+        self._call(
+            "multiply", x, x.stride(0), x.shape[1], of, len(of), len(x), y, y.stride(0), low, low.stride(0)
+        )
+
+    def multiply_back(
+        self, d_y: torch.Tensor, layers: Sequence["Layer"], d_low: torch.Tensor, d_x: torch.Tensor
+    ) -> None:
+        """Writes d_y B of each layer, from its columns of d_y (T, widths), into those of d_low (T, ranks), and d_y W + d_low s·A, summed over the layers, into d_x (T, in)."""
+        of = _layers(layers)
+        widths = (d_low, d_low.stride(0), d_x, d_x.stride(0))
+        self._call("multiply_back", d_y, d_y.stride(0), d_x.shape[1], of, len(of), len(d_y), *widths)
+
     def low_rank_gradients(
         self,
         x: tuple[torch.Tensor, torch.Tensor],
@@ -302,9 +319,42 @@ def _attention_values(
     return [*inputs, *strides, *rope, heads.scale, begins, len(begins) - 1, *sizes]
 
 
-def _adapters(bs: Sequence[torch.Tensor]) -> "ctypes.Array[ctypes.c_int64]":
-    """An array of `Adapter` of kernels.c."""
-    return (ctypes.c_int64 * (3 * len(bs)))(*(value for b in bs for value in (b.data_ptr(), *b.shape)))
+class Layer(NamedTuple):
+    """A linear layer with an adapter."""
+
+    weight: torch.Tensor
+    """(out, in)."""
+    a: torch.Tensor
+    """(r, in) float32."""
+    b: torch.Tensor
+    """(out, r) float32."""
+    scale: float
+
+
+class _Adapter(ctypes.Structure):
+    """`Adapter` of kernels.c."""
+
+    _fields_ = (
+        ("b", ctypes.c_void_p),
+        ("width", ctypes.c_int64),
+        ("rank", ctypes.c_int64),
+        ("weight", ctypes.c_void_p),
+        ("a", ctypes.c_void_p),
+        ("scale", ctypes.c_float),
+    )
+
+
+def _adapters(bs: Sequence[torch.Tensor]) -> "ctypes.Array[_Adapter]":
+    return (_Adapter * len(bs))(*(_Adapter(b.data_ptr(), *b.shape, None, None, 1.0) for b in bs))
+
+
+def _layers(layers: Sequence[Layer]) -> "ctypes.Array[_Adapter]":
+    return (_Adapter * len(layers))(
+        *(
+            _Adapter(b.data_ptr(), *b.shape, weight.data_ptr(), a.data_ptr(), scale)
+            for weight, a, b, scale in layers
+        )
+    )
 
 
 def _c_value(value: Any) -> Any:

@@ -18,7 +18,7 @@ from unisono.config.schema import RopeSection
 from unisono.errors import ModelError
 from unisono.facts.machine import triton_trouble
 from unisono.model.files import read_json_object
-from unisono.model.kernels import COMPILER, Kernels, load_kernels
+from unisono.model.kernels import COMPILER, Kernels, Layer, load_kernels
 from unisono.model.quantization import adapted_layers, dequantized, state_of, times, times_transposed
 from unisono.plan.run_plan import LOGITS_ON_GPU
 from unisono.text import one_line
@@ -98,15 +98,17 @@ class LoraProduct(torch.autograd.Function):
     ) -> torch.Tensor:
         """The product in the dtype of x."""
         rows = x.reshape(-1, x.shape[-1])
-        down, up = (a * scaling).to(x.dtype), b.to(x.dtype)
-        low = rows @ down.t()
-        out = torch.nn.functional.linear(rows, _dense(weight, state, x.dtype), bias)
+        dense = _dense(weight, state, x.dtype)
         ctx.kernels = _kernels_of(rows, a, b)
         if ctx.kernels is None:
-            out.addmm_(low, up.t())
+            down, up = (a * scaling).to(x.dtype), b.to(x.dtype)
+            low = rows @ down.t()
+            out = torch.nn.functional.linear(rows, dense, bias).addmm_(low, up.t())
         else:
-            up = b.detach()
-            ctx.kernels.add_low_rank(low, [up], out)
+            down, up = a.detach(), b.detach()
+            out, low = (rows.new_empty(len(rows), n) for n in (len(up), len(down)))
+            ctx.kernels.multiply(rows, [Layer(dense, down, up, scaling)], out, low)
+            out = out if bias is None else out.add_(bias)
         ctx.save_for_backward(rows, low, weight, down, up)
         ctx.state, ctx.scaling, ctx.shape = state, scaling, x.shape
         ctx.dtypes = (a.dtype, b.dtype)
@@ -117,20 +119,22 @@ class LoraProduct(torch.autograd.Function):
         """The gradients of x, A and B."""
         rows, low, weight, down, up = ctx.saved_tensors
         d_out = grad.reshape(-1, grad.shape[-1])
-        kernels = ctx.kernels
-        if kernels is None:
-            d_low = d_out @ up
-        else:
-            d_out, d_low = d_out.contiguous(), torch.empty_like(low)
-            kernels.project_low_rank(d_out, [up], d_low)
+        kernels, needs_input = ctx.kernels, ctx.needs_input_grad[0]
         d_x = None
-        if ctx.needs_input_grad[0]:
-            d_x = d_out @ _dense(weight, ctx.state, d_out.dtype)
-            d_x.addmm_(d_low, down)
-            d_x = d_x.view(ctx.shape)
         if kernels is not None:
+            d_out, d_low = d_out.contiguous(), torch.empty_like(low)
+            if needs_input:
+                d_x = rows.new_empty(rows.shape)
+                dense = _dense(weight, ctx.state, d_out.dtype)
+                kernels.multiply_back(d_out, [Layer(dense, down, up, ctx.scaling)], d_low, d_x)
+                d_x = d_x.view(ctx.shape)
+            else:
+                kernels.project_low_rank(d_out, [up], d_low)
             d_a, d_b = kernels.low_rank_gradients((rows, d_low), (d_out, low), [up], [ctx.scaling])
             return d_x, None, None, None, d_a, d_b, None
+        d_low = d_out @ up
+        if needs_input:
+            d_x = (d_out @ _dense(weight, ctx.state, d_out.dtype)).addmm_(d_low, down).view(ctx.shape)
         d_a = (d_low.t() @ rows).to(ctx.dtypes[0]).mul_(ctx.scaling)
         return d_x, None, None, None, d_a, (d_out.t() @ low).to(ctx.dtypes[1]), None
 
