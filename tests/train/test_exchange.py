@@ -24,6 +24,9 @@ class Twins:
         self.begun.append(tensor.data_ptr())
         return lambda: tensor.mul_(2)
 
+    def buffer(self, elements: int) -> torch.Tensor:
+        return torch.zeros(elements)
+
     def broadcast(self, tensor: torch.Tensor) -> None: ...
 
     def any(self, statement: bool) -> bool:  # noqa: FBT001 - as the protocol has it

@@ -161,6 +161,9 @@ class _FaultyGroup:
     def begin_sum(self, tensor: torch.Tensor) -> Callable[[], object]:
         return self._group.begin_sum(self._instead(tensor))
 
+    def buffer(self, elements: int) -> torch.Tensor:
+        return self._group.buffer(elements)
+
     def broadcast(self, tensor: torch.Tensor) -> None:
         self._group.broadcast(tensor)
 

@@ -376,7 +376,7 @@ class ReplicaSync:
         self._tail = self._buckets[-1].flat[size:]
 
     def _add_bucket(self, size: int, members: list[int], offsets: dict[int, int]) -> None:
-        flat = torch.zeros(size, device=self.device)
+        flat = self.group.buffer(size)
         for index in members:
             parameter = self.parameters[index]
             assert parameter.dtype == torch.float32, "what is trained is float32"
