@@ -29,7 +29,7 @@ from unisono.config.schema import RunConfig
 from unisono.model import forward as forwards
 from unisono.model.decoder import slow_down_layers, speed_up_layers
 from unisono.model.load import load_for_training
-from unisono.train.optim import build_optimizers
+from unisono.train.optim import NoSync, build_optimizers, clipping_factor, total_norm
 
 _PRODUCTS = {"aten::mm", "aten::bmm", "aten::addmm", "aten::addmm_", "aten::addbmm", "aten::baddbmm"}
 _FUNCTIONS = ("SelfAttention", "GatedMlp", "Norm", "TrainedNorm", "Product", "ChunkedCrossEntropy")
@@ -54,6 +54,7 @@ class Trainer:
         )
         self.loaded.model.train()
         self.optimizers = build_optimizers(config.optim, self.loaded.trainable, not_matrices=set())
+        self.gradient_sync = NoSync(() if lora else self.loaded.trainable.values())
         self.fast = [m for m in self.loaded.model.modules() if hasattr(m, "_kernels")]
 
     def use_fast_layers(self, *, on: bool) -> None:
@@ -90,8 +91,8 @@ class Trainer:
         lengths = [len(tokens) for tokens, _ in rows]
         micro = forwards.Rows(flat, places, lengths, torch.tensor(index), torch.tensor(labels))
         self.forward.loss(micro, count=len(labels)).backward()
-        torch.nn.utils.clip_grad_norm_(list(self.loaded.trainable.values()), 1.0)
-        self.optimizers.step()
+        norm = total_norm([p.grad for p in self.loaded.trainable.values() if p.grad is not None])
+        self.optimizers.step(clipping_factor(norm, 1.0))
         self.optimizers.zero_grad()
         return time.process_time() - began, len(ids)
 

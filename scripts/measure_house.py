@@ -73,7 +73,7 @@ ROOM_BUDGETS = {
     "integrations": 3_000,
     "launch": 5_550,
     "locale": 350,
-    "model": 7_600,
+    "model": 7_700,
     "objectives": 800,
     "plan": 2_000,
     "remote_checkpoint": 1_900,
@@ -82,7 +82,7 @@ ROOM_BUDGETS = {
     "serve": 1_500,
     "supervise": 4_350,
     "task": 4_550,
-    "train": 6_600,
+    "train": 6_700,
     "watch": 1_900,
     "worker": 750,
 }

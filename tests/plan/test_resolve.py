@@ -302,6 +302,17 @@ def test_a_reward_model_has_no_logits_over_the_vocabulary() -> None:
     assert heads[0] == heads[1] < plan().memory.loss_head
 
 
+def test_gradients_of_matrices_take_two_bytes_where_a_step_has_one_backward() -> None:
+    found = {}
+    for micro in (4, 8):
+        batch = {"global": 8, "micro": micro}
+        found[micro] = plan(
+            adapter=None, batch=batch, model={"path": "m", "dtype": "bfloat16"}
+        ).memory.trainable
+    assert found[4] == MODEL.parameters * 16
+    assert found[8] == MODEL.parameters * 16 - MODEL.linear_parameters * 2
+
+
 def test_the_parts_of_an_estimate_are_its_sum() -> None:
     quantized = MODEL.model_copy(update={"quantized": "nf4"})
     for memory in (plan().memory, resolve_plan(replace(inputs(), model=quantized)).memory):

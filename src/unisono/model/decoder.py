@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from unisono.model.attention import Ends
 from unisono.model.kernels import Heads, Kernels, Layer, attend, attend_backward, place_rows
-from unisono.model.layers import is_quick, kernels_of
+from unisono.model.layers import is_quick, kernels_of, own_gradient
 from unisono.model.quantization import dequantized, state_of
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -42,6 +42,10 @@ class Scratch:
         if self._flat.numel() < rows * columns:
             self._flat = self._flat.new_empty(rows * columns)
         return self._flat[: rows * columns].view(rows, columns)
+
+    def release(self) -> None:
+        """Gives the memory back."""
+        self._flat = self._flat.new_empty(0)
 
     def joined(self, weights: list[torch.Tensor], *, more: int = 0) -> torch.Tensor:
         """(out + more, in): copies of weights with the same input one below the other, and `more` rows with any values."""
@@ -309,7 +313,7 @@ class Trained:
         self.layers = layers
         self.sizes = [layer.out_features for layer in layers]
         self.out = self.width = sum(self.sizes)
-        self._scratch = scratch
+        self.scratch = scratch
 
     def parameters(self) -> list[torch.Tensor]:
         """The weights."""
@@ -322,7 +326,7 @@ class Trained:
 
     def _weight(self) -> torch.Tensor:
         """(out, in) bfloat16."""
-        return self._scratch.joined([layer.weight for layer in self.layers])
+        return self.scratch.joined([layer.weight for layer in self.layers])
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """x (T, in) → (T, out)."""
@@ -335,13 +339,13 @@ class Trained:
     def gradients(
         self, d_joint: torch.Tensor, x: torch.Tensor, low: torch.Tensor
     ) -> Sequence[torch.Tensor | None]:
-        """Those of the weights, float32; None for one that is frozen. `low` is that of adapters, and not used."""
+        """Those of the weights; None for one that is frozen. `low` is that of adapters, and not used."""
         del low
         if not any(layer.weight.requires_grad for layer in self.layers):
             return [None] * len(self.layers)
         parts = (d_joint.t() @ x).split(self.sizes)
         return [
-            part.float() if layer.weight.requires_grad else None
+            own_gradient(layer.weight, part) if layer.weight.requires_grad else None
             for part, layer in zip(parts, self.layers, strict=True)
         ]
 
@@ -363,6 +367,32 @@ class Product(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         d_x = ctx.layer.input_gradient(grad) if ctx.needs_input_grad[0] else None
         return d_x, None, *ctx.layer.gradients(grad, x, grad)
+
+
+class Lookup(torch.autograd.Function):
+    """The rows of a trained embedding on a CPU. Its gradient has few rows, which are added to that of a tied head."""
+
+    @staticmethod
+    def forward(ctx: Any, ids: torch.Tensor, weight: torch.Tensor, padding: int | None) -> torch.Tensor:
+        """ids (…), weight (V, E) → (…, E)."""
+        ctx.save_for_backward(ids)
+        ctx.weight, ctx.padding = weight, padding
+        return torch.nn.functional.embedding(ids, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The gradient of the weight, whose sums are those of torch: token by token, from zero."""
+        (ids,) = ctx.saved_tensors
+        weight = ctx.weight
+        found, places = ids.flatten().unique(return_inverse=True)
+        rows = weight.new_zeros(len(found), weight.shape[1])
+        rows.index_add_(0, places, grad.reshape(-1, weight.shape[1]))
+        if ctx.padding is not None:
+            rows[found == ctx.padding] = 0.0
+        if weight.grad is not None and weight.grad_dtype is None and weight.grad.dtype == weight.dtype:
+            weight.grad.index_add_(0, found, rows)  # each row once
+            return None, None, None
+        return None, own_gradient(weight, torch.zeros_like(weight).index_add_(0, found, rows)), None
 
 
 # ---- norms
@@ -534,6 +564,8 @@ def speed_up_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
             module._joined = join([module.q_proj, module.k_proj, module.v_proj])  # noqa: SLF001
             module._heads = _heads(module)  # noqa: SLF001
             forward = _attention_forward
+        elif trains_all and _is_looked_up(module):
+            forward = _embedding_forward
         elif trains_all and _is_wide(module):
             module._joined = Trained([module], scratch)  # noqa: SLF001
             forward = _linear_forward
@@ -565,6 +597,15 @@ def release_originals(model: torch.nn.Module) -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc alone
     if trim is not None:
         trim(0)
+
+
+def release_scratch(changed: list[torch.nn.Module]) -> None:
+    """Gives the memory for the copies back: a trial has used the head as a layer, which training may not, and its copy is the largest."""
+    for module in changed:
+        joined = vars(module).get("_joined", ())
+        for one in joined if isinstance(joined, tuple) else (joined,):
+            if isinstance(one, Trained):
+                one.scratch.release()
 
 
 def slow_down_layers(changed: list[torch.nn.Module]) -> None:
@@ -620,6 +661,14 @@ def _is_wide(layer: Any) -> bool:
     return type(layer) is torch.nn.Linear and layer.bias is None and layer.weight.dtype == torch.float32
 
 
+def _is_looked_up(layer: Any) -> bool:
+    """Whether it is torch's plain embedding in float32 on a CPU; on a GPU sums would depend on the order of its threads."""
+    if type(layer) is not torch.nn.Embedding or layer.max_norm is not None:
+        return False
+    plain = not (layer.sparse or layer.scale_grad_by_freq) and layer.weight.device.type == "cpu"
+    return plain and layer.weight.dtype == torch.float32
+
+
 def _is_frozen(layer: Any) -> bool:
     """Whether it is torch's linear layer without bias, with a frozen bfloat16 weight."""
     weight = layer.weight if type(layer) is torch.nn.Linear and layer.bias is None else None
@@ -673,6 +722,13 @@ def _linear_forward(module: Any, x: torch.Tensor) -> torch.Tensor:
         return torch.nn.Linear.forward(module, x)
     rows = x.reshape(-1, x.shape[-1]).to(torch.bfloat16)
     return Product.apply(rows, layer, module.weight).view(*x.shape[:-1], layer.out)
+
+
+def _embedding_forward(module: Any, ids: torch.Tensor) -> torch.Tensor:
+    weight = module.weight
+    if not (torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf):
+        return torch.nn.Embedding.forward(module, ids)
+    return Lookup.apply(ids, weight, module.padding_idx)
 
 
 def _mlp_forward(module: Any, x: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,7 @@ from unisono.model.attention import (
     shorten_last_layer,
     to_device,
 )
-from unisono.model.decoder import release_originals, slow_down_layers, speed_up_layers
+from unisono.model.decoder import release_originals, release_scratch, slow_down_layers, speed_up_layers
 from unisono.model.layers import (
     head_log_probs,
     head_loss,
@@ -523,6 +523,7 @@ def _try_layers(forward: Forward, wanted: torch.Tensor, *, compiles: bool, train
         forward.why = f"the fast layers are not used: {why}"
         return
     forward.fast_layers = len(changed)
+    release_scratch(changed)
     if forward.loaded.base.device.type == "cpu":
         release_originals(forward.loaded.model)
 

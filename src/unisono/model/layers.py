@@ -79,6 +79,18 @@ def why_no_kernels(dtype: str, device: torch.device) -> str:
     return f"the C compiler ({COMPILER}) cannot build them (install C's headers, or free the cache's disk)"
 
 
+def own_gradient(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:
+    """What a backward pass gives autograd for a weight: its gradient in the weight's dtype; None if it is in `weight.grad` already.
+
+    It is put there as it is, e.g. in bfloat16, if the weight's `grad_dtype` is None. Autograd would add up two of them in bfloat16; here the
+    second one makes the sum float32. See `train.optim.NoSync`.
+    """
+    if not weight.is_leaf or weight.grad_dtype is not None:
+        return gradient.to(weight.dtype)
+    weight.grad = gradient if weight.grad is None else weight.grad.to(weight.dtype).add_(gradient)
+    return None
+
+
 class LoraProduct(torch.autograd.Function):
     """x (…, in), W, bias (out,) or None frozen, A, B, s → (…, out).
 
@@ -255,7 +267,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         d_hidden = torch.empty_like(hidden) if needs_hidden else None
         d_weight = torch.empty_like(weight, dtype=torch.float32) if needs_weight else None
-        ctx.weight_dtype = weight.dtype
+        ctx.weight = weight if needs_weight else None
         weight = weight.to(hidden.dtype) if scale is None else weight
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         needs_gradient = needs_hidden or needs_weight
@@ -287,7 +299,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         d_weight = saved.pop(0) if ctx.has[1] else None
         return (
             None if d_hidden is None else d_hidden * grad.to(d_hidden.dtype),
-            None if d_weight is None else d_weight.mul_(grad).to(ctx.weight_dtype),
+            None if d_weight is None else own_gradient(ctx.weight, d_weight.mul_(grad)),
             None,
             None,
             None,

@@ -357,6 +357,7 @@ def _need(
         logits=config.objective != "reward",
         on_gpu=given.device.kind == "cuda",
         fast_layers=expects_fast_layers(config, given.model, dtype=dtype, devices=given.devices),
+        one_backward=given.world_size == 1 and micro >= config.batch.global_ and config.objective != "reward",
     )
 
 

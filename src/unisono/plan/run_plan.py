@@ -456,6 +456,7 @@ def estimate_memory(
     logits: bool = True,
     on_gpu: bool = False,
     fast_layers: bool = False,
+    one_backward: bool = False,
 ) -> MemoryEstimate:
     """Bytes for one rank.
 
@@ -463,7 +464,8 @@ def estimate_memory(
       quantized embeddings those outside × (1 + 4 / hidden).
       Nothing with full fine-tuning in float32: the trained copy is the weight.
     - trainable: trained values × 16 bytes: the value, its gradient and two moments of AdamW, all float32. An adapter trains r × (in + out)
-      values for each matrix.
+      values for each matrix. In bfloat16 with one rank and one micro batch in a step, 14 bytes for a value of a layer's matrix that is
+      trained itself: its gradient stays in bfloat16 until its update.
     - activations: for each token and layer 10 × hidden + 4 × intermediate values of `dtype`; 6 × hidden more with an adapter, and in bfloat16 on
       a GPU; and on a CPU attention probabilities of half a row for each 64 hidden values. With gradient checkpointing those of one layer, and
       hidden values for each layer, without an adapter in float32.
@@ -490,6 +492,7 @@ def estimate_memory(
         logits: whether there are logits over the vocabulary; a reward model has one value for a row.
         on_gpu: whether the device is a GPU, whose attention keeps no probabilities.
         fast_layers: whether the fast layers of `model.decoder` are used, on a GPU.
+        one_backward: whether a step is one backward pass of one rank.
     """
     size = _DTYPE_BYTES[dtype]
     trainable = trainable_parameters(model, adapter_rank=adapter_rank)
@@ -521,6 +524,10 @@ def estimate_memory(
     if adapter_rank is None and dtype == "float32":
         weights = 0  # the master copy is the weight
     state = trainable * 4 * 4
+    if one_backward and is_mixed and dtype == "bfloat16" and (fast_layers or not on_gpu):
+        state -= (
+            model.linear_parameters * 2
+        )  # the fast layers leave gradients as their products computed them
     if shards > 1:
         layers = int(model.linear_parameters * matrix_bytes)
         layer = max(1, layers // max(1, model.layers))

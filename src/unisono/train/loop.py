@@ -22,7 +22,7 @@ from unisono.rundir.records import best_key
 from unisono.train import faults
 from unisono.train.evaluation import evaluate_rows, exact_match_share, first_sum, show_samples, with_pictures
 from unisono.train.front_io import EXIT_CODES, flags_of, outcome_of
-from unisono.train.optim import FIXED_SCALARS, lr_factor, scalars_of_a_step
+from unisono.train.optim import FIXED_SCALARS, clipping_factor, lr_factor, scalars_of_a_step, total_norm
 from unisono.train.process_group import own_part
 from unisono.train.run import Run, StepBatches, embedding_noise, load_micro, seed_torch
 from unisono.train.saving import finish_saving, require_checkpoint, save_checkpoint, wait_for_copies
@@ -266,7 +266,7 @@ def optimizer_step(run: Run, batches: StepBatches) -> StepOutcome:
     total, sums, data_time = _add_up(run, batches, known=known)
     faults.corrupt_gradient(run.plan, batches.step, next(iter(run.forward.loaded.trainable.values())))
     summed = run.gradient_sync.finish(_scalars(run, total, sums))
-    norm = _clip(run, section.max_grad_norm)
+    norm = _norm(run)
     # The only wait for the device after the backward: these figures decide whether the update is made, and whether it is the last.
     run.gradient_sync.wait_for_own_part()
     (loss, *rest), norm_value = run.group.figures(summed), float(norm)
@@ -276,7 +276,7 @@ def optimizer_step(run: Run, batches: StepBatches) -> StepOutcome:
     run.beats.enter("update")
     if math.isfinite(loss) and math.isfinite(norm_value):
         wait_for_copies(run)
-        run.optimizers.step()
+        run.optimizers.step(clipping_factor(norm, section.max_grad_norm))
     run.optimizers.zero_grad()
     return StepOutcome(
         loss=loss,
@@ -390,18 +390,12 @@ def _scalars(run: Run, total: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
     return own
 
 
-def _clip(run: Run, limit: float | None) -> torch.Tensor:
-    """Clips the gradient to the norm `limit`; gives its norm before. All ranks must call it."""
+def _norm(run: Run) -> torch.Tensor:
+    """The norm of the gradient. All ranks must call it."""
     found = [p.grad for p in run.forward.loaded.trainable.values() if p.grad is not None]
-    gradients = [own_part(gradient) for gradient in found]
-    norm = torch.nn.utils.get_total_norm(gradients)
+    norm = total_norm([own_part(gradient) for gradient in found])
     if run.sharded is not None:
         squared = norm.square().to(run.device)
         run.group.sum(squared)
         norm = squared.sqrt()
-    if limit is not None:
-        factor = (limit / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
-        if gradients:
-            # On a GPU a few kernels for all; torch has no public name for it.
-            torch._foreach_mul_(gradients, factor)
     return norm

@@ -2,8 +2,9 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -58,13 +59,16 @@ class Optimizers:
             for group, settings in zip(part.param_groups, self.settings[name], strict=True):
                 group["lr"] = settings["lr"] * factor
 
-    def step(self) -> None:
-        """Makes one update. Small parameters are updated by one thread: torch would wake the others for each of them."""
+    def step(self, factor: torch.Tensor | None = None) -> None:
+        """Makes one update with the gradients times `factor`. Small parameters are updated by one thread: torch would wake the others for each of them.
+
+        Gradients in bfloat16 are float32 only while their own parameters are updated, and are dropped afterwards.
+        """
         threads = torch.get_num_threads()
         try:
             for part in self.parts.values():
                 torch.set_num_threads(1 if _has_small_parameters(part) else threads)
-                part.step()
+                _update(part, factor)
         finally:
             torch.set_num_threads(threads)
 
@@ -133,6 +137,75 @@ def _groups(
         if members
     ]
     return groups, [n for members, _, _ in kinds for n in members]
+
+
+def total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
+    """The norm of all gradients, float32, as torch.nn.utils.get_total_norm gives it, for gradients in bfloat16, too.
+
+    A norm depends on its own tensor alone, so it is the same for blocks of gradients, of which one at a time is float32.
+    """
+    if all(gradient.dtype == torch.float32 for gradient in gradients):
+        return torch.nn.utils.get_total_norm(gradients)
+    norms: list[torch.Tensor] = []
+    for block in _blocks(gradients):
+        # torch.nn.utils.get_total_norm uses it, too, but gives the norm of a block.
+        norms += torch._foreach_norm([gradient.float() for gradient in block])  # noqa: SLF001
+    return torch.linalg.vector_norm(torch.stack(norms))
+
+
+def clipping_factor(norm: torch.Tensor, limit: float | None) -> torch.Tensor | None:
+    """What clips a gradient of this norm to the norm `limit`, as torch.nn.utils.clip_grad_norm_; None without a limit."""
+    return None if limit is None else (limit / (norm + 1e-6)).clamp(max=1.0)
+
+
+def _update(optimizer: torch.optim.Optimizer, factor: torch.Tensor | None) -> None:
+    groups = optimizer.param_groups
+    reached = [parameter for group in groups for parameter in group["params"] if parameter.grad is not None]
+    if all(parameter.grad.dtype == parameter.dtype for parameter in reached):
+        _scale([parameter.grad for parameter in reached], factor)
+        optimizer.step()
+        return
+    try:
+        for group in groups:
+            for block in _blocks(group["params"]):
+                optimizer.param_groups = [group | {"params": block}]
+                _widen(block)
+                _scale([parameter.grad for parameter in block if parameter.grad is not None], factor)
+                optimizer.step()
+                for parameter in block:
+                    parameter.grad = None
+    finally:
+        optimizer.param_groups = groups
+
+
+def _scale(gradients: list[torch.Tensor], factor: torch.Tensor | None) -> None:
+    if factor is not None and gradients:
+        # On a GPU a few kernels for all; torch has no public name for it.
+        torch._foreach_mul_([own_part(gradient) for gradient in gradients], factor)
+
+
+def _widen(parameters: Iterable[torch.Tensor]) -> None:
+    """Converts gradients to their parameter's dtype."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad.to(parameter.dtype)
+
+
+_BLOCK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
+"""Elements that are converted at a time: 4 MiB stay in a processor's cache, and a GPU needs few kernels."""
+
+
+def _blocks(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """The tensors in order, in lists of at most that many elements, or of one tensor."""
+    block: list[torch.Tensor] = []
+    for tensor in tensors:
+        limit = _BLOCK_ELEMENTS.get(tensor.device.type, 1 << 20)
+        if block and sum(t.numel() for t in block) + tensor.numel() > limit:
+            yield block
+            block = []
+        block.append(tensor)
+    if block:
+        yield block
 
 
 def _has_small_parameters(optimizer: torch.optim.Optimizer) -> bool:
@@ -231,12 +304,25 @@ class GradientSync(Protocol):
 
 
 class NoSync:
-    """One rank: its gradients are those of the global batch."""
+    """One rank: its gradients are those of the global batch.
+
+    Args:
+        products: parameters whose gradients may stay in the dtype of the product that computed them, until the update: they have one
+            backward in a step.
+    """
 
     needs_equal_rounds = False
 
+    def __init__(self, products: Iterable[torch.nn.Parameter] = ()) -> None:
+        self._products = list(products)
+        for parameter in self._products:
+            parameter.grad_dtype = None  # any; see `model.layers.own_gradient`
+            parameter.register_hook(partial(_before_autograd_adds, parameter))
+
     def begin(self) -> None:
-        """Does nothing."""
+        """Drops their gradients."""
+        for parameter in self._products:
+            parameter.grad = None
 
     def before_last_backward(self) -> None:
         """Does nothing."""
@@ -251,6 +337,12 @@ class NoSync:
     def wait_and_time(self) -> float:
         """Zero seconds."""
         return 0.0
+
+
+def _before_autograd_adds(parameter: torch.nn.Parameter, gradient: torch.Tensor | None) -> None:
+    """Makes the gradient float32: autograd would add to it in place, in bfloat16. Called without a gradient where there is nothing to add."""
+    if gradient is not None:
+        _widen([parameter])
 
 
 class Stopwatch:

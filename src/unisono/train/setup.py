@@ -187,7 +187,8 @@ def _gradient_sync(
     if sharded is not None:
         return ShardSync(group, device, sharded, gathers_late=plan.config.adapter is not None)
     if group.world_size == 1:
-        return NoSync()
+        one_backward = plan.config.adapter is None and plan.micro_batch >= plan.global_batch
+        return NoSync(loaded.trainable.values() if one_backward else ())
     parameters = list(loaded.trainable.values())
     scalars = scalars_of_a_step(group.world_size, metrics=metrics)
     return ReplicaSync(group, device, parameters, scalars=scalars)

@@ -226,6 +226,7 @@ def try_longest_batch(run: Run) -> MemoryTrial:
         seconds = _time_of(run, micro)
         if seconds < _QUICK_S and not run.gradient_sync.needs_equal_rounds:
             # The first pass includes warmup, the second lacks the gradient sum and the update of a step: take the mean.
+            run.gradient_sync.begin()
             seconds = (seconds + _time_of(run, micro)) / 2
         run.optimizers.zero_grad()
         del held
