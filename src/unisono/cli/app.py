@@ -249,7 +249,7 @@ def main(arguments: list[str] | None = None) -> None:
     sys.exit(_with_lost_output(code, words))
 
 
-def _speak(asked: str | None) -> None:
+def _speak(requested: str | None) -> None:
     """Sets the language of what is printed.
 
     Raises:
@@ -258,13 +258,13 @@ def _speak(asked: str | None) -> None:
     set_language(None)
     _CONTEXT.formatter_class = _ENGLISH
     try:
-        language = choose_language(asked, os.environ)  # noqa: TID251 - the facts come later
+        language = choose_language(requested, os.environ)  # noqa: TID251 - the facts come later
     except ValueError as error:
         from unisono.errors import UsageError
 
         raise UsageError.of(
             f"{str(error) or repr(str(error))} is not a language of this program",
-            where="--lang" if asked is not None else "UNISONO_LANG",
+            where="--lang" if requested is not None else "UNISONO_LANG",
             why=f"the languages are {', '.join(LANGUAGES)}",
             fix="use en or zh",
         ) from None

@@ -5,6 +5,7 @@ import math
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from importlib import resources
 from typing import Any, Literal
 
@@ -33,11 +34,26 @@ class Key:
     same_as: str = ""
 
 
-def read_table(name: str) -> dict[str, Key]:
-    """The keys of a table of this room, by name."""
-    text = resources.files("unisono.config").joinpath(name).read_text(encoding="utf-8")
-    groups: dict[str, dict[str, dict[str, Any]]] = tomllib.loads(text)
-    return {name: _key(name, group, found) for group, keys in groups.items() for name, found in keys.items()}
+class Table(Mapping[str, Key]):
+    """The keys of a tool by name, from a file of this room. It is read when a key is looked up: few starts need it."""
+
+    def __init__(self, file: str) -> None:
+        self._file = file
+
+    @cached_property
+    def _keys(self) -> dict[str, Key]:
+        text = resources.files("unisono.config").joinpath(self._file).read_text(encoding="utf-8")
+        groups: dict[str, dict[str, dict[str, Any]]] = tomllib.loads(text)
+        return {name: _key(name, group, key) for group, keys in groups.items() for name, key in keys.items()}
+
+    def __getitem__(self, name: str) -> Key:
+        return self._keys[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
 
 
 def _key(name: str, group: str, found: dict[str, Any]) -> Key:
@@ -45,7 +61,7 @@ def _key(name: str, group: str, found: dict[str, Any]) -> Key:
     return Key(name, group, **fields)
 
 
-KEYS: dict[str, Key] = read_table("llamafactory_keys.toml")
+KEYS = Table("llamafactory_keys.toml")
 """By name, in the order of LLaMA-Factory's classes."""
 
 

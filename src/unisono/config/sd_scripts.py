@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.config.llamafactory import Reading, Translation, Verb, with_effect
-from unisono.config.llamafactory_keys import Draft, Values, read_table
+from unisono.config.llamafactory_keys import Draft, Table, Values
 from unisono.config.schema import RunConfig
 from unisono.config.yaml_file import KeyPath, KeyPlaces, parse_value
 from unisono.errors import ConfigError, Problem
@@ -19,7 +19,7 @@ from unisono.files import read_text
 from unisono.text import one_line
 
 TOOL = "sd-scripts"
-KEYS = read_table("sd_scripts_keys.toml")
+KEYS = Table("sd_scripts_keys.toml")
 """By name, in groups."""
 
 _PAGE = "docs/reference/sd-scripts.md"
