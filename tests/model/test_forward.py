@@ -244,14 +244,14 @@ class _NoGradient(torch.autograd.Function):
         return torch.zeros_like(grad)
 
 
-def _without_gradient(model: torch.nn.Module, *, sharded: bool) -> list[torch.nn.Module]:
+def _without_gradient(model: torch.nn.Module) -> list[torch.nn.Module]:
     """What a function with a wrong backward pass would be: its outputs are right."""
     mlp = model.get_submodule("model.layers.1.mlp")
     mlp.forward = lambda x: _NoGradient.apply(type(mlp).forward(mlp, x))
     return [mlp]
 
 
-def _failing(model: torch.nn.Module, *, sharded: bool) -> list[torch.nn.Module]:
+def _failing(model: torch.nn.Module) -> list[torch.nn.Module]:
     raise RuntimeError("ptxas does not know this GPU")
 
 
