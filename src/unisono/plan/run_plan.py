@@ -561,10 +561,9 @@ def _values_of_fast_layers(model: ModelFacts, adapter_rank: int | None) -> int:
     if adapter_rank is None:
         return 6 * hidden + (5 if model.norms_heads else 2) * attention + 2 * intermediate
     kept = 4 * hidden + (3 if model.norms_heads else 2) * attention + 2 * intermediate + 7 * adapter_rank
-    is_aligned = model.norms_heads or 3 * adapter_rank % 8 == 0
-    return (
-        kept if is_aligned else kept + attention * 3 // 2
-    )  # queries, keys and values are copied for the flash kernels
+    # The flash kernels need aligned queries, keys and values; others are copied.
+    is_copied = not model.norms_heads and 3 * adapter_rank % 8 != 0
+    return kept + attention * 3 // 2 * is_copied
 
 
 def expects_fast_layers(
