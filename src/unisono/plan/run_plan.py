@@ -561,8 +561,7 @@ def _values_of_fast_layers(model: ModelFacts, adapter_rank: int | None) -> int:
     if adapter_rank is None:
         return 6 * hidden + (5 if model.norms_heads else 2) * attention + 2 * intermediate
     kept = 4 * hidden + (3 if model.norms_heads else 2) * attention + 2 * intermediate + 7 * adapter_rank
-    # The flash kernels need aligned queries, keys and values; others are copied.
-    is_copied = not model.norms_heads and 3 * adapter_rank % 8 != 0
+    is_copied = not model.norms_heads and 3 * adapter_rank % 8 != 0  # the flash kernels need aligned inputs
     return kept + attention * 3 // 2 * is_copied
 
 
