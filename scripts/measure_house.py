@@ -75,7 +75,7 @@ ROOM_BUDGETS = {
     "locale": 350,
     "model": 7_700,
     "objectives": 800,
-    "plan": 2_000,
+    "plan": 2_050,
     "remote_checkpoint": 1_900,
     "rendezvous": 2_400,
     "rundir": 2_400,

@@ -120,8 +120,12 @@ def main() -> int:
     """Returns 1 if a Chinese page has fallen behind."""
     parser = argparse.ArgumentParser(description="Compares Chinese pages with the English ones.")
     parser.add_argument("--stamp", nargs="+", type=Path, metavar="PAGE", help="pages that are up to date")
-    for page in parser.parse_args().stamp or []:
-        stamp(page.resolve())
+    pages = [page.resolve() for page in parser.parse_args().stamp or []]
+    for page in pages:
+        if page not in chinese_pages():
+            parser.error(f"{page} is no translation of a page: name the Chinese one")
+    for page in pages:
+        stamp(page)
     behind = {page: why for page in chinese_pages() if (why := why_behind(page))}
     for page, why in behind.items():
         print(f"{page.relative_to(ROOT)}: {why}", file=sys.stderr)

@@ -198,9 +198,7 @@ def _facts_of(folder: Path, config: Any) -> ModelFacts:
 
 
 _CASES = [(kind, rank) for kind in _KINDS for rank in (8, 4, None)]
-_CASES.remove(
-    ("qwen2", 4)
-)  # its products with a bias are not joined, so nothing is copied; the estimate is higher
+_CASES.remove(("qwen2", 4))  # its products with a bias are not joined, so nothing is copied
 
 
 @pytest.mark.parametrize(("kind", "rank"), _CASES)
@@ -231,9 +229,8 @@ def test_the_estimate_counts_what_the_fast_layers_keep_on_a_gpu(
         )  # fmt: skip
         estimated.append(estimate.activations)
     ratio = (estimated[1] - estimated[0]) / (kept[1] - kept[0])
-    assert 0.96 < ratio < 1.06, (
-        ratio
-    )  # sums of softmax and factors of norms, some values for each head of 32, are not estimated
+    # Sums of softmax and factors of norms, some values for each head of 32, are not estimated.
+    assert 0.96 < ratio < 1.06, ratio
 
 
 def test_the_fast_layers_are_expected_only_where_they_will_be_used(tmp_path: Path) -> None:

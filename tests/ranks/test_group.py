@@ -124,11 +124,11 @@ def test_a_sharded_model_moves_to_its_device_and_gives_the_same_loss_and_gradien
         torch.testing.assert_close(full_tensor(mine), parameter.grad, rtol=1e-2, atol=1e-4)
 
 
-def _adapted_model() -> LoadedModel:
+def _adapted_model(rank: int) -> LoadedModel:
     """LoRA on frozen bfloat16 weights; B is not at its start, where it is 0."""
     base = _model().base.bfloat16()
     torch.manual_seed(1)
-    settings = peft.LoraConfig(r=4, lora_alpha=6, target_modules="all-linear", task_type="CAUSAL_LM")
+    settings = peft.LoraConfig(r=rank, lora_alpha=6, target_modules="all-linear", task_type="CAUSAL_LM")
     model = peft.get_peft_model(base, settings)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -145,12 +145,13 @@ def _update(loaded: LoadedModel) -> None:
     build_optimizers(section, loaded.trainable, not_matrices=set()).step()
 
 
+@pytest.mark.parametrize("rank", [4, 8])  # the products of adapters in C are for multiples of 8
 @pytest.mark.parametrize("kept", [0, 2, 4])
 def test_an_adapter_on_sharded_weights_has_the_fast_layers_and_the_same_update(
-    group: Ranks, kept: int, monkeypatch: pytest.MonkeyPatch
+    group: Ranks, kept: int, rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The frozen weights of the last `kept` of four layers, and those outside of layers, are not sharded; all of the adapter is."""
-    plain, sharded = _adapted_model(), _adapted_model()
+    plain, sharded = _adapted_model(rank), _adapted_model(rank)
     plain.model.to(group.device)
     layers = sharded.base.model.layers
     size = sum(p.nbytes for p in layers[0].parameters())

@@ -42,6 +42,11 @@ def test_all_ranks_use_sockets_if_one_has_no_shared_memory(tmp_path: Path) -> No
     assert all(one["as_gloo"] for one in found)
 
 
+def test_a_rank_in_another_collective_is_no_party_to_a_sum_in_shared_memory(tmp_path: Path) -> None:
+    found = _sums(tmp_path, 2, "differs")
+    assert "Detected mismatch between collectives on ranks: rank 0 sums" in found[0]["error"]
+
+
 def test_a_rank_that_dies_ends_the_sum_of_the_other_and_leaves_no_file(tmp_path: Path) -> None:
     before = set(_SHM.glob("*unisono*"))
     found = _sums(tmp_path, 2, "dies")

@@ -263,6 +263,27 @@ def test_a_full_disk_costs_the_new_checkpoint_and_nothing_else(train_here: Train
         subprocess.run(["umount", str(small)], check=True)
 
 
+def test_memory_that_runs_out_gives_no_advice_that_takes_more(train_here: Train) -> None:
+    plan = train_here(duration="1 steps").plan
+    model = plan.model.model_copy(update={"linear_parameters": 10**9})
+    config = plan.config.model_copy(update={"adapter": None})
+    update = {"dtype": "bfloat16", "model": model, "config": config, "micro_batch": plan.global_batch}
+    run: Any = SimpleNamespace(
+        plan=plan.model_copy(update=update), forward=SimpleNamespace(fast_layers=9, why=""), device=torch.device("cpu"),
+        group=SimpleNamespace(rank=0, world_size=1), where="here", state=SimpleNamespace(step=0), pictures=None, sharded=None,
+    )  # fmt: skip
+    assert run.plan.micro_batch > 1
+
+    def advice() -> str:
+        error = out_of_memory(run, RuntimeError("out of memory"), shape="1 sequence", phase="rehearse")
+        assert error.verdict is not None
+        return " ".join(error.verdict.fix)
+
+    assert "batch.micro" not in advice(), "gradients of two micro batches are in float32"
+    run.group.world_size = 2
+    assert "batch.micro" in advice(), "they were in float32 anyway"
+
+
 def test_memory_that_runs_out_names_the_fast_layers_that_the_estimate_counted_on(train_here: Train) -> None:
     plan = train_here(duration="1 steps").plan
     gpu = plan.device.model_copy(update={"kind": "cuda", "compiles": True})
@@ -276,15 +297,15 @@ def test_memory_that_runs_out_names_the_fast_layers_that_the_estimate_counted_on
         state=SimpleNamespace(step=0), pictures=None, sharded=None,
     )  # fmt: skip
 
-    def told() -> str:
+    def evidence() -> str:
         error = out_of_memory(run, RuntimeError("CUDA out of memory"), shape="1 sequence", phase="rehearse")
         assert error.verdict is not None
         assert "memory.gradient_checkpointing=true saves about" in " ".join(error.verdict.fix)
         return error.verdict.evidence[0].text
 
-    assert told() == (
+    assert evidence() == (
         "CUDA out of memory; the memory was estimated for the fast layers, which are not used here:"
         " Triton is not installed (pip install triton)"
     )
     forward.fast_layers = 24
-    assert told() == "CUDA out of memory"
+    assert evidence() == "CUDA out of memory"

@@ -76,7 +76,7 @@ def why_no_kernels(dtype: str, device: torch.device) -> str:
         return _on_gpu()[1]
     if shutil.which(COMPILER) is None:
         return f"there is no C compiler (install {COMPILER})"
-    return f"the C compiler ({COMPILER}) cannot build them (install C's headers, or free the cache's disk)"
+    return f"the C compiler ({COMPILER}) cannot build them (install the headers of C, e.g. libc6-dev, or free space on the disk of the cache)"
 
 
 def own_gradient(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:

@@ -21,6 +21,7 @@ from unisono.plan.run_plan import (
     Strategy,
     estimate_memory,
     expects_fast_layers,
+    has_one_backward,
 )
 from unisono.text import Duration, Warmup, show_bytes
 
@@ -357,7 +358,9 @@ def _need(
         logits=config.objective != "reward",
         on_gpu=given.device.kind == "cuda",
         fast_layers=expects_fast_layers(config, given.model, dtype=dtype, devices=given.devices),
-        one_backward=given.world_size == 1 and micro >= config.batch.global_ and config.objective != "reward",
+        one_backward=has_one_backward(
+            config, micro=micro, global_batch=config.batch.global_, world_size=given.world_size
+        ),
     )
 
 

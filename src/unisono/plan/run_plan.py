@@ -492,7 +492,7 @@ def estimate_memory(
         logits: whether there are logits over the vocabulary; a reward model has one value for a row.
         on_gpu: whether the device is a GPU, whose attention keeps no probabilities.
         fast_layers: whether the fast layers of `model.decoder` are used, on a GPU.
-        one_backward: whether a step is one backward pass of one rank.
+        one_backward: see `has_one_backward`.
     """
     size = _DTYPE_BYTES[dtype]
     trainable = trainable_parameters(model, adapter_rank=adapter_rank)
@@ -547,6 +547,14 @@ def estimate_memory(
         dequantized=dequantized,
         total=weights + state + activations + head + dequantized,
     )
+
+
+def has_one_backward(config: RunConfig, *, micro: int, global_batch: int, world_size: int) -> bool:
+    """Whether a step of full fine-tuning is one backward pass of one rank, so that gradients have no sum in float32."""
+    is_full = (
+        config.adapter is None and config.objective != "reward"
+    )  # reward models have no fast layers then
+    return is_full and world_size == 1 and micro >= global_batch
 
 
 def _values_of_fast_layers(model: ModelFacts, adapter_rank: int | None) -> int:

@@ -41,9 +41,8 @@ CLOSE_LIMIT_S = 15.0
 _PATIENCE = timedelta(minutes=30)
 _JOIN_LIMIT = timedelta(minutes=5)  # a slow resolver makes torch's store take seconds for each rank
 _BACKLOG = 4096
-_SHARED_ELEMENTS = (
-    1 << 20
-)  # 4 MiB: of less, gloo's sum takes about as long as the two sums of one number around one in memory
+# 4 MiB: of less, gloo's sum takes about as long as the two sums of one number around one in memory.
+_SHARED_ELEMENTS = 1 << 20
 _AT_ONCE = 1 << 16  # elements added up at a time: 256 KiB of each rank fit into a core's cache
 
 
@@ -177,7 +176,7 @@ class Ranks:
         assert not dist.is_initialized(), "the process group has one owner"
         self.rank, self.world_size, self.device = rank, world_size, device
         self._beats = beats or Beats()
-        self._shared: dict[int, list[torch.Tensor]] = {}
+        self._shared: dict[tuple[int, int], list[torch.Tensor]] = {}
         host, port = store
         if listener is not None:
             base = listener.store()
@@ -215,20 +214,31 @@ class Ranks:
     def begin_sum(self, tensor: torch.Tensor) -> Callable[[], object]:
         """Starts such a sum; gives a function that waits for its end."""
         self._beats.begin_collective("all_reduce", tensor.numel())
-        buffers = self._shared.get(tensor.data_ptr(), ())
-        # In shared memory sums of one number are barriers: first all gradients are there, at the end all parts are added up.
-        work = dist.all_reduce(torch.zeros(1) if buffers else tensor, async_op=True)
+        buffers = self._shared.get(_key_of(tensor), ())
+        # In shared memory sums of the size are barriers: first all gradients are there, at the end all parts are added up.
+        size = torch.tensor([tensor.numel()])
+        work = dist.all_reduce(size if buffers else tensor, async_op=True)
         assert work is not None
 
         def wait() -> None:
             with self._beats.waiting():
                 work.wait()
             if buffers:
+                self._require_size(size, tensor.numel())
                 add_up(buffers, self.rank)
+                again = torch.tensor([tensor.numel()])
                 with self._beats.waiting():
-                    dist.all_reduce(torch.zeros(1))
+                    dist.all_reduce(again)
+                self._require_size(again, tensor.numel())
 
         return wait
+
+    def _require_size(self, summed: torch.Tensor, size: int) -> None:
+        """Refuses what the ranks did not all contribute, as gloo does by the size of what it receives; the words are those of torch."""
+        if summed.tolist() != [size * self.world_size]:
+            raise RuntimeError(
+                f"Detected mismatch between collectives on ranks: rank {self.rank} sums {size:,} elements in shared memory, another rank does not"
+            )
 
     def buffer(self, elements: int) -> torch.Tensor:
         """Zeros (elements,), float32, for such sums. All ranks must call it.
@@ -251,7 +261,7 @@ class Ranks:
         if are_missing:
             return torch.zeros(elements)
         own = buffers[self.rank]
-        self._shared[own.data_ptr()] = buffers
+        self._shared[_key_of(own)] = buffers
         return own
 
     def broadcast(self, tensor: torch.Tensor) -> None:
@@ -290,6 +300,10 @@ class Ranks:
             return bool(self._notes.check([note]))
         except RuntimeError:  # rank 0 is gone; the main thread learns it from its next collective
             return False
+
+
+def _key_of(tensor: torch.Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), tensor.numel()
 
 
 def _new_memory(size: int) -> tuple[int | None, str]:

@@ -16,6 +16,7 @@ from unisono.model.load import SCORE, LoadedModel, load_for_training
 from unisono.model.quantization import packed_weights, scales_of
 from unisono.objectives import objective_of
 from unisono.plan import RankPlace, RunPlan, Stream
+from unisono.plan.run_plan import has_one_backward
 from unisono.rundir import RunDir
 from unisono.track import ServiceWriter, TensorboardWriter, Tracker, Trackers
 from unisono.train import faults
@@ -187,7 +188,9 @@ def _gradient_sync(
     if sharded is not None:
         return ShardSync(group, device, sharded, gathers_late=plan.config.adapter is not None)
     if group.world_size == 1:
-        one_backward = plan.config.adapter is None and plan.micro_batch >= plan.global_batch
+        one_backward = has_one_backward(
+            plan.config, micro=plan.micro_batch, global_batch=plan.global_batch, world_size=1
+        )
         return NoSync(loaded.trainable.values() if one_backward else ())
     parameters = list(loaded.trainable.values())
     scalars = scalars_of_a_step(group.world_size, metrics=metrics)

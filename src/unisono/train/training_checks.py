@@ -16,6 +16,7 @@ from unisono.errors import RankDied
 from unisono.model.load import odd_parameters
 from unisono.objectives.objective import Counts, Micro
 from unisono.plan import estimate_memory
+from unisono.plan.run_plan import has_one_backward
 from unisono.text import show_bytes
 from unisono.train.evaluation import evaluating, evaluation_part, first_sum, with_pictures
 from unisono.train.run import Run, StepBatches, counts_of, load_micro
@@ -319,6 +320,9 @@ def _savings(run: Run) -> list[str]:
             logits=config.objective != "reward",
             on_gpu=run.device.type == "cuda",
             fast_layers=run.device.type == "cuda" and run.forward.fast_layers > 0,
+            one_backward=has_one_backward(
+                config, micro=micro, global_batch=plan.global_batch, world_size=run.group.world_size
+            ),
         ).total
 
     now = total(plan.micro_batch, checkpointing=plan.gradient_checkpointing)
@@ -326,7 +330,8 @@ def _savings(run: Run) -> list[str]:
     if plan.micro_batch > 1:
         smaller = max(n for n in range(1, plan.micro_batch) if plan.global_batch % n == 0)
         saved = now - total(smaller, checkpointing=plan.gradient_checkpointing)
-        found.append(f"batch.micro={smaller} saves about {show_bytes(saved)}, with the same result")
+        if saved > 0:  # with several micro batches in a step, gradients of full fine-tuning are in float32
+            found.append(f"batch.micro={smaller} saves about {show_bytes(saved)}, with the same result")
     if not plan.gradient_checkpointing:
         saved = now - total(plan.micro_batch, checkpointing=True)
         found.append(
