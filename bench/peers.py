@@ -61,6 +61,7 @@ COMPARISONS = {
         "trl packing": Arm(full=True, options={**_TUNED_FULL, "packing": True}),
         "llamafactory default": Arm(full=True, tool="llamafactory"),
         "unisono": Arm(full=True, tool="unisono"),
+        "unisono compact": Arm(full=True, tool="unisono", options={"optim.state_dtype": "bfloat16"}),
     },
     "dpo": {
         "trl default": Arm("dpo"),
@@ -241,7 +242,8 @@ def unisono_arm(model: str, data: str, batch: int, arm: Arm, out: Path) -> dict[
         f"optim: {{lr: 2.0e-5, schedule: constant}}\nduration: 1 epoch\nbatch: {{global: {batch}, micro: {batch}}}\n"
         f"device: cpu\ncheckpoint: {{every: 100000 steps}}\noutput_dir: {run}\n"
     )
-    command = [sys.executable, "-m", "unisono", "train", str(config), "--quiet"]
+    settings = [f"{key}={value}" for key, value in arm.options.items()]
+    command = [sys.executable, "-m", "unisono", "train", str(config), "--quiet", *settings]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     events = [json.loads(line) for line in (run / "events" / "rank-00000.jsonl").read_text().splitlines()]

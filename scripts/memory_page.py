@@ -25,21 +25,22 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 # fmt: on
 """Shapes of published models: Qwen3, and Llama 3.1 of 8 B and 70 B."""
-WAYS = ("full", "LoRA", "QLoRA")
+WAYS = ("full", "full, compact", "LoRA", "QLoRA")
 
 
 def estimate(shape: str, way: str, *, devices: int) -> MemoryEstimate:
-    """The estimate for one device: full fine-tuning, LoRA in bfloat16, or LoRA on nf4 with quantized scales; fsdp with several devices."""
+    """The estimate for one device: full fine-tuning, with AdamW's moments in bfloat16 if it is compact, LoRA in bfloat16, or LoRA on nf4 with quantized scales; fsdp with several devices."""
     return estimate_memory(
         facts(shape, way),
         dtype="bfloat16",
-        adapter_rank=None if way == "full" else RANK,
+        adapter_rank=None if way.startswith("full") else RANK,
         micro_tokens=TOKENS,
         longest_row=TOKENS,
         gradient_checkpointing=True,
         shards=devices,
         on_gpu=True,
         fast_layers=True,
+        state_dtype="bfloat16" if way == "full, compact" else "float32",
     )
 
 
@@ -64,7 +65,7 @@ def memory_page() -> list[str]:
         " of int8 1 + 4 / hidden; of files of GPTQ and AWQ bits / 8 + 3 / group size.", "",
         "## Which device for which model", "",
         f"GB for one device, and in brackets the smallest usual size of a device whose memory is used to at most {SHARE:.0%}. One row of {TOKENS:,}"
-        f" tokens at once, gradient checkpointing, bfloat16; LoRA with rank {RANK} on all linear layers; QLoRA: the same with `model.quantize: nf4`."
+        f" tokens at once, gradient checkpointing, bfloat16; LoRA with rank {RANK} on all linear layers; QLoRA: the same with `model.quantize: nf4`; compact: `optim.state_dtype: bfloat16`."
         " Eight devices: fsdp. With the fast layers.", "",
         *_table(), "",
         "No row of this table was measured on a GPU. On one H100, LoRA without gradient checkpointing took 18.6 GB where 19.8 are estimated at"

@@ -322,6 +322,9 @@ def test_what_llama_factory_does_by_default_is_written_out() -> None:
         ({"disable_gradient_checkpointing": True}, "memory.gradient_checkpointing", False),
         ({"finetuning_type": "full"}, "adapter", None),
         ({"finetuning_type": "full", "use_muon": True}, "optim.kind", "muon"),
+        ({"optim": "adamw_8bit"}, "optim.kind", "adamw"),
+        ({"optim": "paged_adamw_8bit"}, "optim.state_dtype", "bfloat16"),
+        ({"optim": "adamw_torch"}, "optim.state_dtype", "float32"),
         ({"finetuning_type": "freeze", "freeze_trainable_layers": -3}, "train_only.layers", -3),
         ({"finetuning_type": "freeze", "freeze_trainable_modules": "mlp, self_attn"}, "train_only.modules", ["mlp", "self_attn"]),
         ({"finetuning_type": "freeze"}, "train_only.layers", 2),
@@ -471,6 +474,10 @@ def test_a_preference_key_that_a_stage_does_not_use_is_ignored(
 
 
 def test_orpo_says_in_what_it_differs() -> None:
+    assert (
+        "optim: adamw_bnb_8bit: AdamW's moments are in bfloat16"
+        in read({**BASE, "optim": "adamw_bnb_8bit"}).warnings[0]
+    )
     assert "pref_loss: orpo" in read({**BASE, **PAIRS, "pref_loss": "orpo"}).warnings[0]
 
 

@@ -28,7 +28,8 @@ from unisono.model.decoder import (
 from unisono.model.forward import Rows, _flat_inputs
 from unisono.model.kernels import Layer, load_kernels
 from unisono.model.layers import _on_gpu, head_loss, speed_up_lora, why_no_kernels
-from unisono.train.optim import NoSync, build_optimizers, clipping_factor, total_norm
+from unisono.train.gradient_sync import NoSync
+from unisono.train.optim import build_optimizers, clipping_factor, total_norm
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs cc")
 

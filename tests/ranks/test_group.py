@@ -19,8 +19,9 @@ from unisono.model.forward import Rows, choose_forward
 from unisono.model.layers import has_kernels
 from unisono.model.load import LoadedModel
 from unisono.train import process_group
+from unisono.train.gradient_sync import ReplicaSync
 from unisono.train.join import check_world, checksum
-from unisono.train.optim import ReplicaSync, build_optimizers
+from unisono.train.optim import build_optimizers
 from unisono.train.process_group import Listener, Ranks, close_group, full_tensor, shard_model, world_mesh
 
 _CUDA = pytest.param(

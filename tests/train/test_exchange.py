@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from unisono.train import optim
-from unisono.train.optim import ReplicaSync
+from unisono.train import gradient_sync
+from unisono.train.gradient_sync import ReplicaSync
 
 
 class Twins:
@@ -61,7 +61,7 @@ class Layers(torch.nn.Module):
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> tuple[Layers, Twins, ReplicaSync]:
     """A model whose every matrix has a buffer of its own."""
-    monkeypatch.setattr(optim, "_BUCKET_ELEMENTS", 64)
+    monkeypatch.setattr(gradient_sync, "_BUCKET_ELEMENTS", 64)
     layers, group = Layers(), Twins()
     return layers, group, ReplicaSync(group, torch.device("cpu"), list(layers.parameters()), scalars=2)
 

@@ -18,6 +18,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"schedule_start": 0, "warmup": "2 steps"},
     {"lora_b_ratio": 16.0},
     {"eps": 1e-3},
+    {"state_dtype": "bfloat16"},
     {"label_smoothing": 0.1},
 ]
 

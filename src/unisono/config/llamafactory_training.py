@@ -80,7 +80,10 @@ def _optim(draft: Draft) -> None:
         draft.put("optim.muon_lr", values["learning_rate"], "learning_rate")
         draft.put("optim.muon_scale", "adamw", "use_muon")
     name = values["optim"]
-    if name not in ("adamw_torch", "adamw_torch_fused", "adamw_hf"):
+    if name in ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"):
+        draft.put("optim.state_dtype", "bfloat16", "optim")
+        draft.warnings.append(f"optim: {name}: AdamW's moments are in bfloat16, with 16 bits instead of 8")
+    elif name not in ("adamw_torch", "adamw_torch_fused", "adamw_hf"):
         draft.refuse("optim", "AdamW and Muon are the optimizers here", "use adamw_torch, or use_muon: true")
     draft.put("optim.lr", values["learning_rate"], "learning_rate")
     draft.put("optim.weight_decay", values["weight_decay"], "weight_decay")

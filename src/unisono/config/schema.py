@@ -368,6 +368,11 @@ class OptimSection(Section):
         description="weight of a token in the loss of sft and pretrain; dft (arXiv:2508.05629): its own probability, without gradient;"
         " eval_loss has none",
     )
+    state_dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32",
+        description="dtype of AdamW's two moments; bfloat16 takes 4 bytes instead of 8 for each trained value, and rounds at random so that"
+        " means stay (arXiv:2010.06192)",
+    )
     max_grad_norm: Positive | None = Field(
         default=1.0, description="clip gradients to this norm; null: no clipping"
     )

@@ -221,6 +221,53 @@ class CudaKernels:
             )
         return losses
 
+    def adamw(
+        self,
+        values: torch.Tensor,
+        grad: torch.Tensor,
+        moments: tuple[torch.Tensor, torch.Tensor],
+        *,
+        decay: float,
+        shares: tuple[float, float],
+        step_size: float,
+        scale: float,
+        eps: float,
+        seed: int,
+    ) -> None:
+        """An update of values (n,) float32 by AdamW, see `train.optim.adamw_by_torch`."""
+        if len(values):
+            _adamw_values[(triton.cdiv(len(values), 1024),)](
+                values, grad, *moments, len(values), decay, *shares, step_size, scale, eps, seed, BLOCK=1024
+            )
+
+
+@triton.jit
+def _hash(x):
+    x = (x ^ (x >> 16)) * 0x85EBCA6B
+    x = (x ^ (x >> 13)) * 0xC2B2AE35
+    return x ^ (x >> 16)
+
+
+@triton.jit(do_not_specialize=["seed"])
+def _adamw_values(
+    values, grad, m, v, count, decay, share1, share2, step_size, scale, eps, seed, BLOCK: tl.constexpr
+):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    value = tl.load(values + at, mask=inside, other=0.0)
+    g = tl.load(grad + at, mask=inside, other=0.0)
+    first = tl.load(m + at, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(v + at, mask=inside, other=0.0).to(tl.float32)
+    first += (g - first) * share1
+    second += (g * g - second) * share2
+    noise = _hash(at.to(tl.uint32) ^ seed.to(tl.uint32))
+    low = (first.to(tl.uint32, bitcast=True) + (noise & 0xFFFF)) >> 16
+    high = (second.to(tl.uint32, bitcast=True) + (noise >> 16)) >> 16
+    tl.store(m + at, low.to(tl.uint16).to(tl.bfloat16, bitcast=True), mask=inside)
+    tl.store(v + at, high.to(tl.uint16).to(tl.bfloat16, bitcast=True), mask=inside)
+    found = value * decay - step_size * (first / (tl.sqrt(second) / scale + eps))
+    tl.store(values + at, found, mask=inside)
+
 
 _COLUMNS = 1024  # values of one row that a program of the gate takes
 

@@ -347,6 +347,39 @@ void cross_entropy(bf16 *logits, const int64_t *labels, int64_t rows, int64_t wi
     }
 }
 
+/* ---- AdamW (arXiv:1711.05101) of float32 values with moments m and v in bfloat16, which are rounded up or down at random: noise is added
+below their last bit. It is a hash of the element's index and `seed`, see `train.optim`. */
+
+static inline uint32_t hash(uint32_t x) {
+    x = (x ^ x >> 16) * 0x85ebca6b;
+    x = (x ^ x >> 13) * 0xc2b2ae35;
+    return x ^ x >> 16;
+}
+
+static inline bf16 narrow_at_random(float value, uint32_t noise) {
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    return (bf16)((bits + noise) >> 16);
+}
+
+void adamw(float *values, const float *grad, bf16 *m, bf16 *v, int64_t count, float decay, float share1, float share2, float step_size,
+           float scale, float eps, int64_t seed) {
+    PARALLEL(count > MANY)
+    for (int64_t begin = 0; begin < count; begin += MANY) {
+        int64_t end = begin + MANY < count ? begin + MANY : count;
+#pragma omp simd
+        for (int64_t i = begin; i < end; i++) {
+            float g = grad[i], first = widen(m[i]), second = widen(v[i]);
+            first += (g - first) * share1;
+            second += (g * g - second) * share2;
+            uint32_t noise = hash((uint32_t)i ^ (uint32_t)seed);
+            m[i] = narrow_at_random(first, noise & 0xffff);
+            v[i] = narrow_at_random(second, noise >> 16);
+            values[i] = values[i] * decay - step_size * (first / (sqrtf(second) / scale + eps));
+        }
+    }
+}
+
 /* ---- causal attention as one function, for processors that multiply bfloat16 in vectors of 512 bits. Others compute it with torch's
 products and the functions above. Blocks of queries and keys stay in the cache (arXiv:2205.14135). The G queries of a key-value head and a
 token are G lines. Scores are held transposed, keys by lines, so that sums over keys need no shuffles. */

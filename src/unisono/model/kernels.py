@@ -140,6 +140,22 @@ class Kernels:
         self._call("gate_backward", grad, gate, up, stride, *gate.shape, gate, up, stride, out)
         return out
 
+    def adamw(
+        self,
+        values: torch.Tensor,
+        grad: torch.Tensor,
+        moments: tuple[torch.Tensor, torch.Tensor],
+        *,
+        decay: float,
+        shares: tuple[float, float],
+        step_size: float,
+        scale: float,
+        eps: float,
+        seed: int,
+    ) -> None:
+        """An update of values (n,) float32 by AdamW, see `train.optim.adamw_by_torch`."""
+        self._call("adamw", values, grad, *moments, len(values), decay, *shares, step_size, scale, eps, seed)
+
     def dequantize(self, packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         """(out, in) from int8 values (out, in), each row times its float32 scale (out,)."""
         found = torch.empty(packed.shape, dtype=torch.bfloat16)

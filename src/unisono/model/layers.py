@@ -83,7 +83,7 @@ def own_gradient(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor |
     """What a backward pass gives autograd for a weight: its gradient in the weight's dtype; None if it is in `weight.grad` already.
 
     It is put there as it is, e.g. in bfloat16, if the weight's `grad_dtype` is None. Autograd would add up two of them in bfloat16; here the
-    second one makes the sum float32. See `train.optim.NoSync`.
+    second one makes the sum float32. See `train.gradient_sync.NoSync`.
     """
     if not weight.is_leaf or weight.grad_dtype is not None:
         return gradient.to(weight.dtype)

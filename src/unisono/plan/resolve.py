@@ -361,6 +361,7 @@ def _need(
         one_backward=has_one_backward(
             config, micro=micro, global_batch=config.batch.global_, world_size=given.world_size
         ),
+        state_dtype=config.optim.state_dtype,
     )
 
 

@@ -457,14 +457,15 @@ def estimate_memory(
     on_gpu: bool = False,
     fast_layers: bool = False,
     one_backward: bool = False,
+    state_dtype: str = "float32",
 ) -> MemoryEstimate:
     """Bytes for one rank.
 
     - weights: parameters × bytes of `dtype`; of a quantized model only those outside of its matrices, and the matrices × `packed_bytes`. With
       quantized embeddings those outside × (1 + 4 / hidden).
       Nothing with full fine-tuning in float32: the trained copy is the weight.
-    - trainable: trained values × 16 bytes: the value, its gradient and two moments of AdamW, all float32. An adapter trains r × (in + out)
-      values for each matrix. In bfloat16 with one rank and one micro batch in a step, 14 bytes for a value of a layer's matrix that is
+    - trainable: trained values × 16 bytes: the value, its gradient and two moments of AdamW, all float32; × 12 with moments in bfloat16. An adapter trains
+      r × (in + out) values for each matrix. In bfloat16 with one rank and one micro batch in a step, 14 bytes for a value of a layer's matrix that is
       trained itself: its gradient stays in bfloat16 until its update.
     - activations: for each token and layer 10 × hidden + 4 × intermediate values of `dtype`; 6 × hidden more with an adapter, and in bfloat16 on
       a GPU; and on a CPU attention probabilities of half a row for each 64 hidden values. With gradient checkpointing those of one layer, and
@@ -493,6 +494,7 @@ def estimate_memory(
         on_gpu: whether the device is a GPU, whose attention keeps no probabilities.
         fast_layers: whether the fast layers of `model.decoder` are used, on a GPU.
         one_backward: see `has_one_backward`.
+        state_dtype: of AdamW's moments.
     """
     size = _DTYPE_BYTES[dtype]
     trainable = trainable_parameters(model, adapter_rank=adapter_rank)
@@ -523,7 +525,7 @@ def estimate_memory(
         weights -= int(model.linear_parameters * (size - matrix_bytes) + outside * (size - outside_bytes))
     if adapter_rank is None and dtype == "float32":
         weights = 0  # the master copy is the weight
-    state = trainable * 4 * 4
+    state = trainable * (4 + 4 + 2 * _DTYPE_BYTES[state_dtype])
     if one_backward and is_mixed and dtype == "bfloat16" and (fast_layers or not on_gpu):
         state -= (
             model.linear_parameters * 2

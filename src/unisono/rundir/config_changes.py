@@ -133,6 +133,7 @@ RULES: dict[str, Rule] = {
     "optim.weight_decay": Rule("meaning", "weights are decayed more or less from here on"),
     "optim.betas": Rule("meaning", "the moments decay faster or slower from here on"),
     "optim.eps": Rule("meaning", "updates differ slightly from here on"),
+    "optim.state_dtype": Rule("fixed", "the checkpoint has the optimizer's state in the other dtype"),
     "optim.label_smoothing": Rule("meaning", "the loss in training differs from here on"),
     "optim.loss_weight": Rule("meaning", "the loss in training differs from here on"),
     "optim.max_grad_norm": Rule("meaning", "gradients are clipped differently from here on"),

@@ -22,7 +22,8 @@ from unisono.rundir.records import best_key
 from unisono.train import faults
 from unisono.train.evaluation import evaluate_rows, exact_match_share, first_sum, show_samples, with_pictures
 from unisono.train.front_io import EXIT_CODES, flags_of, outcome_of
-from unisono.train.optim import FIXED_SCALARS, clipping_factor, lr_factor, scalars_of_a_step, total_norm
+from unisono.train.gradient_sync import FIXED_SCALARS, scalars_of_a_step
+from unisono.train.optim import clipping_factor, lr_factor, total_norm
 from unisono.train.process_group import own_part
 from unisono.train.run import Run, StepBatches, embedding_noise, load_micro, seed_torch
 from unisono.train.saving import finish_saving, require_checkpoint, save_checkpoint, wait_for_copies

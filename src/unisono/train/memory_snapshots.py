@@ -20,6 +20,7 @@ from unisono.errors import Problem, UnfitError, storage_reason, storage_remedy, 
 from unisono.facts.limits import available_memory
 from unisono.rundir.records import without_nan
 from unisono.text import show_bytes
+from unisono.train.optim import moments_before_a_step
 from unisono.train.run import Contents, Run, contents_of
 from unisono.train.saver import Part
 
@@ -268,9 +269,9 @@ def _contents_after_a_step(run: Run) -> Contents:
     if any(part.state for part in run.optimizers.parts.values()):
         return contents
     moments = [
-        Part(f"{part.name}-{number}", torch.zeros_like(part.tensor), part.shape, part.offsets)
+        Part(f"{part.name}-{number}", moment, part.shape, part.offsets)
         for part in contents.groups["trainable"]
-        for number in range(2)
+        for number, moment in enumerate(moments_before_a_step(run.plan.config.optim, part.tensor))
     ]
     return Contents({**contents.groups, "moments": moments}, contents.values)
 

@@ -1,16 +1,17 @@
-"""Optimizers over named parameters, the learning rate schedule, and the sum of a step's gradients over the ranks: for one rank, for replicas, for shards."""
+"""Optimizers over named parameters, the norm of gradients, and the learning rate schedule."""
 
 import math
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, TypeVar
 
 import torch
 
 from unisono.config.schema import OptimSection
-from unisono.train.process_group import Group, ShardedRoot, own_part
+from unisono.model.layers import kernels_of
+from unisono.train.process_group import own_part
+
+Bits = TypeVar("Bits", int, torch.Tensor)
 
 
 class ShardAdamW(torch.optim.AdamW):
@@ -24,6 +25,105 @@ class ShardAdamW(torch.optim.AdamW):
         for tensors in lists:
             tensors[:] = map(own_part, tensors)
         return has_complex
+
+
+class CompactAdamW(torch.optim.AdamW):
+    """AdamW whose moments are bfloat16 between steps, so that they take half of the memory; the parameters are float32.
+
+    An update computes in float32, and rounds the moments up or down at random, so that their mean stays (stochastic rounding,
+    arXiv:2010.06192). Rounded to nearest, a second moment would no longer follow its gradients: with betas[1]: 0.999 it changes by less than
+    half of the distance between two values of bfloat16. The direction is a hash of the step, the parameter and the element, so a resumed run
+    makes the same updates, with any number of threads.
+    """
+
+    def __init__(
+        self, groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float
+    ) -> None:
+        super().__init__(groups, lr=lr, betas=betas, eps=eps)
+        parameters = (parameter for group in self.param_groups for parameter in group["params"])
+        self._numbers = {parameter: number for number, parameter in enumerate(parameters)}
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Updates every parameter that has a gradient."""
+        assert closure is None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group)
+
+    def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros(())
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = torch.zeros_like(parameter, dtype=torch.bfloat16)
+        state["step"] += 1
+        step, (beta1, beta2) = int(state["step"]), group["betas"]
+        tensors = [parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"]]
+        values, grad, first, second = (own_part(tensor).detach() for tensor in tensors if tensor is not None)
+        kernels = kernels_of(values.device)
+        update = adamw_by_torch if kernels is None else kernels.adamw
+        update(
+            values.view(-1),
+            grad.reshape(-1),
+            (first.view(-1), second.view(-1)),
+            decay=1 - group["lr"] * group["weight_decay"],
+            shares=(1 - beta1, 1 - beta2),
+            step_size=group["lr"] / (1 - beta1**step),
+            scale=math.sqrt(1 - beta2**step),
+            eps=group["eps"],
+            seed=_hash(_hash(step) + self._numbers[parameter]) >> 1,
+        )
+
+
+def adamw_by_torch(
+    values: torch.Tensor,
+    grad: torch.Tensor,
+    moments: tuple[torch.Tensor, torch.Tensor],
+    *,
+    decay: float,
+    shares: tuple[float, float],
+    step_size: float,
+    scale: float,
+    eps: float,
+    seed: int,
+) -> None:
+    """An update of CompactAdamW in place, as `Kernels.adamw` makes it, by torch's operations.
+
+    Args:
+        values: (n,) float32.
+        grad: (n,) float32.
+        moments: (n,) bfloat16 each.
+        decay: factor of the values.
+        shares: of the gradient and of its square in the new moments, 1 - beta.
+        step_size: learning rate, corrected for the bias of the first moment.
+        scale: divides the root of the second moment, for its bias.
+        eps: added to that.
+        seed: of the hash of each element, below 2³¹.
+    """
+    at_once = 1 << 16 if values.device.type == "cpu" else 1 << 24  # a hash takes 8 bytes for each element
+    for begin in range(0, len(values), at_once):
+        part = slice(begin, begin + at_once)
+        g, kept = grad[part], [moment[part] for moment in moments]
+        first, second = (moment.float() for moment in kept)
+        first += (g - first) * shares[0]
+        second += (g * g - second) * shares[1]
+        noise = _hash(torch.arange(begin, begin + len(g), device=g.device) ^ seed)
+        for moment, wide, bits in zip(kept, (first, second), (noise & 0xFFFF, noise >> 16), strict=True):
+            rounded = (wide.view(torch.int32) + bits.int()) >> 16
+            moment.copy_(rounded.to(torch.int16).view(torch.bfloat16))
+        values[part].mul_(decay).addcdiv_(first, second.sqrt_().div_(scale).add_(eps), value=-step_size)
+
+
+def _hash(x: Bits) -> Bits:
+    """The finalizer of MurmurHash3, 32 bits."""
+    x = (x ^ (x >> 16)) * 0x85EBCA6B & _WORD
+    x = (x ^ (x >> 13)) * 0xC2B2AE35 & _WORD
+    return x ^ (x >> 16)
+
+
+_WORD = 0xFFFFFFFF
 
 
 @dataclass
@@ -114,8 +214,18 @@ def build_optimizers(
         names["muon"] = list(muon)
     if rest:
         groups, names["adamw"] = _groups(section, rest, text_lr)
-        parts["adamw"] = ShardAdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps, fused=True)
+        settings: dict[str, Any] = {"lr": section.lr, "betas": section.betas, "eps": section.eps}
+        is_compact = section.state_dtype == "bfloat16"
+        parts["adamw"] = (
+            CompactAdamW(groups, **settings) if is_compact else ShardAdamW(groups, **settings, fused=True)
+        )
     return Optimizers(parts, names)
+
+
+def moments_before_a_step(section: OptimSection, parameter: torch.Tensor) -> list[torch.Tensor]:
+    """Tensors of the size of the two moments that the first step makes for a parameter; of Muon's one, too."""
+    dtype = getattr(torch, section.state_dtype)
+    return [torch.zeros_like(parameter, dtype=dtype) for _ in range(2)]
 
 
 def _groups(
@@ -266,272 +376,3 @@ def lr_factor(
             return floor + (1 - floor) * (1 - done) ** power
         case "wsd":
             return 1.0 if done <= 1 - _WSD_DECAY else floor + (1 - floor) * (1 - done) / _WSD_DECAY
-
-
-_BUCKET_ELEMENTS = 8 << 20  # 32 MiB of float32
-_ALIGNED = 64  # elements: each gradient begins at a multiple of it, for vectorized kernels
-
-
-FIXED_SCALARS = 3  # the loss, and the two numbers of a stop request
-
-
-def scalars_of_a_step(world_size: int, *, metrics: int) -> int:
-    """Numbers of a step that are summed over the ranks beside the gradients: the fixed ones, one for each rank, two for each metric."""
-    return FIXED_SCALARS + world_size + 2 * metrics
-
-
-class GradientSync(Protocol):
-    """The part of a step that sums gradients over the ranks."""
-
-    @property
-    def needs_equal_rounds(self) -> bool:
-        """Whether every rank must run the same number of forwards and backwards."""
-
-    def begin(self) -> None:
-        """Called before the first micro batch."""
-
-    def before_last_backward(self) -> None:
-        """Called before this rank's last backward."""
-
-    def finish(self, scalars: torch.Tensor) -> torch.Tensor:
-        """Called after it: gradients and `scalars` (float32) become the sums over all ranks. All ranks must call it."""
-
-    def wait_for_own_part(self) -> None:
-        """Waits until this rank's own part is computed, if that can be determined. The caller waits for the device next."""
-
-    def wait_and_time(self) -> float:
-        """Called after the wait for the device: seconds spent only waiting for the other ranks' gradients."""
-
-
-class NoSync:
-    """One rank: its gradients are those of the global batch.
-
-    Args:
-        products: parameters whose gradients may stay in the dtype of the product that computed them, until the update: they have one
-            backward in a step.
-    """
-
-    needs_equal_rounds = False
-
-    def __init__(self, products: Iterable[torch.nn.Parameter] = ()) -> None:
-        self._products = list(products)
-        for parameter in self._products:
-            parameter.grad_dtype = None  # any; see `model.layers.own_gradient`
-            parameter.register_hook(partial(_before_autograd_adds, parameter))
-
-    def begin(self) -> None:
-        """Drops their gradients."""
-        for parameter in self._products:
-            parameter.grad = None
-
-    def before_last_backward(self) -> None:
-        """Does nothing."""
-
-    def finish(self, scalars: torch.Tensor) -> torch.Tensor:
-        """The scalars unchanged."""
-        return scalars
-
-    def wait_for_own_part(self) -> None:
-        """Does nothing."""
-
-    def wait_and_time(self) -> float:
-        """Zero seconds."""
-        return 0.0
-
-
-def _before_autograd_adds(parameter: torch.nn.Parameter, gradient: torch.Tensor | None) -> None:
-    """Makes the gradient float32: autograd would add to it in place, in bfloat16. Called without a gradient where there is nothing to add."""
-    if gradient is not None:
-        _widen([parameter])
-
-
-class Stopwatch:
-    """Seconds between two points of the program, or of the device's stream if there is one."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._events = (
-            [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else None
-        )
-        self._times = [0.0, 0.0]
-
-    def mark(self, end: int) -> None:
-        """Records the begin (0) or the end (1)."""
-        if self._events is None:
-            self._times[end] = time.perf_counter()
-        else:
-            self._events[end].record()
-
-    def wait_for_begin(self) -> None:
-        """Waits until the stream has reached the begin."""
-        if self._events is not None:
-            self._events[0].synchronize()
-
-    def seconds(self) -> float:
-        """Seconds between the two; the device must have finished."""
-        if self._events is None:
-            return self._times[1] - self._times[0]
-        return float(self._events[0].elapsed_time(self._events[1])) / 1000
-
-
-@dataclass
-class _Bucket:
-    """Some gradients in one flat buffer, summed by one collective."""
-
-    flat: torch.Tensor
-    members: list[int]
-    """Indices of its parameters."""
-    missing: int = 0
-    """How many of these the last backward has not reached yet."""
-    wait: Callable[[], object] | None = None
-
-
-@dataclass
-class ReplicaSync:
-    """Every rank holds all weights ("ddp"): gradients are in float32 buffers of fixed layout, summed once per step.
-
-    Buffers are summed in the same order on all ranks, those of the last layers first, as backward reaches them; all but the last buffer may
-    be summed during backward. The last one carries the step's scalars, and for each parameter whether any rank has a gradient for it: the
-    optimizer skips a parameter that no rank reached, as it does on one rank. So an adapter needs one collective per step.
-    """
-
-    group: Group
-    device: torch.device
-    parameters: list[torch.nn.Parameter]
-    scalars: int
-    """Numbers of the step that are summed with the gradients."""
-    needs_equal_rounds: bool = field(default=False, init=False)
-
-    def __post_init__(self) -> None:
-        self._buckets: list[_Bucket] = []
-        self._views: list[torch.Tensor] = [torch.empty(0)] * len(self.parameters)
-        self._bucket_of: list[int] = [0] * len(self.parameters)
-        self._tail = torch.empty(0)
-        self._lay_out()
-        self._reached = [0.0] * len(self.parameters)
-        self._launched = 0
-        self._last = False
-        self._watch = Stopwatch(self.device)
-        for index, parameter in enumerate(self.parameters):
-            parameter.register_post_accumulate_grad_hook(self._noting(index))
-
-    def begin(self) -> None:
-        """Drops the gradients: the first of a step is copied into its buffer, which costs less than adding it to zeros."""
-        for bucket in self._buckets:
-            bucket.missing, bucket.wait = len(bucket.members), None
-        for parameter in self.parameters:
-            parameter.grad = None
-        self._reached = [0.0] * len(self.parameters)
-        self._launched, self._last = 0, False
-
-    def before_last_backward(self) -> None:
-        """From now on a buffer is complete when backward has reached all its parameters."""
-        self._last = True
-
-    def finish(self, scalars: torch.Tensor) -> torch.Tensor:
-        """Sums the remaining buffers, and waits for all."""
-        for parameter, view, reached in zip(self.parameters, self._views, self._reached, strict=True):
-            if not reached:
-                parameter.grad = view.zero_()
-        self._tail[: self.scalars] = scalars
-        self._tail[self.scalars :] = torch.tensor(self._reached)
-        self._watch.mark(0)
-        self._launch(len(self._buckets))
-        for bucket in self._buckets:
-            assert bucket.wait is not None
-            bucket.wait()
-        self._watch.mark(1)
-        return self._tail[: self.scalars]
-
-    def wait_for_own_part(self) -> None:
-        """Keeps this rank's own compute time out of the time spent waiting for the others."""
-        self._watch.wait_for_begin()
-
-    def wait_and_time(self) -> float:
-        """Removes gradients that no rank has computed; gives the seconds spent waiting."""
-        for parameter, count in zip(self.parameters, self._tail[self.scalars :].tolist(), strict=True):
-            if count == 0:
-                parameter.grad = None
-        return self._watch.seconds()
-
-    def _lay_out(self) -> None:
-        offsets: dict[int, int] = {}
-        size, members = 0, list[int]()
-        for index in reversed(range(len(self.parameters))):
-            need = -(-self.parameters[index].numel() // _ALIGNED) * _ALIGNED
-            if members and size + need > _BUCKET_ELEMENTS:
-                self._add_bucket(size, members, offsets)
-                size, members = 0, []
-            offsets[index] = size
-            size += need
-            members.append(index)
-        self._add_bucket(size + self.scalars + len(self.parameters), members, offsets)
-        self._tail = self._buckets[-1].flat[size:]
-
-    def _add_bucket(self, size: int, members: list[int], offsets: dict[int, int]) -> None:
-        flat = self.group.buffer(size)
-        for index in members:
-            parameter = self.parameters[index]
-            assert parameter.dtype == torch.float32, "what is trained is float32"
-            self._views[index] = flat[offsets[index] :][: parameter.numel()].view(parameter.shape)
-            self._bucket_of[index] = len(self._buckets)
-        self._buckets.append(_Bucket(flat, members))
-
-    def _noting(self, index: int) -> Callable[[torch.Tensor], None]:
-        def reached(parameter: torch.Tensor) -> None:
-            if not self._reached[index]:
-                assert parameter.grad is not None
-                parameter.grad = self._views[index].copy_(parameter.grad)
-            self._reached[index] = 1.0
-            if self._last:
-                self._buckets[self._bucket_of[index]].missing -= 1
-                self._launch(len(self._buckets) - 1)
-
-        return reached
-
-    def _launch(self, limit: int) -> None:
-        """Starts the sums of the buffers before `limit`, in order; before the end of backward only if they are complete."""
-        everything = limit == len(self._buckets)
-        while self._launched < limit and (everything or self._buckets[self._launched].missing == 0):
-            bucket = self._buckets[self._launched]
-            bucket.wait = self.group.begin_sum(bucket.flat)
-            self._launched += 1
-
-
-@dataclass
-class ShardSync:
-    """Every rank holds a shard of each weight ("fsdp"): backward itself sums gradients into the shards.
-
-    `wait_and_time` measures the sum of the scalars alone: the rest overlaps with forward and backward.
-    """
-
-    group: Group
-    device: torch.device
-    root: ShardedRoot
-    gathers_late: bool
-    """Whether gradients are so small (an adapter's) that each rank keeps them unsharded until the last micro batch."""
-    needs_equal_rounds: bool = field(default=True, init=False)
-
-    def __post_init__(self) -> None:
-        self._watch = Stopwatch(self.device)
-
-    def begin(self) -> None:
-        """Turns off sums in the backward passes before the last, if gradients are gathered late."""
-        self.root.reduce_gradients(now=not self.gathers_late)
-
-    def before_last_backward(self) -> None:
-        """Turns on sums in the backward pass."""
-        self.root.reduce_gradients(now=True)
-
-    def finish(self, scalars: torch.Tensor) -> torch.Tensor:
-        """Sums the scalars; backward has summed the gradients."""
-        self._watch.mark(0)
-        self.group.sum(scalars)
-        self._watch.mark(1)
-        return scalars
-
-    def wait_for_own_part(self) -> None:
-        """Does nothing: forward and backward also wait for the other ranks, and the two cannot be distinguished."""
-
-    def wait_and_time(self) -> float:
-        """Seconds spent on the sum of the scalars."""
-        return self._watch.seconds()

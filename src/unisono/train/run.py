@@ -25,7 +25,8 @@ from unisono.rundir import RunDir
 from unisono.rundir.records import MetricsWriter
 from unisono.track import Trackers
 from unisono.train.front_io import FrontMessages, Outcome, StopRequest, StorageWatch
-from unisono.train.optim import GradientSync, Optimizers
+from unisono.train.gradient_sync import GradientSync
+from unisono.train.optim import Optimizers
 from unisono.train.process_group import Group, ShardedRoot
 from unisono.train.saver import Part, Saver
 from unisono.watch import Beats

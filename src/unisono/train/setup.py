@@ -21,15 +21,9 @@ from unisono.rundir import RunDir
 from unisono.track import ServiceWriter, TensorboardWriter, Tracker, Trackers
 from unisono.train import faults
 from unisono.train.front_io import StopRequest, front_messages
+from unisono.train.gradient_sync import GradientSync, NoSync, ReplicaSync, ShardSync, scalars_of_a_step
 from unisono.train.join import check_device, digest_of, join_ranks, values_by_name
-from unisono.train.optim import (
-    GradientSync,
-    NoSync,
-    ReplicaSync,
-    ShardSync,
-    build_optimizers,
-    scalars_of_a_step,
-)
+from unisono.train.optim import build_optimizers
 from unisono.train.process_group import Alone, Group, ShardedRoot, shard_model, world_mesh
 from unisono.train.reference import set_reference
 from unisono.train.run import GeneratorWatch, Run, TrainingData, TrainState, seed_torch
