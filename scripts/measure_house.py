@@ -82,7 +82,7 @@ ROOM_BUDGETS = {
     "serve": 1_500,
     "supervise": 4_350,
     "task": 4_550,
-    "train": 6_700,
+    "train": 6_850,
     "watch": 1_900,
     "worker": 750,
 }

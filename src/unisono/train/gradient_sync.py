@@ -8,6 +8,9 @@ from typing import Protocol
 
 import torch
 
+from unisono.model.load import LoadedModel
+from unisono.plan import RunPlan
+from unisono.plan.run_plan import has_one_backward
 from unisono.train.process_group import Group, ShardedRoot
 
 _BUCKET_ELEMENTS = 8 << 20  # 32 MiB of float32
@@ -277,3 +280,25 @@ class ShardSync:
     def wait_and_time(self) -> float:
         """Seconds spent on the sum of the scalars."""
         return self._watch.seconds()
+
+
+def gradient_sync_of(
+    plan: RunPlan,
+    group: Group,
+    device: torch.device,
+    loaded: LoadedModel,
+    sharded: ShardedRoot | None,
+    *,
+    metrics: int,
+) -> GradientSync:
+    """The way gradients are summed over the ranks."""
+    if sharded is not None:
+        return ShardSync(group, device, sharded, gathers_late=plan.config.adapter is not None)
+    if group.world_size == 1:
+        one_backward = has_one_backward(
+            plan.config, micro=plan.micro_batch, global_batch=plan.global_batch, world_size=1
+        )
+        return NoSync(loaded.trainable.values() if one_backward else ())
+    parameters = list(loaded.trainable.values())
+    scalars = scalars_of_a_step(group.world_size, metrics=metrics)
+    return ReplicaSync(group, device, parameters, scalars=scalars)

@@ -43,14 +43,14 @@ class CompactAdamW(torch.optim.AdamW):
         parameters = (parameter for group in self.param_groups for parameter in group["params"])
         self._numbers = {parameter: number for number, parameter in enumerate(parameters)}
 
-    @torch.no_grad()
     def step(self, closure: None = None) -> None:
         """Updates every parameter that has a gradient."""
         assert closure is None
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, group)
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        self._update(parameter, group)
 
     def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]

@@ -16,12 +16,11 @@ from unisono.model.load import SCORE, LoadedModel, load_for_training
 from unisono.model.quantization import packed_weights, scales_of
 from unisono.objectives import objective_of
 from unisono.plan import RankPlace, RunPlan, Stream
-from unisono.plan.run_plan import has_one_backward
 from unisono.rundir import RunDir
 from unisono.track import ServiceWriter, TensorboardWriter, Tracker, Trackers
 from unisono.train import faults
 from unisono.train.front_io import StopRequest, front_messages
-from unisono.train.gradient_sync import GradientSync, NoSync, ReplicaSync, ShardSync, scalars_of_a_step
+from unisono.train.gradient_sync import gradient_sync_of
 from unisono.train.join import check_device, digest_of, join_ranks, values_by_name
 from unisono.train.optim import build_optimizers
 from unisono.train.process_group import Alone, Group, ShardedRoot, shard_model, world_mesh
@@ -80,7 +79,7 @@ def set_up(plan: RunPlan, place: RankPlace, report: Reporter, stop: StopRequest,
             not_matrices=_tables(loaded),
             text_lr=plan.config.diffusion.text_lr,
         ),
-        gradient_sync=_gradient_sync(plan, group, device, loaded, sharded, metrics=len(objective.metrics)),
+        gradient_sync=gradient_sync_of(plan, group, device, loaded, sharded, metrics=len(objective.metrics)),
         sharded=sharded,
         objective=objective,
         data=data,
@@ -167,28 +166,6 @@ def _choose_forward(plan: RunPlan, loaded: LoadedModel, sharded: ShardedRoot | N
     if sharded is not None:
         sharded.reshard()
     return forward
-
-
-def _gradient_sync(
-    plan: RunPlan,
-    group: Group,
-    device: torch.device,
-    loaded: LoadedModel,
-    sharded: ShardedRoot | None,
-    *,
-    metrics: int,
-) -> GradientSync:
-    """The way gradients are summed over the ranks."""
-    if sharded is not None:
-        return ShardSync(group, device, sharded, gathers_late=plan.config.adapter is not None)
-    if group.world_size == 1:
-        one_backward = has_one_backward(
-            plan.config, micro=plan.micro_batch, global_batch=plan.global_batch, world_size=1
-        )
-        return NoSync(loaded.trainable.values() if one_backward else ())
-    parameters = list(loaded.trainable.values())
-    scalars = scalars_of_a_step(group.world_size, metrics=metrics)
-    return ReplicaSync(group, device, parameters, scalars=scalars)
 
 
 def _open_data(plan: RunPlan, place: RankPlace) -> tuple[TrainingData, TokenTable | None]:
