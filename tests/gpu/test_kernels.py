@@ -1,6 +1,6 @@
 """The functions in Triton and the fast layers on a GPU, against torch's operations and the layers of transformers.
 
-Run: pytest -m gpu tests/gpu/test_kernels.py. The first test also runs without a GPU, in Triton's interpreter, which truncates bfloat16 values:
+Run: pytest -m gpu tests/gpu/test_kernels.py. The first two tests also run without a GPU, in Triton's interpreter, which truncates bfloat16 values:
 TRITON_INTERPRET=1 pytest -W ignore::DeprecationWarning -m gpu tests/gpu/test_kernels.py
 """
 
@@ -18,6 +18,7 @@ from unisono.model.directory import facts_of_shape
 from unisono.model.forward import Forward, Rows, choose_forward
 from unisono.model.load import LoadedModel
 from unisono.plan import estimate_memory
+from unisono.train.optim import adamw_by_torch
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 if TYPE_CHECKING or _HAS_TRITON:  # a skipped module would count as a test that was not run
@@ -44,6 +45,21 @@ def _near(found: torch.Tensor, wanted: torch.Tensor, tolerance: float = 0.01) ->
 
 def _values(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.randn(*shape, device=_ON).to(dtype)
+
+
+def test_adamw_with_compact_moments_equals_torchs_operations() -> None:
+    found: list[list[torch.Tensor]] = []
+    for update in (CudaKernels().adamw, adamw_by_torch):
+        torch.manual_seed(0)
+        values, moments = torch.randn(5000, device=_ON), tuple(_values(5000).abs() for _ in range(2))
+        for seed in (0, 12345, 2**31 - 1):
+            update(
+                values, torch.randn(5000, device=_ON), moments,
+                decay=0.99, shares=(0.1, 0.001), step_size=0.01, scale=0.5, eps=1e-8, seed=seed,
+            )  # fmt: skip
+        found.append([values, *moments])
+    torch.testing.assert_close(*found, rtol=0.01, atol=1e-6)
+    assert all((ours == theirs).float().mean() > 0.99 for ours, theirs in list(zip(*found, strict=True))[1:])
 
 
 @pytest.mark.parametrize(("tokens", "width"), [(7, 48), (33, 576), (1, 4096)])

@@ -41,6 +41,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "lora": {"data": {"eval": 0.1}, "eval": {"every": "10 steps", "exact_match": True, "samples": 1}},
     "dropout": {"adapter": {"dropout": 0.1}},
     "full": {"adapter": None, "optim": {"lr": 1e-3}, "memory": {"gradient_checkpointing": True}},
+    "compact": {"adapter": None, "optim": {"lr": 1e-3, "state_dtype": "bfloat16"}, "duration": "10 steps"},
     "dora": {"adapter": {"kind": "dora", "modules_to_save": ["norm"]}, "duration": "8 steps"},
     "mixed": {"model": {"dtype": "bfloat16"}},
     "mixed_full": {"adapter": None, "model": {"dtype": "bfloat16"}, "duration": "4 steps"},

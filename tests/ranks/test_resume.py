@@ -14,9 +14,12 @@ Pairs = dict[tuple[str, str, str], Resumed]
 
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
-def test_two_ranks_continue_from_their_own_checkpoint_to_the_same_bits(resumed: Pairs, way: str) -> None:
-    """With dropout: the streams of every rank are exact, too."""
-    pair = resumed["dropout", way, way]
+@pytest.mark.parametrize("kind", ["dropout", "compact"])
+def test_two_ranks_continue_from_their_own_checkpoint_to_the_same_bits(
+    resumed: Pairs, kind: str, way: str
+) -> None:
+    """With dropout, and with moments in bfloat16: the random numbers of every rank are exact, too."""
+    pair = resumed[kind, way, way]
     assert pair.resumed.losses == pair.straight.losses[7:]
     mine, wanted = pair.resumed.weights(), pair.straight.weights()
     assert all(torch.equal(mine[name], tensor) for name, tensor in wanted.items())
