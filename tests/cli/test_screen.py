@@ -184,6 +184,22 @@ def test_a_step_shows_loss_rate_and_time_left() -> None:
     assert share == 0.03
 
 
+def test_after_a_restart_the_rate_counts_from_the_step_that_it_resumed_from() -> None:
+    clock, line = Clock(), Lines()
+    screen = Screen(Output(), line, clock)
+    for steps in ((175, 176, 177), (2, 3)):
+        screen.show({"kind": "plan", **plan(duration="200 steps").to_json()})
+        for step in steps:
+            clock.now += 2
+            screen.show({"kind": "step", "step": step, "loss": 1.0})
+    shown = [text for text, _ in line.shown]
+    assert shown[-3:] == [
+        "step 177/200 · loss 1 · 0.5 steps/s · 46 s left",
+        "step 2/200 · loss 1",
+        "step 3/200 · loss 1 · 0.5 steps/s · 6 min 34 s left",
+    ]
+
+
 def test_an_image_run_counts_pictures_and_no_tokens(tmp_path: Path) -> None:
     line = Lines()
     screen = Screen(Output(), line)
