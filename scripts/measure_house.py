@@ -58,7 +58,7 @@ ROOM_BUDGETS = {
     "board": 1_750,
     "causes": 3_650,
     "checkpoint": 2_550,
-    "cli": 5_300,
+    "cli": 5_350,
     "cluster": 4_100,
     "config": 4_750,
     "control": 3_400,

@@ -17,7 +17,7 @@ import pytest
 from tests.launch.conftest import Place, wait_until
 from unisono.facts.processes import living_ranks
 from unisono.supervise import fork_server
-from unisono.supervise.child_process import ChildProcess
+from unisono.supervise.child_process import ChildProcess, child_environment
 from unisono.supervise.fork_server import ForkServer
 
 REPORTED = "tests.launch.standins.reported_facts"
@@ -295,6 +295,25 @@ def test_closing_leaves_no_process_and_no_descriptor(tmp_path: Path) -> None:
             pids = [child.pid, server.pid or 0]
     assert all(map(is_gone, pids))
     assert len(list(Path("/proc/self/fd").iterdir())) <= before
+
+
+def test_a_server_that_begins_early_forks_what_is_started_later(tmp_path: Path, server: ForkServer) -> None:
+    server.begin()
+    pid = server.pid
+    assert pid is not None
+    with (tmp_path / "log").open("wb") as log:
+        child = ChildProcess(
+            lambda fd: [sys.executable, "-m", REPORTED, "--report-fd", str(fd), "--front-pid", str(os.getpid())],
+            environment=child_environment(threads=1, without=["LOCAL_RANK"]), output=log, has_input=True, fork_server=server, waits=True,
+        )  # fmt: skip
+        with child:
+            assert receive(child)["parent"] == server.pid == pid
+
+
+def test_an_early_server_does_not_wait_for_the_imports_of_its_front() -> None:
+    code = "import sys, unisono.cli.train, unisono.supervise.fork_server; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"pydantic", "yaml", "unisono.facts", "unisono.plan"} & set(loaded.stdout.split())
 
 
 # From here on with the server's own imports.

@@ -129,6 +129,8 @@ def test_a_first_checkpoint_that_cannot_be_written_ends_the_run_at_once(solo: Jo
     assert (verdict["cause"], verdict["severity"], verdict["hosts"]) == ("disk_full", "fatal", [front.host])
 
 
+FINDS_TESTS = {"PYTHONPATH": str(Path(__file__).parents[2])}
+"""Not every task is forked by a process that has imported the tests: e.g. not with a variable that the other tests do not set."""
 FLIPS = PACED | {"task": [sys.executable, "-m", "tests.nproc.flips_a_byte"]}
 
 
@@ -144,7 +146,7 @@ def test_a_checkpoint_that_comes_back_otherwise_ends_the_run_with_7(
     solo: Job, strategy: str, file: str
 ) -> None:
     solo.config(duration=LONG, checkpoint={"every": "500 steps"}, parallel={"strategy": strategy})
-    front = start(solo, answers=FLIPS)
+    front = start(solo, answers=FLIPS, env=FINDS_TESTS)
     assert front.wait() == 7, front.text()
     assert f"the first checkpoint differs when read back: {file}" in front.text()
     assert solo.metrics()[-1]["step"] < 500
@@ -159,10 +161,7 @@ def test_a_copy_that_comes_back_otherwise_ends_the_run_with_7_and_no_longer_coun
     """The disk of the storage flips a byte of the first copy."""
     storage = f"file://{solo.folder}/copies"
     solo.config(duration=LONG, checkpoint={"every": "500 steps", "storage": storage})
-    # The variable keeps the task from being forked, so that Python must find its module.
-    front = start(
-        solo, answers=FLIPS, env={"FLIPS_ON": "read_back", "PYTHONPATH": str(Path(__file__).parents[2])}
-    )
+    front = start(solo, answers=FLIPS, env=FINDS_TESTS | {"FLIPS_ON": "read_back"})
     assert front.wait() == 7, front.text()
     place = f"{storage}/out/{solo.read('plan.json')['run_id']}/step-00000001"
     for words in (

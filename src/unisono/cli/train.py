@@ -114,7 +114,13 @@ def train(
     no_rehearse: Annotated[bool, typer.Option("--no-rehearse", hidden=True)] = False,  # its former name
 ) -> None:
     """Fine-tune a model on one device, on several (--nproc), or on several nodes (--nodes, --hosts)."""
+    from unisono.supervise.fork_server import ForkServer
+
+    fork_server = ForkServer(output().warn)  # it ends with this process at the latest
+    if not (dry_run or rehearse or launcher in ("ray", "slurm")):
+        fork_server.begin()  # before the imports below
     from unisono.launch.train_request import TrainRequest
+    from unisono.supervise.child_process import Programs
 
     nproc, nodes, head = read_torchrun(
         nproc, nodes, head, hosts, nnodes, nproc_per_node, master_addr, master_port, rdzv_endpoint
@@ -142,6 +148,7 @@ def train(
         time=time,
         debug_comm=debug_comm,
         rehearse=not (no_first_checkpoint or no_rehearse),
+        programs=Programs(fork_server=fork_server),
     )
     if no_rehearse:
         output().warn(

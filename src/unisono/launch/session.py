@@ -45,7 +45,13 @@ def train(request: TrainRequest, show: Show) -> dict[str, Any]:
     """
     began = time.monotonic()
     token = take_token()
-    with Interrupts() as interrupts, ForkServer(lambda text: notify(show, text)) as fork_server:
+
+    def announce(text: str) -> None:
+        notify(show, text)
+
+    fork_server = request.programs.fork_server or ForkServer(announce)
+    fork_server.notify = announce
+    with Interrupts() as interrupts, fork_server:
         request = replace(request, programs=replace(request.programs, fork_server=fork_server))
         try:
             result = _start(request, show, interrupts, began, token)

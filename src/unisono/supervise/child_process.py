@@ -19,7 +19,7 @@ from unisono.facts.network import is_loopback
 from unisono.files import make_private_dir
 from unisono.plan import DeviceChoice, RunPlan
 from unisono.rundir import RunDir
-from unisono.supervise.fork_server import Forked, ForkServer
+from unisono.supervise.fork_server import Forked, ForkServer, base_environment
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,27 +79,7 @@ def child_environment(
         without: names to leave out, e.g. RANK and MASTER_ADDR on one device.
         device: the only accelerator that the child sees, or a CPU; None leaves the visible ones as they are.
     """
-    gone = {*without, "UNISONO_TOKEN", "UNISONO_SERVE_KEY"}
-    environment = {name: value for name, value in os.environ.items() if name not in gone}
-    environment |= {
-        "OMP_NUM_THREADS": str(threads),
-        "MKL_NUM_THREADS": str(threads),
-        "PYTHONUNBUFFERED": "1",  # the last output of a killed worker reaches its log
-        "PYTHONFAULTHANDLER": "1",  # a segmentation fault leaves its Python stack in the log
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-        "DO_NOT_TRACK": "1",
-    }
-    environment.setdefault("TOKENIZERS_PARALLELISM", "true")
-    # Threads that spin without a limit are fast only on an idle machine: beside other work, steps took six times as long. 3,000 spins of GNU's
-    # OpenMP take 0.08 ms, about as long as waking a thread, so a wait costs at most twice what it would with the better of both.
-    if "OMP_WAIT_POLICY" not in environment:
-        environment |= {
-            "OMP_WAIT_POLICY": "PASSIVE",
-            "GOMP_SPINCOUNT": environment.get("GOMP_SPINCOUNT", "3000"),
-        }
-    # peft 0.21 uses a deprecated name of transformers 5.23; the warning would be the last line of every rank's log.
-    environment.setdefault("PYTHONWARNINGS", "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+    environment = base_environment(threads=threads, without=without)
     if device is not None:
         environment["TOKENIZERS_PARALLELISM"] = "false"  # it warns and stalls if a process forks
         environment["CUDA_VISIBLE_DEVICES"] = (device.uuid or "") if device.kind == "cuda" else ""

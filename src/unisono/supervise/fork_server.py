@@ -13,13 +13,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
 import unisono
-from unisono.facts.processes import exit_status
 from unisono.text import one_line
 
 _SERVER = "unisono.worker.fork_server"
@@ -69,6 +68,10 @@ class Forked:
         """As its parent says, or the kernel where that is dead, with which its processes are killed."""
         status = _receive(self._channel, limit_s=1.0).get("returncode")
         if not isinstance(status, int):
+            from unisono.facts.processes import (
+                exit_status,  # not at the top: takes as long as the other imports
+            )
+
             status = exit_status(self._pidfd, self.pid)
         return status if status is not None else -signal.SIGKILL
 
@@ -100,7 +103,7 @@ class _SharedServer:
 
 
 class ForkServer:
-    """One for a front; it begins with the first process that is started through it. Use it as a context, which ends it and all it has forked.
+    """One for a front; it begins with `begin`, or the first process that is started through it. Use it as a context, which ends it and all it has forked.
 
     Where nothing can be forked, that is said once, and `start` gives None: the caller starts a fresh interpreter.
     """
@@ -109,11 +112,12 @@ class ForkServer:
         """Starts nothing yet.
 
         Args:
+            notify: shows a person why nothing can be forked.
             only_shared: whether processes are forked by a shared server, or not at all.
         """
         self._only_shared = only_shared
+        self.notify = notify
         self.waits = True  # ranks wait for its imports. A front that has to answer other nodes must not
-        self._notify = notify
         self._server: subprocess.Popen[bytes] | _SharedServer | None = None
         self._control: socket.socket | None = None
         self._printed: IO[bytes] | None = None
@@ -132,6 +136,17 @@ class ForkServer:
     def pid(self) -> int | None:
         """Of the server's process, where it runs."""
         return self._server.pid if self._server is not None else None
+
+    def begin(self) -> None:
+        """Starts the server before it is needed: its imports take longer than all else of a start, so they run beside the front's own."""
+        threads = os.environ.get("OMP_NUM_THREADS", "")
+        with self._starting:
+            if not self._is_disabled and SHARED not in os.environ:
+                self._begin(
+                    base_environment(
+                        threads=int(threads) if threads.isdecimal() else len(os.sched_getaffinity(0))
+                    )
+                )
 
     def start(
         self,
@@ -269,7 +284,7 @@ class ForkServer:
         self._is_disabled = True
         if self._server is not None and not self._has_forked:  # what it has forked ends with it
             self._server.kill()
-        self._notify(
+        self.notify(
             f"ranks are started without the fork server, each with its own imports: {one_line(why, limit=300)}"
         )
 
@@ -287,6 +302,32 @@ class ForkServer:
             "utf-8", "replace"
         )
         return f"it ended with {code}: {text.strip().rpartition(chr(10))[2]}"
+
+
+def base_environment(*, threads: int, without: Iterable[str] = ()) -> dict[str, str]:
+    """The environment of every child: this process's, with a thread count and without misleading variables, see `child_process.child_environment`."""
+    gone = {*without, "UNISONO_TOKEN", "UNISONO_SERVE_KEY"}
+    environment = {name: value for name, value in os.environ.items() if name not in gone}
+    environment |= {
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "PYTHONUNBUFFERED": "1",  # the last output of a killed worker reaches its log
+        "PYTHONFAULTHANDLER": "1",  # a segmentation fault leaves its Python stack in the log
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "DO_NOT_TRACK": "1",
+    }
+    environment.setdefault("TOKENIZERS_PARALLELISM", "true")
+    # Threads that spin without a limit are fast only on an idle machine: beside other work, steps took six times as long. 3,000 spins of GNU's
+    # OpenMP take 0.08 ms, about as long as waking a thread, so a wait costs at most twice what it would with the better of both.
+    if "OMP_WAIT_POLICY" not in environment:
+        environment |= {
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "GOMP_SPINCOUNT": environment.get("GOMP_SPINCOUNT", "3000"),
+        }
+    # peft 0.21 uses a deprecated name of transformers 5.23; the warning would be the last line of every rank's log.
+    environment.setdefault("PYTHONWARNINGS", "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+    return environment
 
 
 def shared_fork_server(environment: Mapping[str, str]) -> ForkServer | None:
