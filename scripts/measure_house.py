@@ -52,7 +52,7 @@ class Target:
 
 
 ROOM_BUDGETS = {
-    ".": 2_150,
+    ".": 2_200,
     "agree": 4_150,
     "api": 1_250,
     "board": 1_750,

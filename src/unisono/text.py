@@ -429,3 +429,16 @@ def is_secret(value: object) -> bool:
 def names_secret(name: str) -> bool:
     """Whether a variable of this name holds a secret: HF_TOKEN, AWS_SECRET_ACCESS_KEY."""
     return bool(_SECRET_NAME.search(name))
+
+
+def is_left_by_launcher(name: str) -> bool:
+    """Whether a variable of this name belongs to a distributed job of some launcher, or to accelerate."""
+    return bool(_LEFTOVER.match(name))
+
+
+# They would make torch or peft look for other ranks.
+_LEFTOVER = re.compile(
+    r"^(RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|GROUP_RANK|GROUP_WORLD_SIZE|ROLE_RANK|ROLE_NAME|ROLE_WORLD_SIZE"
+    r"|NODE_RANK|NNODES|NPROC_PER_NODE|MASTER_ADDR|MASTER_PORT|TORCHELASTIC_.*|TORCH_NCCL_.*|NCCL_.*|GLOO_.*|PET_.*"
+    r"|ACCELERATE_.*|FSDP_.*|DS_.*|DEEPSPEED_.*|MEGATRON_LM_.*|OMPI_COMM_WORLD_.*|PMI_.*|MV2_COMM_WORLD_.*)$"
+)

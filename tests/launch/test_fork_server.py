@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from tests.launch.conftest import Place, wait_until
+from unisono.facts import read_environment
 from unisono.facts.processes import living_ranks
 from unisono.supervise import fork_server
 from unisono.supervise.child_process import ChildProcess, child_environment
@@ -297,14 +298,17 @@ def test_closing_leaves_no_process_and_no_descriptor(tmp_path: Path) -> None:
     assert len(list(Path("/proc/self/fd").iterdir())) <= before
 
 
-def test_a_server_that_begins_early_forks_what_is_started_later(tmp_path: Path, server: ForkServer) -> None:
+def test_a_server_that_begins_early_forks_what_is_started_later(
+    tmp_path: Path, server: ForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # of another launcher: no child gets it
     server.begin()
     pid = server.pid
     assert pid is not None
     with (tmp_path / "log").open("wb") as log:
         child = ChildProcess(
             lambda fd: [sys.executable, "-m", REPORTED, "--report-fd", str(fd), "--front-pid", str(os.getpid())],
-            environment=child_environment(threads=1, without=["LOCAL_RANK"]), output=log, has_input=True, fork_server=server, waits=True,
+            environment=child_environment(threads=1, without=read_environment().leftovers), output=log, has_input=True, fork_server=server, waits=True,
         )  # fmt: skip
         with child:
             assert receive(child)["parent"] == server.pid == pid

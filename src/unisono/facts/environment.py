@@ -18,14 +18,8 @@ import unisono
 from unisono.causes.variables import find_variable
 from unisono.facts.machine import driver_version
 from unisono.facts.slurm import SlurmStep, read_slurm_step
-from unisono.text import is_secret, names_secret
+from unisono.text import is_left_by_launcher, is_secret, names_secret
 
-# Left behind by launchers and by accelerate; they would make torch or peft look for other ranks.
-_LEFTOVER = re.compile(
-    r"^(RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|GROUP_RANK|GROUP_WORLD_SIZE|ROLE_RANK|ROLE_NAME|ROLE_WORLD_SIZE"
-    r"|NODE_RANK|NNODES|NPROC_PER_NODE|MASTER_ADDR|MASTER_PORT|TORCHELASTIC_.*|TORCH_NCCL_.*|NCCL_.*|GLOO_.*|PET_.*"
-    r"|ACCELERATE_.*|FSDP_.*|DS_.*|DEEPSPEED_.*|MEGATRON_LM_.*|OMPI_COMM_WORLD_.*|PMI_.*|MV2_COMM_WORLD_.*)$"
-)
 # Also what the catalogue does not know: a misspelt NCCL_ALGOO is worth a line.
 _FAMILY = re.compile(
     r"^(NCCL|TORCH_NCCL|GLOO|TORCH_GLOO|TORCH_DISTRIBUTED|TORCH_FR|ACCELERATE|FSDP|DS|TORCHINDUCTOR|TORCH_COMPILE)_"
@@ -94,7 +88,7 @@ def read_environment() -> Environment:
     """Reads the process's environment once."""
     env = os.environ
     return Environment(
-        leftovers={name: value for name, value in sorted(env.items()) if _LEFTOVER.match(name)},
+        leftovers={name: value for name, value in sorted(env.items()) if is_left_by_launcher(name)},
         variables=_job_variables(env),
         strangers=tuple(
             name

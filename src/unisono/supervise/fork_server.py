@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import IO, Any, Self
 
 import unisono
-from unisono.text import one_line
+from unisono.text import is_left_by_launcher, one_line
 
 _SERVER = "unisono.worker.fork_server"
 _SERVED: tuple[str, ...] = ("unisono.worker", "unisono.task")
@@ -139,14 +139,13 @@ class ForkServer:
 
     def begin(self) -> None:
         """Starts the server before it is needed: its imports take longer than all else of a start, so they run beside the front's own."""
+        if self._is_disabled or SHARED in os.environ:
+            return
         threads = os.environ.get("OMP_NUM_THREADS", "")
+        count = int(threads) if threads.isdecimal() else len(os.sched_getaffinity(0))
+        without = [name for name in os.environ if is_left_by_launcher(name)]
         with self._starting:
-            if not self._is_disabled and SHARED not in os.environ:
-                self._begin(
-                    base_environment(
-                        threads=int(threads) if threads.isdecimal() else len(os.sched_getaffinity(0))
-                    )
-                )
+            self._begin(base_environment(threads=count, without=without))
 
     def start(
         self,
