@@ -116,8 +116,9 @@ def train(
     """Fine-tune a model on one device, on several (--nproc), or on several nodes (--nodes, --hosts)."""
     from unisono.supervise.fork_server import ForkServer
 
-    fork_server = ForkServer(output().warn)  # it ends with this process at the latest
+    fork_server = None
     if not (dry_run or rehearse or launcher in ("ray", "slurm")):
+        fork_server = ForkServer(output().warn)  # it ends with this process at the latest
         fork_server.begin()  # before the imports below
     from unisono.launch.train_request import TrainRequest
     from unisono.supervise.child_process import Programs
@@ -191,6 +192,8 @@ def _train(request: "TrainRequest") -> int:
         return int(run_launcher(request, until_unread(screen.show))["exit_code"])
     finally:
         screen.close()
+        if request.programs.fork_server is not None:
+            request.programs.fork_server.close()
 
 
 def _show_plan(request: "TrainRequest") -> None:
