@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from unisono.model import forward as forwards
 from unisono.model.directory import facts_of_shape
 from unisono.model.forward import Forward, Rows, choose_forward
+from unisono.model.kernels import AdamWFigures
 from unisono.model.load import LoadedModel
 from unisono.plan import estimate_memory
 from unisono.train.optim import adamw_by_torch
@@ -55,7 +56,7 @@ def test_adamw_with_compact_moments_equals_torchs_operations() -> None:
         for seed in (0, 12345, 2**31 - 1):
             update(
                 values, torch.randn(5000, device=_ON), moments,
-                decay=0.99, shares=(0.1, 0.001), step_size=0.01, scale=0.5, eps=1e-8, seed=seed,
+                AdamWFigures(decay=0.99, share1=0.1, share2=0.001, step_size=0.01, scale=0.5, eps=1e-8, seed=seed),
             )  # fmt: skip
         found.append([values, *moments])
     torch.testing.assert_close(*found, rtol=0.01, atol=1e-6)

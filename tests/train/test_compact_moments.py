@@ -1,7 +1,7 @@
 """AdamW with moments in bfloat16: rounding keeps means, and the functions in C and of torch make the same updates. Run: pytest tests/train/test_compact_moments.py"""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -9,35 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unisono.config.schema import OptimSection
-from unisono.model.kernels import load_kernels
+from unisono.model.kernels import AdamWFigures, load_kernels
 from unisono.train import optim
 from unisono.train.optim import adamw_by_torch, build_optimizers
 
-Update = Callable[..., None]
-
-USUAL: dict[str, Any] = {
-    "decay": 1.0,
-    "shares": (0.1, 0.001),
-    "step_size": 0.01,
-    "scale": 1.0,
-    "eps": 1e-8,
-    "seed": 7,
-}
-
-
-@pytest.fixture(params=["torch", "c"])
-def update(request: pytest.FixtureRequest) -> Update:
-    """Either function."""
-    if request.param == "torch":
-        return adamw_by_torch
-    kernels = load_kernels()
-    if kernels is None:
-        pytest.skip("needs a C compiler")
-    return kernels.adamw
+USUAL = AdamWFigures(decay=1.0, share1=0.1, share2=0.001, step_size=0.01, scale=1.0, eps=1e-8, seed=7)
 
 
 def _trained(
-    dtype: str, *, steps: int, grads: Callable[[int], torch.Tensor]
+    dtype: Literal["float32", "bfloat16"], *, steps: int, grads: Callable[[int], torch.Tensor]
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     """A parameter after some steps of the optimizer of a config, and the optimizer's state for it."""
     section = OptimSection(lr=0.01, state_dtype=dtype, weight_decay=0.1)
@@ -60,7 +40,7 @@ def test_the_two_functions_make_the_same_updates() -> None:
         torch.manual_seed(0)
         values, moments = torch.randn(size), tuple(torch.zeros(size, dtype=torch.bfloat16) for _ in range(2))
         for seed in range(3):
-            update(values, torch.randn(size), moments, **{**USUAL, "decay": 0.99, "scale": 0.5, "seed": seed})
+            update(values, torch.randn(size), moments, USUAL._replace(decay=0.99, scale=0.5, seed=seed))
         found.append((values, *moments))
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(
@@ -79,7 +59,7 @@ def test_a_moment_becomes_one_of_its_two_neighbours_and_the_mean_stays(value: fl
             torch.zeros(size),
             torch.full((size,), value),
             moments,
-            **{**USUAL, "shares": (1.0, 0.0), "seed": seed},
+            USUAL._replace(share1=1.0, share2=0.0, seed=seed),
         )
         found = moments[0].unique().double()
         below = torch.tensor(value).view(torch.int32) >> 16 << 16
@@ -129,7 +109,7 @@ def test_an_update_does_not_depend_on_the_number_of_threads() -> None:
                 torch.ones(100_000),
                 tuple(torch.zeros(100_000, dtype=torch.bfloat16) for _ in range(2)),
             )
-            kernels.adamw(values, torch.linspace(-1, 1, 100_000), moments, **USUAL)
+            kernels.adamw(values, torch.linspace(-1, 1, 100_000), moments, USUAL)
             found.append((values, *moments))
     finally:
         torch.set_num_threads(threads)

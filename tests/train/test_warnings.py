@@ -15,6 +15,7 @@ import torch
 
 from unisono.checkpoint.store import CheckpointStore
 from unisono.errors import RankDied
+from unisono.text import show_bytes
 from unisono.train import loop
 from unisono.train.training_checks import out_of_memory, too_many_skipped
 
@@ -282,6 +283,12 @@ def test_memory_that_runs_out_gives_no_advice_that_takes_more(train_here: Train)
     assert "batch.micro" not in advice(), "gradients of two micro batches are in float32"
     run.group.world_size = 2
     assert "batch.micro" in advice(), "they were in float32 anyway"
+    assert "optim.state_dtype" not in advice(), "two others come first"
+    run.plan = run.plan.model_copy(update={"micro_batch": 1})
+    saved = show_bytes(4 * plan.model.parameters)
+    assert f"optim.state_dtype=bfloat16 saves about {saved} of" in advice()
+    run.state.step = 7
+    assert "optim.state_dtype" not in advice(), "a checkpoint of float32 moments would not be resumed"
 
 
 def test_memory_that_runs_out_names_the_fast_layers_that_the_estimate_counted_on(train_here: Train) -> None:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from unisono.model.attention import Ends, flash, flash_backward
-from unisono.model.kernels import Heads
+from unisono.model.kernels import AdamWFigures, Heads
 
 
 @triton.jit
@@ -226,18 +226,12 @@ class CudaKernels:
         values: torch.Tensor,
         grad: torch.Tensor,
         moments: tuple[torch.Tensor, torch.Tensor],
-        *,
-        decay: float,
-        shares: tuple[float, float],
-        step_size: float,
-        scale: float,
-        eps: float,
-        seed: int,
+        figures: AdamWFigures,
     ) -> None:
-        """An update of values (n,) float32 by AdamW, see `train.optim.adamw_by_torch`."""
+        """An update by AdamW of values (n,) float32, with their gradient (n,) float32 and moments (n,) bfloat16."""
         if len(values):
             _adamw_values[(triton.cdiv(len(values), 1024),)](
-                values, grad, *moments, len(values), decay, *shares, step_size, scale, eps, seed, BLOCK=1024
+                values, grad, *moments, len(values), *figures, BLOCK=1024
             )
 
 

@@ -86,6 +86,18 @@ def _flags_of_cpu() -> str:
     return " ".join(found)
 
 
+class AdamWFigures(NamedTuple):
+    """The numbers of an update by AdamW (arXiv:1711.05101) whose moments are in bfloat16, see `train.optim.CompactAdamW`."""
+
+    decay: float  # factor of the values
+    share1: float  # of the gradient in the new first moment, 1 - beta1
+    share2: float  # of its square in the new second moment, 1 - beta2
+    step_size: float  # learning rate, corrected for the bias of the first moment
+    scale: float  # divides the root of the second moment, for its bias
+    eps: float  # added to that
+    seed: int  # of the hash of each element, below 2³¹
+
+
 class Kernels:
     """The functions on tensors: bfloat16 where nothing else is said, the last dimension contiguous, on the CPU."""
 
@@ -145,16 +157,10 @@ class Kernels:
         values: torch.Tensor,
         grad: torch.Tensor,
         moments: tuple[torch.Tensor, torch.Tensor],
-        *,
-        decay: float,
-        shares: tuple[float, float],
-        step_size: float,
-        scale: float,
-        eps: float,
-        seed: int,
+        figures: AdamWFigures,
     ) -> None:
-        """An update of values (n,) float32 by AdamW, see `train.optim.adamw_by_torch`."""
-        self._call("adamw", values, grad, *moments, len(values), decay, *shares, step_size, scale, eps, seed)
+        """An update by AdamW of values (n,) float32, with their gradient (n,) float32 and moments (n,) bfloat16."""
+        self._call("adamw", values, grad, *moments, len(values), *figures)
 
     def dequantize(self, packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         """(out, in) from int8 values (out, in), each row times its float32 scale (out,)."""

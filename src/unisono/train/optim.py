@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from unisono.config.schema import OptimSection
+from unisono.model.kernels import AdamWFigures
 from unisono.model.layers import kernels_of
 from unisono.train.process_group import own_part
 
@@ -64,56 +65,38 @@ class CompactAdamW(torch.optim.AdamW):
         values, grad, first, second = (own_part(tensor).detach() for tensor in tensors if tensor is not None)
         kernels = kernels_of(values.device)
         update = adamw_by_torch if kernels is None else kernels.adamw
-        update(
-            values.view(-1),
-            grad.reshape(-1),
-            (first.view(-1), second.view(-1)),
+        figures = AdamWFigures(
             decay=1 - group["lr"] * group["weight_decay"],
-            shares=(1 - beta1, 1 - beta2),
+            share1=1 - beta1,
+            share2=1 - beta2,
             step_size=group["lr"] / (1 - beta1**step),
             scale=math.sqrt(1 - beta2**step),
             eps=group["eps"],
             seed=_hash(_hash(step) + self._numbers[parameter]) >> 1,
         )
+        update(values.view(-1), grad.reshape(-1), (first.view(-1), second.view(-1)), figures)
 
 
 def adamw_by_torch(
     values: torch.Tensor,
     grad: torch.Tensor,
     moments: tuple[torch.Tensor, torch.Tensor],
-    *,
-    decay: float,
-    shares: tuple[float, float],
-    step_size: float,
-    scale: float,
-    eps: float,
-    seed: int,
+    figures: AdamWFigures,
 ) -> None:
-    """An update of CompactAdamW in place, as `Kernels.adamw` makes it, by torch's operations.
-
-    Args:
-        values: (n,) float32.
-        grad: (n,) float32.
-        moments: (n,) bfloat16 each.
-        decay: factor of the values.
-        shares: of the gradient and of its square in the new moments, 1 - beta.
-        step_size: learning rate, corrected for the bias of the first moment.
-        scale: divides the root of the second moment, for its bias.
-        eps: added to that.
-        seed: of the hash of each element, below 2³¹.
-    """
+    """An update of CompactAdamW in place, as `Kernels.adamw` makes it, by torch's operations."""
     at_once = 1 << 16 if values.device.type == "cpu" else 1 << 24  # a hash takes 8 bytes for each element
     for begin in range(0, len(values), at_once):
         part = slice(begin, begin + at_once)
         g, kept = grad[part], [moment[part] for moment in moments]
         first, second = (moment.float() for moment in kept)
-        first += (g - first) * shares[0]
-        second += (g * g - second) * shares[1]
-        noise = _hash(torch.arange(begin, begin + len(g), device=g.device) ^ seed)
+        first += (g - first) * figures.share1
+        second += (g * g - second) * figures.share2
+        noise = _hash(torch.arange(begin, begin + len(g), device=g.device) ^ figures.seed)
         for moment, wide, bits in zip(kept, (first, second), (noise & 0xFFFF, noise >> 16), strict=True):
             rounded = (wide.view(torch.int32) + bits.int()) >> 16
             moment.copy_(rounded.to(torch.int16).view(torch.bfloat16))
-        values[part].mul_(decay).addcdiv_(first, second.sqrt_().div_(scale).add_(eps), value=-step_size)
+        root = second.sqrt_().div_(figures.scale).add_(figures.eps)
+        values[part].mul_(figures.decay).addcdiv_(first, root, value=-figures.step_size)
 
 
 def _hash(x: Bits) -> Bits:

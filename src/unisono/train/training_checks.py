@@ -341,7 +341,8 @@ def _savings(run: Run) -> list[str]:
             f"memory.gradient_checkpointing=true saves about {show_bytes(saved)}, and takes about a third longer"
         )
     saved = now - total(plan.micro_batch, checkpointing=plan.gradient_checkpointing, state_dtype="bfloat16")
-    if len(found) < 2 and config.adapter is None and saved > 0:
+    # Later the checkpoints have the state in this dtype, and would not be resumed.
+    if len(found) < 2 and config.adapter is None and saved > 0 and run.state.step == 0:
         found.append(f"optim.state_dtype=bfloat16 saves about {show_bytes(saved)} of the optimizer's state")
     if len(found) < 2 and run.pictures is not None:
         found.append(
