@@ -9,15 +9,18 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from unisono.errors import UsageError
-from unisono.files import read_object
+from unisono.facts import identity_of
+from unisono.files import read_object, write_json
 from unisono.guard.local_program import Program
-from unisono.guard.program_start import border, run_dir
+from unisono.guard.program_start import FolderWatch, ProgramDir, border, run_dir
 from unisono.integrations.border import HELD
+from unisono.rundir.lock import RunLock
 
 _HOLDS = """
 import sys
@@ -131,6 +134,25 @@ def test_a_node_that_comes_before_the_head_does_not_make_their_common_directory_
     lock.release()
     with pytest.raises(UsageError, match="is not empty"):
         run_dir(out, is_head=True, host="a")
+
+
+def test_a_directory_that_is_being_removed_is_made_again_once_it_is_gone(tmp_path: Path) -> None:
+    """At the first look its lock is gone, and before that is made again the directory is, too."""
+    shown: list[dict[str, Any]] = []
+    run = ProgramDir(tmp_path / "out")
+    lock = RunLock(run.lock)
+    lock.acquire("here", os.getpid())
+    try:
+        watch = FolderWatch(run, lock, shown.append, lambda: write_json(run.plan, {}))
+        seen = identity_of(run.root)
+        shutil.rmtree(run.root)
+        watch._judge(seen, None)
+        assert (shown, watch.is_lost, run.root.exists()) == ([], False, False)
+        watch.settle()
+        assert "was removed while the program runs: it is created again" in shown[0]["text"]
+        assert (watch.is_lost, lock.is_in_place(), run.plan.exists()) == (False, True, True)
+    finally:
+        lock.release()
 
 
 _COUNTS = """

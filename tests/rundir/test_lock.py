@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -71,6 +72,27 @@ def test_something_else_in_the_locks_place_is_refused_and_held_by_nobody(
     with pytest.raises(UsageError, match="cannot be used") as caught:
         RunLock(tmp_path / "run.lock").acquire("here", os.getpid())
     assert f"rm -r {tmp_path / 'run.lock'}" in caught.value.problems[0].fix
+
+
+def test_a_held_lock_whose_directory_goes_or_that_something_replaces_is_an_error_of_the_file_system(
+    tmp_path: Path,
+) -> None:
+    """Its run goes on; a refusal would end it."""
+    lock = RunLock(tmp_path / "out" / "run.lock")
+    lock.acquire("here", os.getpid())
+    try:
+        shutil.rmtree(lock.path.parent)
+        with pytest.raises(FileNotFoundError):
+            lock.keep()
+        lock.path.parent.mkdir()
+        os.mkfifo(lock.path)
+        with pytest.raises(OSError, match="not a regular file"):
+            lock.keep()
+        lock.path.unlink()
+        assert lock.keep()
+        assert not lock.keep()
+    finally:
+        lock.release()
 
 
 def test_a_released_lock_is_free_and_leaves_no_file(tmp_path: Path) -> None:

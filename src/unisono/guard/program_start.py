@@ -166,10 +166,10 @@ class FolderWatch:
 
     def settle(self) -> None:
         """The last check, before the result is written."""
-        self._watch.close()
         with contextlib.suppress(OSError):  # writing the result will fail too
             if not self.is_lost:
                 self._judge(identity_of(self._run.root), None)
+        self._watch.close()
 
     def _judge(self, root: Identity | None, now_at: str | None) -> None:
         path = self._run.root
@@ -188,6 +188,8 @@ class FolderWatch:
                 )
         except LockTaken as taken:
             self._lose(f"{what}, and a different start has taken its place: {taken.holder}")
+        except FileNotFoundError:
+            return  # it is being removed: the next look finds it gone
         except OSError as error:
             self._lose(f"{what}, and cannot be created again: {error.strerror} ({error.filename})")
 

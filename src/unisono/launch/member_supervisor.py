@@ -145,8 +145,9 @@ class MemberWatch:
         except LockTaken as taken:
             self._lose(f"{what}, and a different start has taken it: {taken.holder}")
             return
-        if not is_good:
+        if is_good is None:
             self._lose(f"{what}, and it cannot be created again")
+        if not is_good:
             return
         self._report(f"{what}: {done}", severity="warning")
 
@@ -155,8 +156,12 @@ class MemberWatch:
         return self._lock_again()
 
     def _lock_again(self) -> bool:
+        """False if the directory is being removed: the next look finds it gone."""
         assert self._lock is not None
-        self._lock.keep()
+        try:
+            self._lock.keep()
+        except FileNotFoundError:
+            return False
         self._write_plan()
         self._held.restore()
         self._remember()

@@ -291,8 +291,9 @@ class OutputWatch:
         except LockTaken as taken:
             self._lose(f"{what}, and a different start has taken the directory: {taken.holder}")
             return
-        if not done:
+        if done is None:
             self._lose(f"{what}, and the directory cannot be locked again")
+        if not done:
             return
         self._root = root
         self._warn(
@@ -301,7 +302,11 @@ class OutputWatch:
         )
 
     def _take_again(self) -> bool:
-        self._lock.keep()
+        """False if the directory is being removed: the next look finds it gone."""
+        try:
+            self._lock.keep()
+        except FileNotFoundError:
+            return False
         self._own_lock = identity_of(self._run.lock)
         self._write_missing()
         self._watch_anew()

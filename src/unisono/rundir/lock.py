@@ -6,6 +6,7 @@ storage may hang. A start that gets a lock with the name of a different host wai
 """
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -83,10 +84,14 @@ class RunLock:
 
         Raises:
             LockTaken: if a running process holds it.
+            UsageError: if it cannot be opened or locked.
         """
         assert self._fd is None, "already held"
         make_private_dir(self.path.parent)
-        fd = self._lock_file()
+        try:
+            fd = self._lock_file()
+        except OSError as error:
+            raise self._unusable(error) from error
         try:
             earlier = _parse(os.pread(fd, 4096, 0))
             if earlier is not None and earlier.host != host:
@@ -108,7 +113,8 @@ class RunLock:
 
         Raises:
             LockTaken: if a different start has taken it meanwhile.
-            OSError: from the file system; the directory must exist.
+            FileNotFoundError: if the directory is gone.
+            OSError: from the file system, or if something else is in its place.
         """
         assert self._fd is not None, "not held"
         assert self._holder is not None
@@ -176,14 +182,9 @@ class RunLock:
                 holder = _wait_for_name(fd)
                 os.close(fd)
                 raise _taken(self.path, holder) from None
-            except OSError as error:
+            except OSError:
                 os.close(fd)
-                raise UsageError.of(
-                    f"{self.path} cannot be locked: {error.strerror}",
-                    where="output_dir",
-                    why="without a lock two runs could write into one directory",
-                    fix="set output_dir to a directory on a file system with locks (flock)",
-                ) from error
+                raise
             if _is_at(fd, self.path):
                 return fd
             os.close(fd)
@@ -192,20 +193,26 @@ class RunLock:
         """The open file, created if missing.
 
         Raises:
-            UsageError: if it is not a regular file, or cannot be opened.
+            OSError: if it is not a regular file, or cannot be opened.
         """
-        try:
-            fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
-        except OSError as error:
-            why = error.strerror or str(error)
-        else:
-            mode = os.fstat(fd).st_mode
-            if stat.S_ISREG(mode):
-                return fd
+        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+        mode = os.fstat(fd).st_mode
+        if not stat.S_ISREG(mode):
             os.close(fd)
-            why = f"it is {kind_of(mode)}, not a regular file"
-        raise UsageError.of(
-            f"the lock {self.path} cannot be used: {why}",
+            raise OSError(errno.EINVAL, f"it is {kind_of(mode)}, not a regular file", str(self.path))
+        return fd
+
+    def _unusable(self, error: OSError) -> UsageError:
+        """The refusal of a start. An error of flock names no file."""
+        if error.filename is None:
+            return UsageError.of(
+                f"{self.path} cannot be locked: {error.strerror}",
+                where="output_dir",
+                why="without a lock two runs could write into one directory",
+                fix="set output_dir to a directory on a file system with locks (flock)",
+            )
+        return UsageError.of(
+            f"the lock {self.path} cannot be used: {error.strerror}",
             where="output_dir",
             why="without a lock two runs could write into one directory",
             fix=f"if no run is using the directory, remove what is in the lock's place (rm -r {shlex.quote(str(self.path))}), or set a different output_dir",
