@@ -58,10 +58,10 @@ class RunningBoard:
             self.cookie = (first.getheader("Set-Cookie") or "").partition(";")[0]
         if cookie:
             sent["Cookie"] = self.cookie
-        connection.request(method, path, headers=sent)
-        response = connection.getresponse()
-        response.text = response.read().decode()  # type: ignore[attr-defined]
-        connection.close()
+        with contextlib.closing(connection):
+            connection.request(method, path, headers=sent)
+            response = connection.getresponse()
+            response.text = response.read().decode()  # type: ignore[attr-defined]
         return response
 
     def json(self, path: str) -> Any:

@@ -79,13 +79,16 @@ class Served:
     url: str
     model: str
     key: str = "none"
-    connections: list[socket.socket] = field(default_factory=list)
+    opened: "list[socket.socket | openai.OpenAI]" = field(default_factory=list)
 
     @property
     def client(self) -> "openai.OpenAI":
+        """A client, closed with the test: one that is dropped leaves its connection to the garbage collector."""
         import openai  # two seconds, which only tests of a server should take
 
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=self.key, max_retries=0, timeout=LIMIT_S)
+        made = openai.OpenAI(base_url=f"{self.url}/v1", api_key=self.key, max_retries=0, timeout=LIMIT_S)
+        self.opened.append(made)
+        return made
 
     @property
     def address(self) -> tuple[str, int]:
@@ -108,7 +111,7 @@ class Served:
     def connect(self, text: str = "") -> socket.socket:
         """A connection, closed with the test, on which a text has been sent."""
         made = socket.create_connection(self.address, timeout=LIMIT_S)
-        self.connections.append(made)
+        self.opened.append(made)
         made.sendall(text.encode())
         return made
 
@@ -127,6 +130,11 @@ class Served:
             ):
                 return process
         raise AssertionError("there is no process of the model")
+
+    def close(self) -> None:
+        """Closes what has been opened to the server."""
+        while self.opened:
+            self.opened.pop().close()
 
     def end(self) -> int:
         self.process.send_signal(signal.SIGTERM)
@@ -202,19 +210,24 @@ def serve(own_cache: None) -> Iterator[Serve]:
 
     yield start_one
     for one in started:
-        for connection in one.connections:
-            connection.close()
+        one.close()
         one.process.kill()
         one.process.communicate(timeout=LIMIT_S)
 
 
 @pytest.fixture(scope="session")
-def server(endless: Path, own_cache: None) -> Iterator[Served]:
-    """A server of the endless model, for tests that leave it as it is."""
+def kept_server(endless: Path, own_cache: None) -> Iterator[Served]:
     one = start(endless)
     yield one
     assert one.end() == 0
     one.process.communicate()
+
+
+@pytest.fixture
+def server(kept_server: Served) -> Iterator[Served]:
+    """A server of the endless model, for tests that leave it as it is."""
+    yield kept_server
+    kept_server.close()
 
 
 def wait_until(holds: Callable[[], bool]) -> None:

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -183,13 +184,13 @@ def test_only_a_valid_key_is_served_and_the_model_does_not_see_it(
     one.url = one.url.replace("0.0.0.0", "127.0.0.1")
     for key in ("", "first", "# of two clients"):
         with pytest.raises(openai.AuthenticationError) as caught:
-            Served(one.process, one.url, one.model, key or "x").client.models.list()
+            replace(one, key=key or "x").client.models.list()
         assert caught.value.code == "invalid_api_key"
     for key in ("first-key", "second-key"):
-        chat(Served(one.process, one.url, one.model, key), "call me")
+        chat(replace(one, key=key), "call me")
     assert one.end() == 0
     other = serve(endless, env={**os.environ, "UNISONO_SERVE_KEY": "of-the-environment"})
-    chat(Served(other.process, other.url, other.model, "of-the-environment"), "call me")
+    chat(replace(other, key="of-the-environment"), "call me")
     assert "UNISONO_SERVE_KEY" not in other.task().environ()
     with pytest.raises(openai.AuthenticationError):
         chat(other, "call me")

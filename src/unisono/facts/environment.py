@@ -372,7 +372,8 @@ def probe_url(url: str, *, limit_s: float) -> str:
             request = urllib.request.Request(url, method="HEAD")  # noqa: S310 - checked below
             urllib.request.urlopen(request, timeout=limit_s).close()  # noqa: S310
             answers.append("")
-        except urllib.error.HTTPError:  # it answers, and that is what was asked
+        except urllib.error.HTTPError as error:  # it answers, and that is what was asked
+            error.close()
             answers.append("")
         except (OSError, ValueError, http.client.HTTPException) as error:
             answers.append(str(getattr(error, "reason", error)) or type(error).__name__)
