@@ -82,7 +82,7 @@ ROOM_BUDGETS = {
     "serve": 1_500,
     "supervise": 4_350,
     "task": 4_550,
-    "train": 6_850,
+    "train": 7_200,
     "watch": 1_900,
     "worker": 750,
 }
@@ -91,7 +91,7 @@ FORMER_AIM = 66_000
 """Lines of the package, aimed at when it had 73,000; see the same page."""
 
 TARGETS = (
-    Target("files", 320),
+    Target("files", 321),
     Target("lines", sum(ROOM_BUDGETS.values()), note=f"former aim {FORMER_AIM:,}"),
     Target("rooms over their budget", 0),
     Target("lines of a file, median", 170, at_least=True),

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import init_device_mesh
 
 from unisono.model.load import LoadedModel, load_base
-from unisono.train.process_group import shard_model
+from unisono.train.sharding import shard_model
 from unisono.train.weights import write_model
 
 

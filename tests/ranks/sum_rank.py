@@ -42,7 +42,7 @@ def main() -> None:
     if way == "refused" and rank == 1:
         del os.memfd_create
     buffer = group.buffer(ELEMENTS)
-    shared = len(group._shared)
+    shared = len(group._summed_in_memory)
     for step in range(2):
         if way == "dies" and rank == 1 and step == 1:
             os._exit(9)

@@ -18,11 +18,12 @@ from unisono.errors import Disagreed, ModelError
 from unisono.model.forward import Rows, choose_forward
 from unisono.model.layers import has_kernels
 from unisono.model.load import LoadedModel
-from unisono.train import process_group
+from unisono.train import sharding
 from unisono.train.gradient_sync import ReplicaSync
 from unisono.train.join import check_world, checksum
 from unisono.train.optim import build_optimizers
-from unisono.train.process_group import Listener, Ranks, close_group, full_tensor, shard_model, world_mesh
+from unisono.train.process_group import Listener, Ranks, close_group, world_mesh
+from unisono.train.sharding import full_tensor, shard_model
 
 _CUDA = pytest.param(
     "cuda",
@@ -156,7 +157,7 @@ def test_an_adapter_on_sharded_weights_has_the_fast_layers_and_the_same_update(
     plain.model.to(group.device)
     layers = sharded.base.model.layers
     size = sum(p.nbytes for p in layers[0].parameters())
-    monkeypatch.setattr(process_group, "KEPT_WHOLE_BYTES", kept * size)
+    monkeypatch.setattr(sharding, "KEPT_WHOLE_BYTES", kept * size)
     root = shard_model(sharded, world_mesh(group.device, 1))
     assert [isinstance(layer.mlp.up_proj.base_layer.weight, DTensor) for layer in layers] == [
         number < 4 - kept for number in range(4)
@@ -196,9 +197,7 @@ def test_only_the_last_layers_stay_whole_after_a_forward(
 ) -> None:
     loaded = _model()
     layers = loaded.base.model.layers
-    monkeypatch.setattr(
-        process_group, "KEPT_WHOLE_BYTES", 2 * sum(p.nbytes for p in layers[0].parameters()) + 1
-    )
+    monkeypatch.setattr(sharding, "KEPT_WHOLE_BYTES", 2 * sum(p.nbytes for p in layers[0].parameters()) + 1)
     root = shard_model(loaded, world_mesh(group.device, 1))
     forward = choose_forward(
         loaded, dtype="float32", quick_adapter=False, gradient_checkpointing=False, root=root.module
@@ -245,11 +244,11 @@ def test_a_torch_that_cannot_shard_packed_values_is_named(monkeypatch: pytest.Mo
             torch.nn.Parameter(parameter.data)
         raise RuntimeError("another reason")
 
-    monkeypatch.setattr(process_group, "fully_shard", refuse)
+    monkeypatch.setattr(sharding, "fully_shard", refuse)
     with pytest.raises(RuntimeError, match="another reason"):
-        process_group._shard(torch.nn.Linear(2, 2))
+        sharding._shard(torch.nn.Linear(2, 2))
     packed = torch.nn.Module()
     packed.weight = torch.nn.Parameter(torch.zeros(2, 2, dtype=torch.uint8), requires_grad=False)
     with pytest.raises(ModelError, match="cannot shard quantized weights") as found:
-        process_group._shard(packed)
+        sharding._shard(packed)
     assert "require gradients" in found.value.problems[0].why

@@ -1,6 +1,6 @@
 """Gradients of replicas are summed in buffers of fixed layout. Run: pytest tests/train/test_exchange.py"""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -26,6 +26,9 @@ class Twins:
 
     def buffer(self, elements: int) -> torch.Tensor:
         return torch.zeros(elements)
+
+    def shared(self, elements: int, *, owners: Sequence[int]) -> list[torch.Tensor]:
+        return [torch.zeros(elements) for _ in owners]
 
     def broadcast(self, tensor: torch.Tensor) -> None: ...
 

@@ -95,8 +95,8 @@ class Forward:
     """Modules of dynamic RoPE, which is scaled row by row except in generation."""
     merges: bool = False
     """Whether the common beginnings of rows are computed once."""
-    root: torch.nn.Module | None = None
-    """Set if weights are sharded over ranks: every use of them goes through it (`train.process_group`)."""
+    root: Callable[[Callable[[], Any]], Any] | None = None
+    """Set if weights are sharded over ranks: every use of them goes through it (`train.sharding`)."""
     quick: bool = False
     """Whether each adapted layer computes the products of its weight and its adapter in one function."""
     fast_layers: int = 0
@@ -239,7 +239,7 @@ def choose_forward(
     dtype: str,
     quick_adapter: bool,
     gradient_checkpointing: bool,
-    root: torch.nn.Module | None = None,
+    root: Callable[[Callable[[], Any]], Any] | None = None,
     trains: bool = True,
 ) -> Forward:
     """Finds the fastest implementation that is correct for this model, by testing.

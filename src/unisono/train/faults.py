@@ -51,7 +51,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +163,9 @@ class _FaultyGroup:
 
     def buffer(self, elements: int) -> torch.Tensor:
         return self._group.buffer(elements)
+
+    def shared(self, elements: int, *, owners: Sequence[int]) -> list[torch.Tensor]:
+        return self._group.shared(elements, owners=owners)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         self._group.broadcast(tensor)

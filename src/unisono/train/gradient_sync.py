@@ -11,7 +11,8 @@ import torch
 from unisono.model.load import LoadedModel
 from unisono.plan import RunPlan
 from unisono.plan.run_plan import has_one_backward
-from unisono.train.process_group import Group, ShardedRoot
+from unisono.train.process_group import Group
+from unisono.train.sharding import Sharded
 
 _BUCKET_ELEMENTS = 8 << 20  # 32 MiB of float32
 _ALIGNED = 64  # elements: each gradient begins at a multiple of it, for vectorized kernels
@@ -251,7 +252,7 @@ class ShardSync:
 
     group: Group
     device: torch.device
-    root: ShardedRoot
+    root: Sharded
     gathers_late: bool
     """Whether gradients are so small (an adapter's) that each rank keeps them unsharded until the last micro batch."""
     needs_equal_rounds: bool = field(default=True, init=False)
@@ -261,6 +262,7 @@ class ShardSync:
 
     def begin(self) -> None:
         """Turns off sums in the backward passes before the last, if gradients are gathered late."""
+        self.root.begin_step()
         self.root.reduce_gradients(now=not self.gathers_late)
 
     def before_last_backward(self) -> None:
@@ -269,6 +271,7 @@ class ShardSync:
 
     def finish(self, scalars: torch.Tensor) -> torch.Tensor:
         """Sums the scalars; backward has summed the gradients."""
+        self.root.finish_step()
         self._watch.mark(0)
         self.group.sum(scalars)
         self._watch.mark(1)
@@ -287,7 +290,7 @@ def gradient_sync_of(
     group: Group,
     device: torch.device,
     loaded: LoadedModel,
-    sharded: ShardedRoot | None,
+    sharded: Sharded | None,
     *,
     metrics: int,
 ) -> GradientSync:

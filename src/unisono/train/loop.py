@@ -24,9 +24,9 @@ from unisono.train.evaluation import evaluate_rows, exact_match_share, first_sum
 from unisono.train.front_io import EXIT_CODES, flags_of, outcome_of
 from unisono.train.gradient_sync import FIXED_SCALARS, scalars_of_a_step
 from unisono.train.optim import clipping_factor, lr_factor, total_norm
-from unisono.train.process_group import own_part
 from unisono.train.run import Run, StepBatches, embedding_noise, load_micro, seed_torch
 from unisono.train.saving import finish_saving, require_checkpoint, save_checkpoint, wait_for_copies
+from unisono.train.sharding import own_part
 from unisono.train.training_checks import (
     StepOutcome,
     is_out_of_memory,

@@ -10,7 +10,7 @@ import torch
 from unisono.config.schema import OptimSection
 from unisono.model.kernels import AdamWFigures
 from unisono.model.layers import kernels_of
-from unisono.train.process_group import own_part
+from unisono.train.sharding import own_part
 
 Bits = TypeVar("Bits", int, torch.Tensor)
 

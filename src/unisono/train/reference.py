@@ -34,9 +34,10 @@ from unisono.text import one_line
 from unisono.train import faults
 from unisono.train.evaluation import evaluating
 from unisono.train.join import digest_of, values_by_name
-from unisono.train.process_group import ShardedRoot, shard_model, world_mesh
+from unisono.train.process_group import world_mesh
 from unisono.train.rank0_work import on_rank0
 from unisono.train.run import Run, load_units
+from unisono.train.sharding import Sharded, shard_model
 
 _TOKENS = 8_192  # in a forward
 _TOKENS_WITH_LOGITS = 1_024  # in one of a model whose head gives the logits of all tokens at once
@@ -201,7 +202,7 @@ def _reference_forward(run: Run) -> Iterator[Any]:
             run.sharded.reshard()
 
 
-def _load(run: Run, named: str) -> tuple[Forward, ShardedRoot | None]:
+def _load(run: Run, named: str) -> tuple[Forward, Sharded | None]:
     """The reference model of a directory or hub id, with its weights as those of the run's own model are."""
     plan, model = run.plan, run.plan.config.model
     run.report.phase("reference", f"loading the reference {named}")

@@ -27,8 +27,9 @@ from unisono.track import Trackers
 from unisono.train.front_io import FrontMessages, Outcome, StopRequest, StorageWatch
 from unisono.train.gradient_sync import GradientSync
 from unisono.train.optim import Optimizers
-from unisono.train.process_group import Group, ShardedRoot
+from unisono.train.process_group import Group
 from unisono.train.saver import Part, Saver
+from unisono.train.sharding import Sharded
 from unisono.watch import Beats
 
 if TYPE_CHECKING:
@@ -390,7 +391,7 @@ class Run:
     forward: Forward
     optimizers: Optimizers
     gradient_sync: GradientSync
-    sharded: ShardedRoot | None
+    sharded: Sharded | None
     """Set if every rank holds a shard of each weight."""
     objective: Objective
     data: TrainingData

@@ -36,7 +36,6 @@ from unisono.rundir import RunDir
 from unisono.rundir.records import MetricsWriter, best_evaluated, truncate_after
 from unisono.text import parse_seconds
 from unisono.train import faults
-from unisono.train.process_group import sharded_like
 from unisono.train.rank0_work import (
     TURN_S,
     CheckpointBroadcast,
@@ -51,6 +50,7 @@ from unisono.train.rank0_work import (
 )
 from unisono.train.run import Run, TrainState, base_of, contents_of
 from unisono.train.saver import STUCK_S, Files, Save
+from unisono.train.sharding import sharded_like
 
 _RECREATED_WITHIN_S = 4.0
 _LOOK_S = 0.1

@@ -23,11 +23,12 @@ from unisono.train.front_io import StopRequest, front_messages
 from unisono.train.gradient_sync import gradient_sync_of
 from unisono.train.join import check_device, digest_of, join_ranks, values_by_name
 from unisono.train.optim import build_optimizers
-from unisono.train.process_group import Alone, Group, ShardedRoot, shard_model, world_mesh
+from unisono.train.process_group import Alone, Group
 from unisono.train.reference import set_reference
 from unisono.train.run import GeneratorWatch, Run, TrainingData, TrainState, seed_torch
 from unisono.train.saver import Saver, Staging
 from unisono.train.saving import open_metrics, open_store, restore
+from unisono.train.sharding import Sharded, shard_weights
 from unisono.watch import Beats
 
 
@@ -55,7 +56,7 @@ def set_up(plan: RunPlan, place: RankPlace, report: Reporter, stop: StopRequest,
     group: Group = Alone()
     if plan.world_size > 1:
         group = join_ranks(plan, place, report, beats, device=device, loaded=loaded, data=data)
-    sharded = shard_model(loaded, world_mesh(device, plan.world_size)) if plan.strategy == "fsdp" else None
+    sharded = shard_weights(loaded, group, device) if plan.strategy == "fsdp" else None
     forward = _choose_forward(plan, loaded, sharded)
     loaded.model.train()
     is_main = group.is_main
@@ -144,7 +145,7 @@ def _load_model(plan: RunPlan, place: RankPlace, device: torch.device) -> Loaded
     return loaded
 
 
-def _choose_forward(plan: RunPlan, loaded: LoadedModel, sharded: ShardedRoot | None) -> Forward:
+def _choose_forward(plan: RunPlan, loaded: LoadedModel, sharded: Sharded | None) -> Forward:
     adapter = plan.config.adapter
     if plan.config.objective == DIFFUSION:
         from unisono.diffusion.pipeline import choose_picture_forward

@@ -26,7 +26,7 @@ from unisono.model.files import read_contents, read_safetensors_header, weight_f
 from unisono.model.load import DTYPES, LoadedModel
 from unisono.plan import RunPlan
 from unisono.text import parse_bytes
-from unisono.train.process_group import full_on_one_rank
+from unisono.train.sharding import full_on_one_rank
 
 Tensors = dict[str, torch.Tensor]
 
