@@ -17,7 +17,7 @@ from unisono.errors import Disagreed, Problem
 from unisono.events import Reporter
 from unisono.facts import Environment
 from unisono.model.load import LoadedModel
-from unisono.model.quantization import scales_of
+from unisono.model.quantization import packed_weights, scales_of
 from unisono.plan import RankPlace, RunPlan
 from unisono.train import faults
 from unisono.train.front_io import front_messages
@@ -273,6 +273,12 @@ def values_by_name(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
 def digest_of(parts: Iterable[Any]) -> str:
     """The digest of plain values, in order."""
     return hashlib.sha256(json.dumps(list(parts)).encode()).hexdigest()[:32]
+
+
+def quantized_digest(model: torch.nn.Module) -> str:
+    """The digest of the quantized weights and their scales; empty if no weight is quantized."""
+    packed = packed_weights(model)
+    return digest_of(values_by_name(packed | scales_of(model)).items()) if packed else ""
 
 
 def shapes_digest(tensors: Mapping[str, torch.Tensor]) -> str:

@@ -252,10 +252,12 @@ class Ranks:
         """
         if self.device.type != "cpu":
             return []
-        fd, address = _new_memory(4 * elements) if self.rank in owners else (None, "")
         self._memories += 1
         key = f"memory/{self._memories}"
-        self._notes.set(f"{key}/{self.rank}", address)
+        fd = None
+        if self.rank in owners:
+            fd, address = _new_memory(4 * elements)
+            self._notes.set(f"{key}/{self.rank}", address)
         self.barrier()
         addresses = [self._notes.get(f"{key}/{rank}").decode() for rank in owners]
         found = [_memory_at(address, 4 * elements) for address in addresses]

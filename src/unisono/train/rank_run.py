@@ -26,6 +26,7 @@ from unisono.errors import (
 from unisono.events import Reporter
 from unisono.facts import read_environment
 from unisono.files import fsync_dir, fsync_tree
+from unisono.model.layers import has_kernels, why_no_kernels
 from unisono.plan import RunPlan
 from unisono.rundir.records import best_evaluated
 from unisono.text import show_bytes
@@ -38,7 +39,7 @@ from unisono.train.memory_snapshots import MemorySnapshots
 from unisono.train.rank0_work import on_rank0
 from unisono.train.run import Run
 from unisono.train.saving import require_directory, restore
-from unisono.train.setup import ready_facts, set_up
+from unisono.train.setup import set_up
 from unisono.train.training_checks import try_longest_batch
 from unisono.train.weights import write_weights
 from unisono.watch import Beats
@@ -77,6 +78,27 @@ def run_plan(
             _close(run, run.storage)
 
 
+def _ready_facts(run: Run, *, peak: int, kept_every: int | None) -> dict[str, Any]:
+    """Facts that only the worker knows before step 1, for the first screen."""
+    loaded, forward = run.forward.loaded, run.forward
+    return {
+        "parameters": loaded.parameters,
+        "trainable": loaded.trainable_parameters,
+        "dtype": run.plan.dtype,
+        "layout": forward.layout,
+        "head": forward.head,
+        "why": forward.why,
+        "quick": forward.quick,
+        "fast_layers": forward.fast_layers,
+        "kernels": has_kernels(run.plan.dtype, run.device),
+        "no_kernels": why_no_kernels(run.plan.dtype, run.device),
+        "peak_bytes": peak,
+        "resumed_step": run.state.step,
+        "threads": torch.get_num_threads(),
+        "kept_every": kept_every,
+    }
+
+
 def _close(run: Run, storage: StorageWatch) -> None:
     if run.metrics is not None:
         with storage.ends_if_stuck("writing metrics.jsonl", run.files.metrics, only_files=True):
@@ -97,7 +119,7 @@ def _train_and_finish(run: Run) -> dict[str, Any]:
     kept_every = (
         run.snapshots.prepare(run, step_time_s=trial.step_time_s) if run.snapshots is not None else None
     )
-    report.send("ready", facts=ready_facts(run, peak=trial.peak_bytes, kept_every=kept_every))
+    report.send("ready", facts=_ready_facts(run, peak=trial.peak_bytes, kept_every=kept_every))
     stop.training_begins()
     began, tokens_before = time.perf_counter(), run.state.tokens
     ending = train(run) if run.plan.last_step is None else train_again(run)

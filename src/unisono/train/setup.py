@@ -1,7 +1,6 @@
 """Builds a run from its plan: model, data, optimizer, state; fresh or from a checkpoint."""
 
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -11,9 +10,7 @@ from unisono.events import Reporter
 from unisono.facts import identity_of
 from unisono.model.directory import locate_tokenizer
 from unisono.model.forward import Forward, choose_forward
-from unisono.model.layers import has_kernels, why_no_kernels
 from unisono.model.load import SCORE, LoadedModel, load_for_training
-from unisono.model.quantization import packed_weights, scales_of
 from unisono.objectives import objective_of
 from unisono.plan import RankPlace, RunPlan, Stream
 from unisono.rundir import RunDir
@@ -21,7 +18,7 @@ from unisono.track import ServiceWriter, TensorboardWriter, Tracker, Trackers
 from unisono.train import faults
 from unisono.train.front_io import StopRequest, front_messages
 from unisono.train.gradient_sync import gradient_sync_of
-from unisono.train.join import check_device, digest_of, join_ranks, values_by_name
+from unisono.train.join import check_device, join_ranks, quantized_digest
 from unisono.train.optim import build_optimizers
 from unisono.train.process_group import Alone, Group
 from unisono.train.reference import set_reference
@@ -138,10 +135,7 @@ def _load_model(plan: RunPlan, place: RankPlace, device: torch.device) -> Loaded
         device=device,
     )
     faults.change_loaded(plan, place.rank, loaded)
-    packed = packed_weights(loaded.model)
-    if packed:
-        values = values_by_name(packed | scales_of(loaded.model))
-        loaded.quantized_digest = digest_of(values.items())
+    loaded.quantized_digest = quantized_digest(loaded.model)
     return loaded
 
 
@@ -206,24 +200,3 @@ def _uses_dropout(loaded: LoadedModel) -> bool:
     modules = (m.p for m in loaded.model.modules() if isinstance(m, torch.nn.Dropout))
     settings = getattr(loaded.base, "config", None)
     return max(modules, default=0) > 0 or (getattr(settings, "attention_dropout", 0) or 0) > 0
-
-
-def ready_facts(run: Run, *, peak: int, kept_every: int | None) -> dict[str, Any]:
-    """Facts that only the worker knows before step 1, for the first screen."""
-    loaded, forward = run.forward.loaded, run.forward
-    return {
-        "parameters": loaded.parameters,
-        "trainable": loaded.trainable_parameters,
-        "dtype": run.plan.dtype,
-        "layout": forward.layout,
-        "head": forward.head,
-        "why": forward.why,
-        "quick": forward.quick,
-        "fast_layers": forward.fast_layers,
-        "kernels": has_kernels(run.plan.dtype, run.device),
-        "no_kernels": why_no_kernels(run.plan.dtype, run.device),
-        "peak_bytes": peak,
-        "resumed_step": run.state.step,
-        "threads": torch.get_num_threads(),
-        "kept_every": kept_every,
-    }
