@@ -240,8 +240,8 @@ def test_a_full_disk_costs_the_new_checkpoint_and_nothing_else(train_here: Train
             with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
                 while True:
                     file.write(bytes(4096))
-        if message["kind"] == "step" and message["step"] == 7:
-            filler.unlink()
+        if message.get("code") == "checkpoint_failed" and message["step"] == 6:
+            filler.unlink()  # before the save of step 8 begins, which waits for this one
 
     try:
         run = train_here(
