@@ -11,11 +11,10 @@ import torch
 from unisono.model.load import LoadedModel
 from unisono.plan import RunPlan
 from unisono.plan.run_plan import has_one_backward
-from unisono.train.process_group import Group
+from unisono.train.process_group import Group, room_of
 from unisono.train.sharding import Sharded
 
 _BUCKET_ELEMENTS = 8 << 20  # 32 MiB of float32
-_ALIGNED = 64  # elements: each gradient begins at a multiple of it, for vectorized kernels
 
 
 FIXED_SCALARS = 3  # the loss, and the two numbers of a stop request
@@ -203,7 +202,7 @@ class ReplicaSync:
         offsets: dict[int, int] = {}
         size, members = 0, list[int]()
         for index in reversed(range(len(self.parameters))):
-            need = -(-self.parameters[index].numel() // _ALIGNED) * _ALIGNED
+            need = room_of(self.parameters[index])
             if members and size + need > _BUCKET_ELEMENTS:
                 self._add_bucket(size, members, offsets)
                 size, members = 0, []

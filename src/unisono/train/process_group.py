@@ -305,6 +305,11 @@ class Ranks:
             return False
 
 
+def room_of(tensor: torch.Tensor) -> int:
+    """Elements of its room in a buffer of several: each begins at a multiple of 64 of them, for vectorized kernels."""
+    return -(-tensor.numel() // 64) * 64
+
+
 def _key_of(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.numel()
 
