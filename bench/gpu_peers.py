@@ -279,7 +279,7 @@ def unisono_arm(name: str, size: str, model: Path, rows: Path, device: str, work
         "ends": ends, "tokens": [b - a for a, b in itertools.pairwise(totals)], "loss": steps[-1]["loss"],
         "allocated": max(line["memory_bytes"] for line in steps), "reserved": 0,
         "settings": {key: plan.get(key) for key in ("micro_batch", "gradient_checkpointing", "dtype")},
-        "facts": {key: facts.get(key) for key in ("layout", "head", "why", "quick", "fast_layers", "kernels", "no_kernels")},
+        "facts": {key: facts.get(key) for key in ("layout", "head", "why", "quick", "fast_layers", "graphs", "kernels", "no_kernels")},
         "phases": phases_of(sent), "estimate": plan.get("memory"),
         "step_time_s": [line["step_time_s"] for line in steps], "data_time_s": [line["data_time_s"] for line in steps],
         "loss_share": steps[-1]["loss_tokens"] / steps[-1]["tokens"],

@@ -6,6 +6,7 @@ TRITON_INTERPRET=1 pytest -W ignore::DeprecationWarning -m gpu tests/gpu/test_ke
 
 import importlib.util
 import os
+import time
 from typing import TYPE_CHECKING
 
 import peft
@@ -14,6 +15,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from unisono.model import forward as forwards
+from unisono.model.cuda_graphs import IGNORED, StepGraphs
 from unisono.model.directory import facts_of_shape
 from unisono.model.forward import Forward, Rows, choose_forward
 from unisono.model.kernels import AdamWFigures
@@ -108,7 +110,10 @@ def test_cross_entropy_and_its_gradient_equal_torchs(rows: int, vocabulary: int)
     before = logits.clone()
     _near(kernels.cross_entropy(logits, labels, 0.0), wanted, 1e-4)
     assert torch.equal(logits, before)
-    _near(kernels.cross_entropy(logits, labels, 0.01), wanted, 1e-4)
+    _near(kernels.cross_entropy(logits.clone(), labels, 0.01), wanted, 1e-4)
+    labels[1] = IGNORED  # a label of no loss
+    wanted[1], gradient[1] = 0.0, 0.0
+    _near(kernels.cross_entropy(logits, labels, torch.tensor(0.01, device=_ON)), wanted, 1e-4)
     _near(logits, gradient)
 
 
@@ -160,12 +165,14 @@ def _forward(
     return found
 
 
-def _step(forward: Forward) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(0, 512, (sum(_LENGTHS),), generator=generator).cuda()
-    positions = torch.cat([torch.arange(n) for n in _LENGTHS]).cuda()
+def _step(
+    forward: Forward, lengths: list[int] = _LENGTHS, seed: int = 1
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, 512, (sum(lengths),), generator=generator).cuda()
+    positions = torch.cat([torch.arange(n) for n in lengths]).cuda()
     index = (positions[1:] > 0).nonzero()[:, 0]
-    loss = forward.loss(Rows(ids, positions, _LENGTHS, index, ids[index + 1]), count=len(index))
+    loss = forward.loss(Rows(ids, positions, lengths, index, ids[index + 1]), count=len(index))
     loss.backward()
     trained = forward.loaded.trainable
     grads = {name: p.grad.clone() for name, p in trained.items() if p.grad is not None}
@@ -224,3 +231,66 @@ def test_the_layers_keep_as_much_memory_for_backward_as_is_estimated(
         estimated.append(estimate.activations)
     ratio = (estimated[1] - estimated[0]) / (kept[1] - kept[0])
     assert 0.96 < ratio < 1.06, ratio
+
+
+@on_device
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_graphs_give_the_losses_and_gradients_of_their_rows(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = _forward(kind, monkeypatch, fast=True)
+    batches = [(_LENGTHS, 1), ([100, 240, 9], 2), (_LENGTHS, 1), ([333], 3), ([5, 6], 4)]
+    wanted = [_step(forward, *batch) for batch in batches]
+    forward.use_graphs(most_tokens=400, longest=400)
+    graphs = forward.graphs
+    assert graphs is not None
+    before: tuple[torch.Tensor, dict[str, torch.Tensor]] | None = None
+    for _ in range(3):  # of the same shape each, but the last: recorded at the second
+        for (loss, grads), batch in zip(wanted, batches, strict=True):
+            found, others = _step(forward, *batch)
+            _near(found, loss, 1e-3)
+            for name, gradient in grads.items():
+                _near(others[name], gradient, 0.02)
+            if before is not None and batch == batches[0]:  # first as usual, then from a graph
+                assert torch.equal(found, before[0])
+                assert all(torch.equal(value, before[1][name]) for name, value in others.items())
+            before = before or (found, others)
+    assert not graphs.why
+    assert sum(one.graph is not None for one in graphs._recorded.values()) >= 2
+
+
+@on_device
+def test_a_forward_that_waits_for_the_device_is_computed_as_usual(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = _forward("lora", monkeypatch, fast=True)
+    (loss, grads), usual = _step(forward), forward._loss
+
+    def waits(rows: Rows, count: torch.Tensor) -> torch.Tensor:
+        assert rows.input_ids.sum().item() >= 0
+        return usual(rows, count, 0.0)
+
+    forward.graphs = StepGraphs(waits, list(forward.loaded.trainable.values()), most_tokens=400, longest=400)
+    for _ in range(4):
+        found, others = _step(forward)
+        _near(found, loss, 1e-3)
+        for name, gradient in grads.items():
+            _near(others[name], gradient, 0.02)
+    assert "captur" in forward.graphs.why, forward.graphs.why
+
+
+@on_device
+def test_a_graph_launches_a_step_faster_than_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = _forward("lora", monkeypatch, fast=True, layers=24)
+
+    def seconds() -> float:
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(5):
+            _step(forward)
+        torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    seconds()
+    usual = seconds()
+    forward.use_graphs(most_tokens=400, longest=400)
+    seconds()
+    assert seconds() < 0.8 * usual

@@ -1,8 +1,8 @@
 """`unisono …` on a machine that it has not got: `python front.py ANSWERS.json train CONFIG …`, as tests start it.
 
 The answers, each of them optional: `gpus` (fields of facts.machine.Gpu), `machine` (a file of tests/doctor/recorded), `packages` (name to version, laid over the installed
-ones), `clock_offset_s` (of the wall clock), `names` (host name to addresses), `faults` (of the plan), `task` (what is started for tasks: this
-interpreter, -m and a module, which the session's fork server forks).
+ones), `clock_offset_s` (of the wall clock), `names` (host name to addresses), `faults` (of the plan), `task` and `worker` (what is
+started for tasks and ranks: this interpreter, -m and a module, which the session's fork server forks).
 """
 
 import json
@@ -19,6 +19,7 @@ from unisono.facts import Probes, package_versions
 from unisono.facts.machine import DeviceProbe, DevicesDetails, Gpu
 from unisono.facts.network import NetworkInterface, SystemNetwork
 from unisono.supervise import fork_server
+from unisono.supervise.child_process import Programs
 from unisono.supervise.fork_server import ForkServer
 
 
@@ -93,6 +94,13 @@ if ANSWERS.get("exec"):  # each rank is a fresh interpreter, as where nothing ca
     ForkServer.start = lambda *_, **__: None  # type: ignore[method-assign]
 
 
+def with_program(programs: Programs, kind: str) -> Programs:
+    """The same with the answers' program for tasks or ranks."""
+    command = tuple(ANSWERS[kind])
+    fork_server._SERVED = (*fork_server._SERVED, command[2])
+    return replace(programs, task=command) if kind == "task" else replace(programs, worker=command)
+
+
 class Request(unisono.launch.train_request.TrainRequest):
     """The same request, with the answers in it."""
 
@@ -100,9 +108,9 @@ class Request(unisono.launch.train_request.TrainRequest):
         super().__init__(*arguments, **named)  # type: ignore[arg-type]
         object.__setattr__(self, "probes", probes(ANSWERS))
         object.__setattr__(self, "faults", ANSWERS.get("faults", {}))
-        if "task" in ANSWERS:
-            fork_server._SERVED = (*fork_server._SERVED, ANSWERS["task"][2])
-            object.__setattr__(self, "programs", replace(self.programs, task=tuple(ANSWERS["task"])))
+        for kind in ("task", "worker"):
+            if kind in ANSWERS:
+                object.__setattr__(self, "programs", with_program(self.programs, kind))
 
 
 class Look(doctor_check.DoctorRequest):
@@ -111,6 +119,8 @@ class Look(doctor_check.DoctorRequest):
     def __init__(self, *arguments: object, **named: object) -> None:
         super().__init__(*arguments, **named)  # type: ignore[arg-type]
         object.__setattr__(self, "probes", probes(ANSWERS))
+        if "task" in ANSWERS:
+            object.__setattr__(self, "programs", with_program(self.programs, "task"))
 
 
 unisono.launch.train_request.TrainRequest = Request  # type: ignore[misc]

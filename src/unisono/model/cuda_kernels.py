@@ -109,10 +109,12 @@ def _rotate_heads(
 
 @triton.jit
 def _cross_entropy_rows(logits, labels, factor, width, losses, GRADIENT: tl.constexpr, BLOCK: tl.constexpr):
+    """A label below 0 has no loss, and no gradient."""
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * width
     label = tl.load(labels + row)
-    of_label = tl.load(start + label).to(tl.float32)
+    counts = label >= 0
+    of_label = tl.load(start + tl.where(counts, label, 0)).to(tl.float32)
     at = tl.arange(0, BLOCK)
     largest = tl.full((BLOCK,), -1e30, tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -123,14 +125,15 @@ def _cross_entropy_rows(logits, labels, factor, width, losses, GRADIENT: tl.cons
         largest = larger
     highest = tl.max(largest, 0)
     normalizer = highest + tl.log(tl.sum(total * tl.exp(largest - highest), 0))
-    tl.store(losses + row, normalizer - of_label)
+    tl.store(losses + row, tl.where(counts, normalizer - of_label, 0.0))
     if GRADIENT:
+        times = tl.where(counts, tl.load(factor), 0.0)
         tl.debug_barrier()  # every thread has read the logit of the label before its gradient replaces it
         for first in range(0, width, BLOCK):
             inside = first + at < width
             value = tl.load(start + first + at, mask=inside, other=float("-inf")).to(tl.float32)
             found = tl.exp(value - normalizer) - tl.where(first + at == label, 1.0, 0.0)
-            tl.store(start + first + at, (found * factor).to(tl.bfloat16), mask=inside)
+            tl.store(start + first + at, (found * times).to(tl.bfloat16), mask=inside)
 
 
 class CudaKernels:
@@ -212,12 +215,30 @@ class CudaKernels:
             _rotate(source, target, rope, back=True)
         grads[2].copy_(d_v)
 
-    def cross_entropy(self, logits: torch.Tensor, labels: torch.Tensor, factor: float) -> torch.Tensor:
-        """(N,) float32: the losses of logits (N, V), which their gradients times `factor` replace, unless that is 0."""
+    def cross_entropy(
+        self, logits: torch.Tensor, labels: torch.Tensor, factor: float | torch.Tensor
+    ) -> torch.Tensor:
+        """(N,) float32: the losses of logits (N, V), which their gradients times `factor` replace, unless that is 0. Labels below 0 have none.
+
+        Args:
+            logits: (N, V).
+            labels: (N,) int64.
+            factor: a number, or () float32, which the host does not read.
+        """
         losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+        has_gradient = isinstance(factor, torch.Tensor) or factor != 0
         if len(logits):
+            if not isinstance(factor, torch.Tensor):
+                factor = torch.full((), factor, device=logits.device)
             _cross_entropy_rows[(len(logits),)](
-                logits, labels, factor, logits.shape[1], losses, GRADIENT=factor != 0, BLOCK=4096, num_warps=8
+                logits,
+                labels,
+                factor,
+                logits.shape[1],
+                losses,
+                GRADIENT=has_gradient,
+                BLOCK=4096,
+                num_warps=8,
             )
         return losses
 

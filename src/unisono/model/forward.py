@@ -22,6 +22,7 @@ from peft.utils import ModulesToSaveWrapper
 from unisono.errors import ModelError
 from unisono.model.attention import (
     FLAT_ATTENTION,
+    Ends,
     Merged,
     UnsupportedAttentionError,
     merge,
@@ -29,6 +30,7 @@ from unisono.model.attention import (
     shorten_last_layer,
     to_device,
 )
+from unisono.model.cuda_graphs import LARGEST_MODEL, StepGraphs
 from unisono.model.decoder import release_originals, release_scratch, slow_down_layers, speed_up_layers
 from unisono.model.layers import (
     head_log_probs,
@@ -41,7 +43,7 @@ from unisono.model.layers import (
     why_no_kernels,
 )
 from unisono.model.load import DTYPES, SCORE, LoadedModel
-from unisono.model.quantization import PackedHead, times_transposed
+from unisono.model.quantization import PackedHead, quantized_layers, times_transposed
 from unisono.text import one_line
 
 Layout = Literal["flat", "padded"]
@@ -62,6 +64,7 @@ class Rows:
         noise: (T, E) float32, added to the input embeddings; None for none.
         loss_counts: loss tokens of each row; they sum to N. Needed by sums of rows only.
         common: for each row, how many of its first tokens are those of the row before it, which has none itself; empty: none are known.
+        ends: where the rows end, if the device knows it already; None: it follows from their lengths.
     """
 
     input_ids: torch.Tensor
@@ -72,6 +75,7 @@ class Rows:
     noise: torch.Tensor | None = None
     loss_counts: list[int] = field(default_factory=list)
     common: list[int] = field(default_factory=list)
+    ends: Ends | None = None
 
     def sums(self, values: torch.Tensor) -> torch.Tensor:
         """(R,): the sums of values (N,) at the loss tokens of each row; 0 for a row without any."""
@@ -103,6 +107,8 @@ class Forward:
     """Norms, MLPs and attentions that are one function each (`model.decoder`)."""
     shortens: bool = False
     """Whether the last layer computes what follows its attention at loss tokens only."""
+    graphs: StepGraphs | None = None
+    """Launches the kernels of a loss at once, where launching them one by one takes longer than the device."""
 
     def within(self, use: Callable[[], T]) -> T:
         """The result of `use`, called where all weights are unsharded. With sharded weights all ranks must call it alike."""
@@ -119,9 +125,31 @@ class Forward:
             count: loss tokens of the global batch.
             smoothing: the share of the target probability that is spread evenly over the vocabulary (arXiv:1512.00567).
         """
+        if self.graphs is not None and not smoothing and torch.is_grad_enabled():
+            found = self.graphs.loss(rows, count)
+            if found is not None:
+                return found
         return self.within(lambda: self._loss(rows, count, smoothing))
 
-    def _loss(self, rows: Rows, count: int, smoothing: float) -> torch.Tensor:
+    def use_graphs(self, *, most_tokens: int, longest: int) -> None:
+        """Computes losses by CUDA graphs from now on, if the model is small enough and nothing in its forward waits for the device.
+
+        Args:
+            most_tokens: of a micro batch.
+            longest: tokens of a row at most.
+        """
+        loaded = self.loaded
+        is_small = loaded.base.device.type == "cuda" and loaded.parameters < LARGEST_MODEL
+        never_waits = self.fast_layers > 0 and self.head == "chunked" and not self.rows_apart
+        if is_small and never_waits and self.root is None and not any(quantized_layers(loaded.model)):
+            self.graphs = StepGraphs(
+                lambda rows, count: self._loss(rows, count, 0.0),
+                list(loaded.trainable.values()),
+                most_tokens=most_tokens,
+                longest=longest,
+            )
+
+    def _loss(self, rows: Rows, count: int | torch.Tensor, smoothing: float) -> torch.Tensor:
         how: Any = {"count": count, "smoothing": smoothing}
         with self._precision(), self._noise(rows):
             if self.head == "chunked":
@@ -564,8 +592,11 @@ def _alike(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype, *, tim
 
 def _flat_inputs(rows: Rows, merged: Merged | None) -> dict[str, Any]:
     """The keyword arguments of transformers for packed rows: (1, T) ids, or (1, S) of merged rows, and the boundaries of rows."""
-    ends = to_device(np.cumsum([0, *rows.lengths], dtype=np.int32), rows.input_ids.device)
-    longest = max(rows.lengths)
+    if rows.ends is None:
+        ends = to_device(np.cumsum([0, *rows.lengths], dtype=np.int32), rows.input_ids.device)
+        longest = max(rows.lengths)
+    else:
+        ends, longest = rows.ends
     ids, positions = rows.input_ids, rows.position_ids
     if merged is not None:
         ids, positions = ids[merged.kept], positions[merged.kept]

@@ -257,7 +257,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         weight: torch.Tensor,
         scale: torch.Tensor | None,
         labels: torch.Tensor,
-        count: int,
+        count: int | torch.Tensor,
         smoothing: float,
     ) -> torch.Tensor:
         """hidden (N, E), weight (V, E), labels (N,) int64 → the loss, a float32 scalar; products in the dtype of `hidden`.
@@ -318,7 +318,7 @@ def _add_product(
 
 
 def _losses(
-    logits: torch.Tensor, labels: torch.Tensor, count: int, smoothing: float, *, needs_gradient: bool
+    logits: torch.Tensor, labels: torch.Tensor, count: Any, smoothing: float, *, needs_gradient: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The losses (n,) of logits (n, V), and the gradient of their sum / count, in the dtype of the logits; the logits are overwritten."""
     kernels = kernels_of(logits.device) if logits.dtype == torch.bfloat16 and not smoothing else None
@@ -421,7 +421,7 @@ def head_loss(
     weight: torch.Tensor,
     labels: torch.Tensor,
     *,
-    count: int,
+    count: int | torch.Tensor,
     dtype: torch.dtype,
     smoothing: float = 0.0,
     scale: torch.Tensor | None = None,

@@ -127,6 +127,7 @@ def _advance(run: Run) -> Verdict | None:
     _log_step(run, outcome, tokens=batches.tokens)
     report_weights_digest(run)
     _report_moved_generators(run)
+    _report_graphs(run)
     return None if outcome.is_sound else too_many_skipped(run, batches, outcome)
 
 
@@ -244,6 +245,16 @@ def _report_moved_generators(run: Run) -> None:
             "global_random_state",
             f"some code drew from {name} during step {run.state.step}: unisono does not use it, and cannot resume it exactly",
             fix="let that code use a generator of its own",
+        )
+
+
+def _report_graphs(run: Run) -> None:
+    graphs = run.forward.graphs
+    if graphs is not None and graphs.why:
+        run.forward.graphs = None
+        run.report.warning(
+            "cuda_graphs",
+            f"steps are computed without CUDA graphs, which is slower for a small model: {graphs.why}",
         )
 
 

@@ -90,6 +90,7 @@ def _ready_facts(run: Run, *, peak: int, kept_every: int | None) -> dict[str, An
         "why": forward.why,
         "quick": forward.quick,
         "fast_layers": forward.fast_layers,
+        "graphs": forward.graphs is not None,
         "kernels": has_kernels(run.plan.dtype, run.device),
         "no_kernels": why_no_kernels(run.plan.dtype, run.device),
         "peak_bytes": peak,

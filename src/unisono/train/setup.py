@@ -160,6 +160,9 @@ def _choose_forward(plan: RunPlan, loaded: LoadedModel, sharded: Sharded | None)
     )
     if sharded is not None:
         sharded.reshard()
+    elif not (plan.config.deterministic or plan.gradient_checkpointing or _uses_dropout(loaded)):
+        length = plan.config.data.max_length
+        forward.use_graphs(most_tokens=plan.micro_batch * length, longest=length)
     return forward
 
 
