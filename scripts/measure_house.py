@@ -73,7 +73,7 @@ ROOM_BUDGETS = {
     "integrations": 3_000,
     "launch": 5_550,
     "locale": 350,
-    "model": 7_700,
+    "model": 8_000,
     "objectives": 800,
     "plan": 2_050,
     "remote_checkpoint": 1_900,
@@ -91,7 +91,7 @@ FORMER_AIM = 66_000
 """Lines of the package, aimed at when it had 73,000; see the same page."""
 
 TARGETS = (
-    Target("files", 321),
+    Target("files", 322),
     Target("lines", sum(ROOM_BUDGETS.values()), note=f"former aim {FORMER_AIM:,}"),
     Target("rooms over their budget", 0),
     Target("lines of a file, median", 170, at_least=True),

@@ -275,6 +275,10 @@ def test_a_forward_that_waits_for_the_device_is_computed_as_usual(monkeypatch: p
         for name, gradient in grads.items():
             _near(others[name], gradient, 0.02)
     assert "captur" in forward.graphs.why, forward.graphs.why
+    torch.manual_seed(5)
+    drawn = torch.randn(3, device="cuda")  # the generator is as it was
+    torch.manual_seed(5)
+    assert torch.equal(torch.randn(3, device="cuda"), drawn)
 
 
 @on_device

@@ -24,7 +24,6 @@ _PARTS = (
     16  # a buffer has a multiple of this part of the most tokens, so at most this share of them is padding
 )
 _ALIGNED = 64  # products of matrices are faster with such numbers of rows
-_ROWS = 32  # and its rows are a multiple of this
 _SHAPES = 8  # recorded at most: each is held in memory
 
 
@@ -39,6 +38,8 @@ class Shape(NamedTuple):
 def shape_for(lengths: Sequence[int], labels: int, *, most_tokens: int, longest: int) -> Shape:
     """The smallest shape with room for rows of these lengths, and for the rows of padding tokens.
 
+    There are few shapes for tokens and labels, and fewer for rows: one without tokens costs next to nothing.
+
     Args:
         lengths: tokens of each row.
         labels: loss tokens of all rows.
@@ -49,7 +50,7 @@ def shape_for(lengths: Sequence[int], labels: int, *, most_tokens: int, longest:
     tokens = sum(lengths)
     room = -(-tokens // part) * part
     rows = len(lengths) + -(-(room - tokens) // longest)
-    return Shape(room, -(-rows // _ROWS) * _ROWS, -(-labels // part) * part)
+    return Shape(room, 1 << (rows - 1).bit_length(), -(-labels // part) * part)
 
 
 def ends_of(lengths: Sequence[int], shape: Shape, *, longest: int) -> Any:
@@ -71,7 +72,7 @@ class _Recorded:
     count: torch.Tensor
     """() float32: loss tokens of the global batch."""
     uses: int = 0
-    graph: "torch.cuda.CUDAGraph | None" = None
+    graph: torch.cuda.CUDAGraph | None = None
     loss: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     gradients: list[torch.Tensor | None] = field(default_factory=list)
     """Of each parameter; in the memory of the graph, like `loss`: the next replay overwrites them."""
@@ -187,12 +188,14 @@ class StepGraphs:
         free, _ = torch.cuda.mem_get_info(self._device)
         if free + torch.cuda.memory_reserved(self._device) - allocated > 2.2 * most:
             return True
-        self.why = "the memory of the device is too small for them"
+        self.why = "they need as much memory again as a step; a smaller batch.micro needs less"
         return False
 
     def _record(self, recorded: _Recorded) -> None:
         """Records a graph; if that fails, nothing is recorded any more."""
         graph = torch.cuda.CUDAGraph()
+        generator = torch.cuda.default_generators[self._device.index or 0]
+        random_state = generator.get_state()
         try:
             # Threads that save checkpoints use the device meanwhile.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
@@ -201,6 +204,10 @@ class StepGraphs:
         except RuntimeError as error:
             self._recorded.clear()
             self.why = one_line(f"{type(error).__name__}: {error}", limit=300)
+            # torch leaves the generator in the middle of the recording, so whatever draws from it next would fail (pytorch/pytorch#171263).
+            fresh = torch.Generator(self._device)
+            fresh.set_state(random_state)
+            generator.graphsafe_set_state(fresh)
             return
         recorded.graph, recorded.loss, recorded.gradients = graph, loss.detach(), list(found)
         self._pool = graph.pool()
