@@ -103,17 +103,14 @@ def runs(place: Runs, pair_files: tuple[Path, Path]) -> Runs:
     if find_spec("bitsandbytes") is not None:
         place.train("nf4", "--nproc", "1", **NF4)
         place.train("nf4 ddp", *two, **NF4, **DDP)
+    return place
+
+
+@pytest.fixture(scope="module")
+def drills(place: Runs) -> Runs:
+    """The runs with faults, begun at once."""
     for drill in (*FAULTS.values(), *HARMLESS.values()):
         _begin(place, drill)
-    place.train("one host", *two, "--json", env={"ONE_HOST": "1"})
-    plain = place.folder / "plain.answers.json"
-    plain.write_text(json.dumps({"gpus": _gpus()}))
-    place.call("one device", *WITH_ANSWERS, str(plain), "train", str(place.write("one device")), *two, "--json")  # fmt: skip
-    own = f"{place.folder / 'objectives.py'}:EndlessOnOne"
-    place.train(
-        "endless", *two, "--json", "--trust-code", **BFLOAT16, duration="100000 steps", objective=own, watch={"stall_after": "20 seconds"}
-    )  # fmt: skip
-    place.call("ladder", *place.program("ladder", None), "doctor", str(place.write("ladder")), *two, "--ladder", "--json")  # fmt: skip
     return place
 
 
@@ -170,9 +167,9 @@ def test_a_killed_rank_is_named_and_the_resumed_run_is_bit_equal_to_the_undistur
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_named_with_its_rank(runs: Runs, fault: str) -> None:
+def test_a_fault_is_named_with_its_rank(drills: Runs, fault: str) -> None:
     """While the others wait in a kernel of NCCL."""
-    drill, run = FAULTS[fault], runs.ended(f"fault {fault}")
+    drill, run = FAULTS[fault], drills.ended(f"fault {fault}")
     named = [named_cause_in(line, at=0.0, node=0, words=drill.words) for line in run.lines]
     found = [cause for cause in named if cause is not None]
     assert is_named(drill, found, ["unused"]), f"{found}\n{run.stderr}\n{run.stdout[-3000:]}"
@@ -183,35 +180,44 @@ def test_a_fault_is_named_with_its_rank(runs: Runs, fault: str) -> None:
 
 
 @pytest.mark.parametrize("fault", HARMLESS)
-def test_what_is_no_fault_ends_well(runs: Runs, fault: str) -> None:
-    run = runs.ended(f"fault {fault}").check()
+def test_what_is_no_fault_ends_well(drills: Runs, fault: str) -> None:
+    run = drills.ended(f"fault {fault}").check()
     assert not (run.out / "verdict.json").exists()
     assert all(map(math.isfinite, run.losses))
 
 
-def test_a_kernel_that_does_not_end_on_one_rank_is_named_and_not_the_rank_that_waits_for_it(
-    runs: Runs,
-) -> None:
-    verdict = _verdict(runs.ended("endless").check(4))
-    assert (verdict["cause"], verdict["ranks"]) == ("user_code_stuck", [1])
-    assert verdict["named_after_s"] < NAMED_S
-
-
-def test_the_ladder_runs_a_collective_over_nccl_and_reads_its_log(runs: Runs) -> None:
-    checks = json.loads(runs.ended("ladder").stdout)["checks"]
+def test_the_ladder_runs_a_collective_over_nccl_and_reads_its_log(place: Runs) -> None:
+    command = [*place.program("ladder", None), "doctor", str(place.write("ladder")), "--nproc", "2", "--ladder", "--json"]  # fmt: skip
+    checks = json.loads(place.run(command, place.folder).stdout)["checks"]
     (found,) = [check for check in checks if "ladder" in check["id"]]
     print(json.dumps(found, indent=1))
     assert found["status"] in ("pass", "warn")
     assert "nccl" in json.dumps(found).lower()
 
 
-def test_two_names_of_one_device_are_found_out_before_nccl_is(runs: Runs) -> None:
+def test_two_names_of_one_device_are_found_out_before_nccl_is(place: Runs) -> None:
     """The front cannot know that they are names of one device; the ranks compare what they have bound."""
-    run = runs.ended("one device").check(3)
-    assert (_verdict(run)["cause"], _verdict(run)["ranks"]) == ("duplicate_gpu", [0, 1])
+    plain = place.folder / "plain.answers.json"
+    plain.write_text(json.dumps({"gpus": _gpus()}))
+    command = [*WITH_ANSWERS, str(plain), "train", str(place.write("one device")), "--nproc", "2", "--json"]
+    verdict = _verdict(place.run(command, place.folder / "one device").check(3))
+    assert (verdict["cause"], verdict["ranks"]) == ("duplicate_gpu", [0, 1])
 
 
-def test_what_nccl_says_of_two_ranks_on_one_device_is_named(runs: Runs) -> None:
+def test_what_nccl_says_of_two_ranks_on_one_device_is_named(place: Runs) -> None:
     """What happens with a launcher that does not compare them."""
-    verdict = _verdict(runs.ended("one host"))
-    assert verdict["cause"] == "duplicate_gpu"
+    place.train("one host", "--nproc", "2", "--json", env={"ONE_HOST": "1"})
+    assert _verdict(place.ended("one host"))["cause"] == "duplicate_gpu"
+
+
+def test_a_kernel_that_does_not_end_on_one_rank_is_named_and_not_the_rank_that_waits_for_it(
+    place: Runs,
+) -> None:
+    """The last test: meanwhile the device computes little else."""
+    own = f"{place.folder / 'objectives.py'}:EndlessOnOne"
+    words = ("--nproc", "2", "--json", "--trust-code")
+    watch = {"stall_after": "20 seconds"}
+    place.train("endless", *words, **BFLOAT16, duration="100000 steps", objective=own, watch=watch)
+    verdict = _verdict(place.ended("endless").check(4))
+    assert (verdict["cause"], verdict["ranks"]) == ("user_code_stuck", [1])
+    assert verdict["named_after_s"] < NAMED_S

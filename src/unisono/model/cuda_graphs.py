@@ -20,9 +20,7 @@ IGNORED = -1
 """A label of no loss, for the kernels of a GPU."""
 LARGEST_MODEL = 1_000_000_000
 """Parameters; the kernels of larger models take longer than their launch."""
-_PARTS = (
-    16  # a buffer has a multiple of this part of the most tokens, so at most this share of them is padding
-)
+_PARTS = 16  # buffers have a multiple of a sixteenth of the most tokens, so at most that much is padding
 _ALIGNED = 64  # products of matrices are faster with such numbers of rows
 _SHAPES = 8  # recorded at most: each is held in memory
 
@@ -168,9 +166,12 @@ class StepGraphs:
         return _Recorded(buffers, torch.ones((), device=self._device))
 
     def _fill(self, recorded: _Recorded, rows: Any, shape: Shape, count: int) -> None:
-        """Copies the rows into the buffers. Padding tokens may be those of former rows."""
+        """Copies the rows into the buffers."""
         tokens, labels, to = len(rows.input_ids), len(rows.labels), recorded.rows
         to.input_ids[:tokens].copy_(rows.input_ids)
+        to.input_ids[
+            tokens:
+        ].zero_()  # not tokens of former rows: those of a step that overflowed would spoil the next one
         to.position_ids[:tokens].copy_(rows.position_ids)
         to.label_index[:labels].copy_(rows.label_index)
         to.labels[:labels].copy_(rows.labels)

@@ -230,16 +230,8 @@ class CudaKernels:
         if len(logits):
             if not isinstance(factor, torch.Tensor):
                 factor = torch.full((), factor, device=logits.device)
-            _cross_entropy_rows[(len(logits),)](
-                logits,
-                labels,
-                factor,
-                logits.shape[1],
-                losses,
-                GRADIENT=has_gradient,
-                BLOCK=4096,
-                num_warps=8,
-            )
+            parts = (logits, labels, factor, logits.shape[1], losses)
+            _cross_entropy_rows[(len(logits),)](*parts, GRADIENT=has_gradient, BLOCK=4096, num_warps=8)
         return losses
 
     def adamw(
