@@ -1,6 +1,6 @@
 """Fine-tuning by TRL and unisono on one CUDA device, in turn in one run, on the same rows and the same random weights.
 
-    python bench/gpu_peers.py [m135 1b 8b] [--arms unisono,trl-tuned] [--out FILE] [--profile 1b] [--rehearse]
+    python bench/gpu_peers.py [m135 1b 8b] [--arms unisono,trl-tuned,unsloth] [--out FILE] [--profile 1b] [--rehearse]
 
 Each arm is a process of its own, with the Python that runs this script: it needs trl, peft and datasets, and for `trl-tuned` liger-kernel. An arm that
 cannot be imported is recorded with the last line of its error. Results are written after each arm, so what was measured stays if the time ends
@@ -12,6 +12,9 @@ cannot be imported is recorded with the last line of its error. Results are writ
   (or all weights), AdamW, and the loss on answers.
 - unisono: the config that a user writes, with its defaults. trl-default: SFTTrainer's defaults, 8 rows in a forward. trl-tuned: packing, torch's variable-length
   flash attention (TRL has it from the package flash-attn), Liger's layers, bfloat16 weights, no gradient checkpointing, and as many sequences in a forward as fit.
+- unsloth, only on request: its layers and its trainer, packing, no gradient checkpointing. It wants older packages than the others: run it alone, with a
+  PYTHONPATH of its own; its import and compilation take a minute or two. It takes its fast attention for packed rows where torch's varlen_attn has the argument
+  enable_gqa (torch 2.12); torch 2.11's takes fewer heads of keys without it, so there the argument is added from outside.
 - tokens per second: real tokens of the steps after the warm-up / their wall time. Peaks: torch's own counts of the process that trains, and what nvidia-smi
   shows for the whole device.
 - share of the peak: model FLOPs / (989.4 TFLOP/s, dense bfloat16 of an H100 SXM). Model FLOPs of a token are 4 × the weights of the linear layers (6 × for
@@ -63,7 +66,8 @@ ARMS = {
 # Optimizer steps of an arm: (warm-up, measured). TRL's arms also end after so many seconds of measured steps.
 STEPS = {"m135": (5, 40), "1b": (5, 30), "8b": (3, 10), "tiny": (1, 2)}
 MEASURED_S = 10.0
-LIMIT_S = {"m135": 60, "1b": 75, "8b": 120, "tiny": 120}
+LIMIT_S = {"m135": 60, "1b": 90, "8b": 120, "tiny": 120}
+UNSLOTH_LIMIT_S = 240
 MAX_LENGTH, SEQUENCES = 1024, 16
 PEAK_FLOPS = 989.4e12
 # Packed sequences in a forward of trl-tuned; the rest of the step's is accumulated.
@@ -120,7 +124,12 @@ def model_flops(shape: dict[str, Any], *, full: bool, loss_share: float, row_tok
 
 
 def trl_arm(name: str, size: str, model: Path, rows_file: Path, device: str) -> dict[str, Any]:
-    """TRL's SFTTrainer as a user calls it."""
+    """TRL's SFTTrainer as a user calls it, or Unsloth's."""
+    is_unsloth, on_gpu = name == "unsloth", device == "cuda"
+    if is_unsloth:
+        take_gqa()
+        import unsloth  # type: ignore[import-not-found]  # first: it changes the others
+
     import torch
     from datasets import Dataset
     from peers import trl_row  # type: ignore[import-not-found]  # beside this script
@@ -128,29 +137,39 @@ def trl_arm(name: str, size: str, model: Path, rows_file: Path, device: str) -> 
     from transformers import AutoTokenizer, TrainerCallback
     from trl import SFTConfig, SFTTrainer
 
-    tuned, on_gpu = name == "trl-tuned", device == "cuda"
     warmup, measured = STEPS[size]
     sequences = SEQUENCES if size != "tiny" else 2
     rows = [json.loads(line) for line in rows_file.read_text().splitlines()]
+    adapter: dict[str, Any] = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0}
+    trained: Any = str(model)
+    more: dict[str, Any] = {}
+    if is_unsloth:
+        trained, more["processing_class"] = unsloth.FastLanguageModel.from_pretrained(
+            str(model), max_seq_length=MAX_LENGTH, dtype=torch.bfloat16, load_in_4bit=False, use_gradient_checkpointing=False,
+            local_files_only=True,
+        )  # fmt: skip
+        names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+        trained = unsloth.FastLanguageModel.get_peft_model(
+            trained, **adapter, bias="none", target_modules=names, use_gradient_checkpointing=False
+        )
+    else:
+        more["peft_config"] = LoraConfig(**adapter, target_modules="all-linear", task_type="CAUSAL_LM")
+        more["processing_class"] = AutoTokenizer.from_pretrained(model)
     settings: dict[str, Any] = {}
-    if tuned:
+    if name != "trl-default":
         micro = TUNED_BATCH[size]
         settings = {
             "per_device_train_batch_size": micro, "gradient_accumulation_steps": sequences // micro, "packing": True,
-            "gradient_checkpointing": False, "dataloader_num_workers": 2 * on_gpu, "use_liger_kernel": on_gpu,
-            "model_init_kwargs": {"dtype": "bfloat16", "attn_implementation": register_flash()},
+            "gradient_checkpointing": False, "dataloader_num_workers": 2 * on_gpu,
         }  # fmt: skip
-    else:  # as many tokens in a step: 8 rows have about 1.4 of the 16 sequences
+    if name == "trl-tuned":
+        init = {"dtype": "bfloat16", "attn_implementation": register_flash()}
+        settings |= {"use_liger_kernel": on_gpu, "model_init_kwargs": init}
+    if name == "trl-default":  # as many tokens in a step: 8 rows have about 1.4 of the 16 sequences
         settings = {"gradient_accumulation_steps": max(1, round(sequences * MAX_LENGTH / (8 * 181)))}
     times: list[float] = []
     counts: list[Any] = []
     so_far: list[Any] = []
-
-    class Counting(SFTTrainer):
-        def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            mask = inputs.get("attention_mask")
-            so_far.append(mask.sum() if mask is not None else inputs["input_ids"].numel())
-            return super().training_step(model, inputs, *args, **kwargs)
 
     class Clock(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
@@ -169,11 +188,17 @@ def trl_arm(name: str, size: str, model: Path, rows_file: Path, device: str) -> 
             output_dir=out, max_steps=1000, bf16=True, use_cpu=not on_gpu, report_to="none", save_strategy="no", learning_rate=2.0e-4,
             max_length=MAX_LENGTH, disable_tqdm=True, **settings,
         )  # fmt: skip
-        trainer = Counting(
-            model=str(model), args=config, train_dataset=Dataset.from_list([trl_row(row) for row in rows]),
-            peft_config=LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM"),
-            processing_class=AutoTokenizer.from_pretrained(model), callbacks=[Clock()],
+        trainer = SFTTrainer(
+            model=trained, args=config, train_dataset=Dataset.from_list([trl_row(row) for row in rows]), callbacks=[Clock()], **more,
         )  # fmt: skip
+        step = trainer.training_step
+
+        def counting(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            mask = inputs.get("attention_mask")
+            so_far.append(mask.sum() if mask is not None else inputs["input_ids"].numel())
+            return step(model, inputs, *args, **kwargs)
+
+        trainer.training_step = counting
         trainer.train()
     tokens = [int(sum(int(count) for count in step)) for step in counts]
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -183,6 +208,23 @@ def trl_arm(name: str, size: str, model: Path, rows_file: Path, device: str) -> 
         "reserved": torch.cuda.max_memory_reserved() if on_gpu else 0,
         "settings": {key: value for key, value in settings.items() if key != "model_init_kwargs"},
     }  # fmt: skip
+
+
+def take_gqa() -> None:
+    """Gives torch 2.11's varlen_attn the argument enable_gqa, which Unsloth looks for; its kernel takes fewer heads of keys without it."""
+    import inspect
+
+    from torch.nn.attention import varlen
+
+    original = varlen.varlen_attn
+    if "enable_gqa" in inspect.signature(original).parameters:
+        return
+
+    def varlen_attn(*args: Any, window_size: Any = (-1, -1), enable_gqa: bool = False, **more: Any) -> Any:
+        del enable_gqa
+        return original(*args, window_size=window_size, **more)
+
+    varlen.varlen_attn = varlen_attn
 
 
 def register_flash() -> str:
@@ -541,7 +583,7 @@ def compare(args: argparse.Namespace, work: Path, device: str) -> None:
             if left < 20:
                 found[key] = {"error": "no time left"}
             else:
-                limit_s = min(left - 5, LIMIT_S[size])
+                limit_s = min(left - 5, UNSLOTH_LIMIT_S if name == "unsloth" else LIMIT_S[size])
                 found[key] = run_arm(name, size, work / size, work / "alpaca.jsonl", device, work, limit_s)
             write()
             print(
@@ -626,7 +668,7 @@ def main() -> None:
     elif args.arm:
         assert work is not None
         files = (Path(args.model_dir), Path(args.rows), args.device)
-        if args.arm.startswith("trl"):
+        if not args.arm.startswith("unisono"):
             outcome = trl_arm(args.arm, args.size, *files)
         else:
             outcome = unisono_arm(args.arm, args.size, *files, work)
