@@ -26,6 +26,7 @@ cannot be imported is recorded with the last line of its error. Results are writ
 
 import argparse
 import contextlib
+import importlib
 import itertools
 import json
 import os
@@ -125,10 +126,10 @@ def model_flops(shape: dict[str, Any], *, full: bool, loss_share: float, row_tok
 
 def trl_arm(name: str, size: str, model: Path, rows_file: Path, device: str) -> dict[str, Any]:
     """TRL's SFTTrainer as a user calls it, or Unsloth's."""
-    is_unsloth, on_gpu = name == "unsloth", device == "cuda"
-    if is_unsloth:
+    on_gpu, unsloth = device == "cuda", None
+    if name == "unsloth":  # first: it changes the others
         take_gqa()
-        import unsloth  # type: ignore[import-not-found]  # first: it changes the others
+        unsloth = importlib.import_module("unsloth").FastLanguageModel
 
     import torch
     from datasets import Dataset
@@ -143,13 +144,13 @@ def trl_arm(name: str, size: str, model: Path, rows_file: Path, device: str) -> 
     adapter: dict[str, Any] = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0}
     trained: Any = str(model)
     more: dict[str, Any] = {}
-    if is_unsloth:
-        trained, more["processing_class"] = unsloth.FastLanguageModel.from_pretrained(
+    if unsloth is not None:
+        trained, more["processing_class"] = unsloth.from_pretrained(
             str(model), max_seq_length=MAX_LENGTH, dtype=torch.bfloat16, load_in_4bit=False, use_gradient_checkpointing=False,
             local_files_only=True,
         )  # fmt: skip
         names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-        trained = unsloth.FastLanguageModel.get_peft_model(
+        trained = unsloth.get_peft_model(
             trained, **adapter, bias="none", target_modules=names, use_gradient_checkpointing=False
         )
     else:
