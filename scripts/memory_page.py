@@ -71,6 +71,8 @@ def memory_page() -> list[str]:
         "No row of this table was measured on a GPU. On one H100, LoRA without gradient checkpointing took 18.6 GB where 19.8 are estimated at"
         " 1 B parameters (16 × 1,024 tokens at once), and 32.2 where 32.2 are at 8 B (4 × 1,024). The estimate of these activations was made afterwards, from what"
         " the code keeps, and not from these two figures. Full fine-tuning was not measured on a GPU.", "",
+        "Below 1 B parameters a GPU's steps are CUDA graphs if their memory, that of a step once more, is free"
+        " ([decision 33](../decisions/0033-cuda-graphs.md)). The estimate does not count it: without that memory a run trains as well, only slower.", "",
         "The plan counts on the fast layers if every rank has an NVIDIA GPU, Triton, a C compiler and Python's headers, the weights are those of an MLP with"
         " SwiGLU without bias, and the adapter is plain: no DoRA, no dropout, no `modules_to_save`. If nodes differ, it counts without them. Where a rank finds"
         " that it cannot use them after all (the `ready` event has the reason), the trial of the largest batch shows whether memory suffices nevertheless;"
