@@ -98,6 +98,48 @@ def test_rows_in_buffers_have_the_loss_and_the_gradients_that_they_have_alone(fo
     assert all(len(rows.input_ids) > sum(lengths) for rows, (lengths, _) in zip(seen, batches, strict=True))
 
 
+class _Unrecorded(StepGraphs):
+    """There is no device that records."""
+
+    def _has_room(self) -> bool:
+        return False
+
+
+def _graphs(forward: Forward) -> StepGraphs:
+    def loss(rows: Rows, count: torch.Tensor) -> torch.Tensor:
+        counts = rows.labels != IGNORED
+        real = replace(rows, label_index=rows.label_index[counts], labels=rows.labels[counts])
+        return forward._loss(real, int(count), 0.0)
+
+    parameters = list(forward.loaded.trainable.values())
+    return _Unrecorded(loss, parameters, most_tokens=1600, longest=300)
+
+
+def test_two_losses_of_one_shape_have_their_gradients_after_both_are_computed(forward: Forward) -> None:
+    """An objective of a user may compute two before it calls backward."""
+    ids = [torch.randint(0, 512, (90,), generator=torch.Generator().manual_seed(n)) for n in (1, 2)]
+    place = torch.arange(90)
+    both = [Rows(one, place, [90], place[:-1], one[1:]) for one in ids]
+    parameters = list(forward.loaded.trainable.values())
+    wanted = torch.autograd.grad(sum(forward.loss(rows, count=89) for rows in both), parameters)
+    forward.graphs = _graphs(forward)
+    found = torch.autograd.grad(sum(forward.loss(rows, count=89) for rows in both), parameters)
+    for gradient, other in zip(wanted, found, strict=True):
+        torch.testing.assert_close(other, gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_a_shape_that_came_once_gives_its_place_to_a_new_one(forward: Forward) -> None:
+    graphs = forward.graphs = _graphs(forward)
+    for number in range(1, 13):
+        _step(forward, [100] * number, number)
+    kept = list(graphs._recorded)
+    assert len(kept) == 8
+    assert kept[-1].tokens == 1280
+    for one in graphs._recorded.values():  # as if each had been recorded
+        one.graph = object()
+    assert not graphs._has_place()
+
+
 def test_rows_that_do_not_fit_are_computed_as_usual(forward: Forward) -> None:
     def loss(rows: Rows, count: torch.Tensor) -> torch.Tensor:
         raise AssertionError((rows, count))

@@ -7,7 +7,7 @@ tokens, and further labels are IGNORED. Each shape is computed as usual the firs
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +22,7 @@ LARGEST_MODEL = 1_000_000_000
 """Parameters; the kernels of larger models take longer than their launch."""
 _PARTS = 16  # buffers have a multiple of a sixteenth of the most tokens, so at most that much is padding
 _ALIGNED = 64  # products of matrices are faster with such numbers of rows
-_SHAPES = 8  # recorded at most: each is held in memory
+_SHAPES = 8  # at once: each is held in memory
 
 
 class Shape(NamedTuple):
@@ -74,6 +74,16 @@ class _Recorded:
     loss: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     gradients: list[torch.Tensor | None] = field(default_factory=list)
     """Of each parameter; in the memory of the graph, like `loss`: the next replay overwrites them."""
+
+
+def _copies(recorded: _Recorded) -> tuple[Any, torch.Tensor]:
+    """The rows and the count for a loss whose backward pass may come after the buffers have been filled again."""
+    of = recorded.rows
+    rows = replace(
+        of, input_ids=of.input_ids.clone(), position_ids=of.position_ids.clone(), label_index=of.label_index.clone(),
+        labels=of.labels.clone(), ends=Ends(of.ends.tokens.clone(), of.ends.longest),
+    )  # fmt: skip
+    return rows, recorded.count.clone()
 
 
 class _Replay(torch.autograd.Function):
@@ -135,9 +145,9 @@ class StepGraphs:
         if self.why or rows.noise is not None or not labels or max(rows.lengths) > self._longest:
             return None
         shape = shape_for(rows.lengths, labels, most_tokens=self._most_tokens, longest=self._longest)
-        if shape not in self._recorded and len(self._recorded) >= _SHAPES:
-            return None
         if shape not in self._recorded:
+            if not self._has_place():
+                return None
             self._recorded[shape] = self._buffers(rows, shape)
         found = self._recorded[shape]
         self._fill(found, rows, shape, count)
@@ -145,9 +155,18 @@ class StepGraphs:
         if found.graph is None and found.uses > 1 and self._has_room():
             self._record(found)
         if found.graph is None:
-            return self._loss(found.rows, found.count)
+            return self._loss(*_copies(found))
         loss: torch.Tensor = _Replay.apply(found, *self._parameters)
         return loss
+
+    def _has_place(self) -> bool:
+        """Whether there is a place for one more shape, if necessary that of the oldest which has come once only."""
+        if len(self._recorded) >= _SHAPES:
+            once = next((shape for shape, one in self._recorded.items() if one.graph is None), None)
+            if once is None:
+                return False
+            del self._recorded[once]
+        return True
 
     def _buffers(self, rows: Any, shape: Shape) -> _Recorded:
         def numbers(size: int) -> torch.Tensor:
