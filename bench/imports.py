@@ -22,7 +22,8 @@ ROOT = Path(__file__).parents[1]
 _PROGRAM = """
 import contextlib, time
 from unisono.child import loading_modules
-with {how}():
+from unisono.facts.environment import read_environment
+with {how}:
     begun = time.process_time()
     import unisono.train.rank_run
     print(time.process_time() - begun)
@@ -39,8 +40,9 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     arguments = parser.parse_args()
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    _seconds("contextlib.nullcontext")  # compiles, and warms the files
-    rows = [(_seconds("contextlib.nullcontext"), _seconds("loading_modules")) for _ in range(arguments.pairs)]
+    _seconds("contextlib.nullcontext()")  # compiles, and warms the files
+    resting = "loading_modules(read_environment().cache_dir)"
+    rows = [(_seconds("contextlib.nullcontext()"), _seconds(resting)) for _ in range(arguments.pairs)]
     ratios = sorted(after / before for before, after in rows)
     quartiles = statistics.quantiles(ratios, n=4)
     runs = [_run() for _ in range(arguments.runs + 1)][1:]

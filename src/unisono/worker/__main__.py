@@ -10,6 +10,7 @@ from unisono import child
 from unisono.child import leave, loading_modules, parse_child_arguments, run_child
 from unisono.errors import UsageError
 from unisono.events import Reporter
+from unisono.facts.environment import read_environment
 from unisono.plan import RunPlan
 from unisono.text import one_line
 from unisono.watch import Beats, Pulse, beat_while_collecting
@@ -42,7 +43,7 @@ def main(argv: list[str]) -> int:
             ) from error
         started = "exec" if child.forked_by is None else "fork"
         report.send("phase", phase="start", text="loading torch", done=None, total=None, started=started)
-        with loading_modules():
+        with loading_modules(read_environment().cache_dir):
             from unisono.torch_internals import flight_record
             from unisono.train.process_group import close_group
             from unisono.train.rank_run import run_plan

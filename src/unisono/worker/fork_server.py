@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import unisono.child
+from unisono.facts.environment import read_environment
 
 _MODULES: tuple[str, ...] = (
     "unisono.train.rank_run",
@@ -385,7 +386,7 @@ def _load() -> str:
     known_fds = [fd for fd in _open_fds() if _name_of(fd) is not None]
     os.environ.update(_ONE_THREAD)
     try:
-        with unisono.child.loading_modules():
+        with unisono.child.loading_modules(read_environment().cache_dir):
             for name in _MODULES:
                 importlib.import_module(name)
             _compile_conversions()
