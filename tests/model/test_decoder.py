@@ -26,8 +26,8 @@ from unisono.model.decoder import (
     speed_up_layers,
 )
 from unisono.model.forward import Rows, _flat_inputs
-from unisono.model.kernels import Layer, load_kernels
-from unisono.model.layers import _on_gpu, head_loss, speed_up_lora, why_no_kernels
+from unisono.model.kernels import Layer, load_kernels, times, times_transposed
+from unisono.model.layers import _on_gpu, _rows_in_place, head_loss, speed_up_lora, why_no_kernels
 from unisono.train.gradient_sync import NoSync
 from unisono.train.optim import build_optimizers, clipping_factor, total_norm
 
@@ -255,6 +255,75 @@ def test_products_of_adapters_are_exact_with_any_number_of_threads(
     assert _error(d_x.double(), wanted_x) < 0.002
 
 
+@pytest.mark.parametrize(("tokens", "out", "in_"), [(16, 32, 64), (701, 160, 224), (520, 64, 96)])
+def test_products_with_a_weight_alone_are_exact_with_any_number_of_threads(
+    tokens: int, out: int, in_: int
+) -> None:
+    torch.manual_seed(0)
+    x, y = (torch.randn(tokens, n + 3).bfloat16()[:, :n] for n in (in_, out))
+    weight = torch.randn(out, in_).bfloat16()
+    threads, found = torch.get_num_threads(), []
+    try:
+        for n in (1, 2, 3):
+            torch.set_num_threads(n)
+            found.append((times_transposed(x, weight), times(y, weight)))
+    finally:
+        torch.set_num_threads(threads)
+    for forward, back in found:
+        assert torch.equal(forward, found[0][0])
+        assert torch.equal(back, found[0][1])
+        assert _error(forward.double(), x.double() @ weight.double().t()) < 0.002
+        assert _error(back.double(), y.double() @ weight.double()) < 0.002
+
+
+def test_products_are_those_of_torch_where_those_in_c_do_not_fit() -> None:
+    """A gradient is wanted, float32, sizes that are no multiples of 32, a weight that is a view, few rows."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(40, 64).bfloat16(), torch.randn(96, 64).bfloat16()
+    wanted = x.clone().requires_grad_()
+    times_transposed(wanted, weight).sum().backward()
+    assert wanted.grad is not None
+    assert torch.equal(wanted.grad, torch.ones(40, 96).bfloat16() @ weight)
+    pairs = [
+        (x.float(), weight.float()),
+        (x[:, :30], weight[:, :30].contiguous()),
+        (x, weight[::2]),
+        (x, weight[:50]),
+        (x[:5], weight),
+    ]
+    for left, right in [*pairs, (x.t().contiguous().t(), weight)]:
+        product = times_transposed(left, right)
+        assert torch.equal(product, left @ right.t())
+        assert torch.equal(times(product, right), product @ right)
+
+
+@pytest.mark.parametrize("vocabulary", [1 << 12, 1 << 15, 1 << 18])
+def test_logits_in_bfloat16_stay_few_and_their_chunks_have_one_size(vocabulary: int) -> None:
+    weight = torch.empty(vocabulary, 8, device="meta")
+    for rows in (0, 1, 127, 128, 129, 511, 1021, 4096):
+        size = _rows_in_place(torch.empty(rows, 8, dtype=torch.bfloat16), weight, 128)
+        assert size * vocabulary <= max(128 * vocabulary, 1 << 24)
+        assert 1 <= size <= 510
+        chunks = max(1, -(-rows // size))
+        assert rows > (chunks - 1) * size >= rows - size or rows == 0
+        assert chunks * size - rows < chunks + (rows == 0)
+    assert not _rows_in_place(torch.empty(300, 8), weight, 128)  # float32 logits have copies
+
+
+def test_gradients_of_the_first_layer_do_not_depend_on_whether_its_input_has_one() -> None:
+    found = []
+    for hooked in (False, True):
+        model = _model(_MODELS["llama"][0], dtype=torch.bfloat16)
+        if hooked:
+            model.get_input_embeddings().register_forward_hook(lambda _m, _i, out: out.requires_grad_())
+        with torch.no_grad():
+            model(**_inputs())  # attentions note their settings
+        assert speed_up_layers(model)
+        found.append(_outcome(model))
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
 @pytest.mark.parametrize("width", [96, 75, 7])
 def test_silu_and_its_gradients_are_exact_and_nan_stays_nan(width: int) -> None:
     kernels = load_kernels()
@@ -457,11 +526,14 @@ def test_a_nan_in_the_weights_is_a_nan_in_the_outputs() -> None:
 
 
 @pytest.mark.parametrize("needs_weight", [False, True])
-def test_the_loss_of_bfloat16_logits_equals_that_of_torch(*, needs_weight: bool) -> None:
+@pytest.mark.parametrize(("rows", "vocabulary"), [(300, 1000), (300, 1024), (1100, 1024), (3, 64)])
+def test_the_loss_of_bfloat16_logits_equals_that_of_torch(
+    *, rows: int, vocabulary: int, needs_weight: bool
+) -> None:
     torch.manual_seed(0)
-    hidden = torch.randn(300, 32).bfloat16().requires_grad_()
-    weight = (torch.randn(1000, 32) * 3).bfloat16().requires_grad_(needs_weight)
-    labels = torch.randint(0, 1000, (300,))
+    hidden = torch.randn(rows, 32).bfloat16().requires_grad_()
+    weight = (torch.randn(vocabulary, 32) * 3).bfloat16().requires_grad_(needs_weight)
+    labels = torch.randint(0, vocabulary, (rows,))
     mine = head_loss(hidden, weight, labels, count=77, dtype=torch.bfloat16)
     logits = (hidden @ weight.t()).float()
     theirs = torch.nn.functional.cross_entropy(logits, labels, reduction="sum") / 77

@@ -23,7 +23,16 @@ from peft.tuners.lora.layer import LoraLayer
 from torch.distributed.tensor import DTensor
 
 from unisono.model.attention import Ends
-from unisono.model.kernels import Heads, Kernels, Layer, attend, attend_backward, place_rows
+from unisono.model.kernels import (
+    Heads,
+    Kernels,
+    Layer,
+    attend,
+    attend_backward,
+    place_rows,
+    times,
+    times_transposed,
+)
 from unisono.model.layers import is_quick, kernels_of, own_gradient
 from unisono.model.quantization import dequantized, state_of
 
@@ -150,10 +159,10 @@ class Joined:
             d_x = d_joint.new_empty(len(d_joint), self.layers[0].in_features)
             self.kernels.multiply_back(d_joint[:, : self.out], self._adapted(), d_joint[:, self.out :], d_x)
             return d_x
-        self._project(d_joint)
+        self.project(d_joint)
         return d_joint @ self._same_weight()
 
-    def _project(self, d_joint: torch.Tensor) -> None:
+    def project(self, d_joint: torch.Tensor) -> None:
         """Writes the gradient of s·A·x of each layer, from that of its outputs."""
         if self.kernels is None:
             d_joint[:, self.out :].copy_(d_joint[:, : self.out] @ self.up)
@@ -245,7 +254,7 @@ class Packed(Joined):
 
     def input_gradient(self, d_joint: torch.Tensor) -> torch.Tensor:
         """(T, in), from the gradient of the outputs, the first columns of `d_joint` (T, out + r); writes that of s·A·x into the others."""
-        self._project(d_joint)
+        self.project(d_joint)
         d_x = d_joint[:, self.out :] @ self.down
         for part, weight in self._weights(d_joint):
             d_x.addmm_(part, weight)
@@ -288,11 +297,11 @@ class Frozen:
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """x (T, in) → (T, out)."""
-        return x @ self._weight().t()
+        return times_transposed(x, self._weight())
 
     def input_gradient(self, d_joint: torch.Tensor) -> torch.Tensor:
         """(T, in), from the gradient of the outputs (T, out)."""
-        return d_joint @ self._weight()
+        return times(d_joint, self._weight())
 
     def gradients(
         self, d_joint: torch.Tensor, x: torch.Tensor, low: torch.Tensor
@@ -330,11 +339,11 @@ class Trained:
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """x (T, in) → (T, out)."""
-        return x @ self._weight().t()
+        return times_transposed(x, self._weight())
 
     def input_gradient(self, d_joint: torch.Tensor) -> torch.Tensor:
         """(T, in), from the gradient of the outputs (T, out)."""
-        return d_joint @ self._weight()
+        return times(d_joint, self._weight())
 
     def gradients(
         self, d_joint: torch.Tensor, x: torch.Tensor, low: torch.Tensor
@@ -520,7 +529,11 @@ class SelfAttention(torch.autograd.Function):
         grads = _heads_of(d_joint, joined, heads)
         d_out = grad.reshape(len(x), -1, heads.size)
         attend_backward(d_out, kept, (cosine, sine), places, heads, kernels, grads)
-        d_x = joined.input_gradient(d_joint)
+        d_x = None
+        if ctx.needs_input_grad[0]:
+            d_x = joined.input_gradient(d_joint)
+        elif isinstance(joined, Joined):  # the first layer: nothing before it is trained
+            joined.project(d_joint)
         return d_x, None, None, None, None, None, *joined.gradients(d_joint, x, low)
 
 

@@ -29,6 +29,8 @@ _LONGEST_BUILD_S = 60
 BLOCK = 128  # queries in a block, and maximum tokens of a short row: the fastest of 64, 128, 256 on AVX-512
 KEEP_UP_TO = 1024  # longer rows recompute probabilities in the backward pass instead of keeping n² of them
 _GROUP_TOKENS = 4096  # in a group, with pads: its probabilities should stay in the cache
+_FEW_ROWS = 16  # fewer are left to torch: most of their time would be spent packing the weight
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _MAX_RATIO = 1.25  # of the longest to the shortest row of a group
 
 
@@ -298,6 +300,18 @@ class Kernels:
         widths = (d_low, d_low.stride(0), d_x, d_x.stride(0))
         self._call("multiply_back", d_y, d_y.stride(0), d_x.shape[1], of, len(of), len(d_y), *widths)
 
+    def product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """x (T, in) times the transposed weight (out, in) → (T, out)."""
+        layers, low = _without_adapter(x, weight)
+        self.multiply(x, layers, found := x.new_empty(len(x), len(weight)), low)
+        return found
+
+    def product_back(self, d_y: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """d_y (T, out) times the weight (out, in) → (T, in)."""
+        layers, low = _without_adapter(d_y, weight)
+        self.multiply_back(d_y, layers, low, found := d_y.new_empty(len(d_y), weight.shape[1]))
+        return found
+
     def low_rank_gradients(
         self,
         x: tuple[torch.Tensor, torch.Tensor],
@@ -351,6 +365,41 @@ class Layer(NamedTuple):
     b: torch.Tensor
     """(out, r) float32."""
     scale: float
+
+
+def _without_adapter(x: torch.Tensor, weight: torch.Tensor) -> tuple[list[Layer], torch.Tensor]:
+    out, in_ = weight.shape
+    none = torch.empty(0)
+    return [Layer(weight, none.view(0, in_), none.view(out, 0), 1.0)], x.new_empty(len(x), 0)
+
+
+def times_transposed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x (T, in) times the transposed weight (out, in) → (T, out), by `Kernels` if they can, else by torch."""
+    kernels = _of_product(x, weight)
+    return x @ weight.t() if kernels is None else kernels.product(x, weight)
+
+
+def times(d_y: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """d_y (T, out) times the weight (out, in) → (T, in), by `Kernels` if they can, else by torch."""
+    kernels = _of_product(d_y, weight)
+    return d_y @ weight if kernels is None else kernels.product_back(d_y, weight)
+
+
+def _of_product(x: torch.Tensor, weight: torch.Tensor) -> Kernels | None:
+    """For two bfloat16 matrices on a CPU that no gradient is wanted of, here: a product in C has none."""
+    if (
+        x.device.type != "cpu"
+        or x.ndim != 2
+        or len(x) < _FEW_ROWS
+        or not x.dtype == weight.dtype == torch.bfloat16
+    ):
+        return None
+    wants_gradient = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    if wants_gradient or x.stride(1) != 1 or not weight.is_contiguous() or type(weight) not in _PLAIN:
+        return None
+    kernels = load_kernels()
+    fits = kernels is not None and all(kernels.has_low_rank(0, size) for size in weight.shape)
+    return kernels if fits else None
 
 
 class _Adapter(ctypes.Structure):

@@ -236,12 +236,23 @@ _CHUNK = 128
 
 
 _TRAINED_CHUNK = 256  # where the head is trained, too: its gradient is in memory once for each chunk
+# Where logits are in bfloat16 and their gradient takes their place: a product packs the head once for all rows of a chunk.
+_LOGITS = 1 << 24
+_MOST_ROWS = 510
 _BLOCK = 4096  # tokens of the vocabulary whose part of that gradient is computed at a time
 
 
 def _rows_at_a_time(weight: torch.Tensor, *, on_cpu: int) -> int:
     """Rows of logits under a head (V, E) that are in memory at a time."""
     return max(on_cpu, LOGITS_ON_GPU // len(weight) // 128 * 128) if weight.is_cuda else on_cpu
+
+
+def _rows_in_place(hidden: torch.Tensor, weight: torch.Tensor, least: int) -> int:
+    """Rows of logits at a time on a CPU where their gradient takes their place, in chunks of equal size; else 0."""
+    if hidden.device.type != "cpu" or hidden.dtype != torch.bfloat16 or load_kernels() is None:
+        return 0
+    chunks = -(-len(hidden) // max(least, min(_MOST_ROWS, _LOGITS // len(weight))))
+    return -(-len(hidden) // max(chunks, 1)) or 1
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
@@ -271,7 +282,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         weight = weight.to(hidden.dtype) if scale is None else weight
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         needs_gradient = needs_hidden or needs_weight
-        chunk = _rows_at_a_time(weight, on_cpu=_CHUNK if d_weight is None else _TRAINED_CHUNK)
+        least = _CHUNK if d_weight is None else _TRAINED_CHUNK
+        chunk = _rows_in_place(hidden, weight, least) or _rows_at_a_time(weight, on_cpu=least)
         for first in range(0, hidden.shape[0], chunk):
             rows, wanted = hidden[first : first + chunk], labels[first : first + chunk]
             losses, d_logits = _losses(

@@ -21,6 +21,7 @@ import torch
 
 from unisono.config.schema import ModelSection, RunConfig
 from unisono.errors import ModelError
+from unisono.model import kernels
 from unisono.model.directory import read_model_config
 from unisono.model.file_settings import GroupedShape, Quantization, grouped_shapes, quantization_of
 from unisono.model.files import read_safetensors_header, weight_files
@@ -532,7 +533,7 @@ class _TableProduct(torch.autograd.Function):
 def times_transposed(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
     """x (n, E) times the transposed head (V, E) → (n, V); one in int8 is dequantized in blocks of tokens of the vocabulary."""
     if scale is None:
-        return x @ weight.t()
+        return kernels.times_transposed(x, weight)
     found = x.new_empty(len(x), len(weight))
     size = _ROWS_ON_GPU if x.is_cuda else _ROWS
     for out, packed, of_rows in zip(found.split(size, 1), weight.split(size), scale.split(size), strict=True):
@@ -543,7 +544,7 @@ def times_transposed(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor 
 def times(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
     """x (n, V) times the head (V, E) → (n, E); blocks of one in int8 are added up in float32."""
     if scale is None:
-        return x @ weight
+        return kernels.times(x, weight)
     total = x.new_zeros(len(x), weight.shape[1], dtype=torch.float32)
     size = _ROWS_ON_GPU if x.is_cuda else _ROWS
     for columns, packed, of_rows in zip(x.split(size, 1), weight.split(size), scale.split(size), strict=True):
