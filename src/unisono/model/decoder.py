@@ -311,7 +311,7 @@ class Frozen:
         return []
 
 
-class Trained:
+class Trained(Frozen):
     """Trained float32 layers with the same input: one product with bfloat16 copies of their weights.
 
     The copies are made for each product, which takes a hundredth of its time. So they are never stale, need no memory that grows with the
@@ -319,9 +319,7 @@ class Trained:
     """
 
     def __init__(self, layers: list[Any], scratch: Scratch) -> None:
-        self.layers = layers
-        self.sizes = [layer.out_features for layer in layers]
-        self.out = self.width = sum(self.sizes)
+        super().__init__(layers, scratch)
         self.scratch = scratch
 
     def parameters(self) -> list[torch.Tensor]:
@@ -336,14 +334,6 @@ class Trained:
     def _weight(self) -> torch.Tensor:
         """(out, in) bfloat16."""
         return self.scratch.joined([layer.weight for layer in self.layers])
-
-    def product(self, x: torch.Tensor) -> torch.Tensor:
-        """x (T, in) → (T, out)."""
-        return times_transposed(x, self._weight())
-
-    def input_gradient(self, d_joint: torch.Tensor) -> torch.Tensor:
-        """(T, in), from the gradient of the outputs (T, out)."""
-        return times(d_joint, self._weight())
 
     def gradients(
         self, d_joint: torch.Tensor, x: torch.Tensor, low: torch.Tensor
@@ -459,8 +449,8 @@ class GatedMlp(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: torch.Tensor,
-        wide: Joined | Frozen | Trained,
-        down: Joined | Frozen | Trained,
+        wide: Joined | Frozen,
+        down: Joined | Frozen,
         kernels: Any,
         *parameters: torch.Tensor,
     ) -> torch.Tensor:
@@ -505,7 +495,7 @@ class SelfAttention(torch.autograd.Function):
         x: torch.Tensor,
         rope: tuple[torch.Tensor, torch.Tensor],
         places: Any,
-        joined: Joined | Frozen | Trained,
+        joined: Joined | Frozen,
         heads: Heads,
         kernels: Any,
         *parameters: torch.Tensor,
@@ -538,7 +528,7 @@ class SelfAttention(torch.autograd.Function):
 
 
 def _heads_of(
-    joint: torch.Tensor, joined: Joined | Frozen | Trained, heads: Heads
+    joint: torch.Tensor, joined: Joined | Frozen, heads: Heads
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Views of a joint product: q (T, H, D), k and v (T, K, D)."""
     q, k, v = (part.unflatten(1, (-1, heads.size)) for part in joint[:, : joined.out].split(joined.sizes, 1))
@@ -627,7 +617,7 @@ def slow_down_layers(changed: list[torch.nn.Module]) -> None:
         del module.forward
 
 
-def _join(layers: list[Any], scratch: Scratch) -> Joined | Frozen | Trained:
+def _join(layers: list[Any], scratch: Scratch) -> Joined | Frozen:
     if _is_wide(layers[0]):
         return Trained(layers, scratch)
     if _is_packed(layers[0]):

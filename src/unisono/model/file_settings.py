@@ -222,11 +222,6 @@ class Quantization:
     layout: str = ""
     embeddings: bool = False
 
-    @property
-    def by_bitsandbytes(self) -> bool:
-        """Whether its layers are those of bitsandbytes."""
-        return self.kind in ("nf4", "fp4", "int8")
-
 
 def quantization_of(section: ModelSection, directory: Path, settings: dict[str, Any]) -> Quantization | None:
     """How the weights in memory will be quantized; None if they will not be.

@@ -300,18 +300,6 @@ class Kernels:
         widths = (d_low, d_low.stride(0), d_x, d_x.stride(0))
         self._call("multiply_back", d_y, d_y.stride(0), d_x.shape[1], of, len(of), len(d_y), *widths)
 
-    def product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """x (T, in) times the transposed weight (out, in) → (T, out)."""
-        layers, low = _without_adapter(x, weight)
-        self.multiply(x, layers, found := x.new_empty(len(x), len(weight)), low)
-        return found
-
-    def product_back(self, d_y: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """d_y (T, out) times the weight (out, in) → (T, in)."""
-        layers, low = _without_adapter(d_y, weight)
-        self.multiply_back(d_y, layers, low, found := d_y.new_empty(len(d_y), weight.shape[1]))
-        return found
-
     def low_rank_gradients(
         self,
         x: tuple[torch.Tensor, torch.Tensor],
@@ -376,13 +364,21 @@ def _without_adapter(x: torch.Tensor, weight: torch.Tensor) -> tuple[list[Layer]
 def times_transposed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x (T, in) times the transposed weight (out, in) → (T, out), by `Kernels` if they can, else by torch."""
     kernels = _of_product(x, weight)
-    return x @ weight.t() if kernels is None else kernels.product(x, weight)
+    if kernels is None:
+        return x @ weight.t()
+    layers, low = _without_adapter(x, weight)
+    kernels.multiply(x, layers, found := x.new_empty(len(x), len(weight)), low)
+    return found
 
 
 def times(d_y: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """d_y (T, out) times the weight (out, in) → (T, in), by `Kernels` if they can, else by torch."""
     kernels = _of_product(d_y, weight)
-    return d_y @ weight if kernels is None else kernels.product_back(d_y, weight)
+    if kernels is None:
+        return d_y @ weight
+    layers, low = _without_adapter(d_y, weight)
+    kernels.multiply_back(d_y, layers, low, found := d_y.new_empty(len(d_y), weight.shape[1]))
+    return found
 
 
 def _of_product(x: torch.Tensor, weight: torch.Tensor) -> Kernels | None:
