@@ -237,7 +237,7 @@ _CHUNK = 128
 
 _TRAINED_CHUNK = 256  # where the head is trained, too: its gradient is in memory once for each chunk
 # Where logits are in bfloat16 and their gradient takes their place: a product packs the head once for all rows of a chunk.
-_LOGITS = 1 << 24
+_LOGITS = 15 << 20  # less than 32 MiB, from which on glibc gives a tensor's memory back each time
 _MOST_ROWS = 510
 _BLOCK = 4096  # tokens of the vocabulary whose part of that gradient is computed at a time
 
