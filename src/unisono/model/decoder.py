@@ -74,12 +74,17 @@ class Joined:
     def __init__(self, layers: list[Any]) -> None:
         self.layers = layers
         bases = [layer.get_base_layer() for layer in layers]
+        names = [next(iter(layer.lora_A)) for layer in layers]
+        # The modules, not their weights, which may be replaced: finding them in a layer takes longer than all else of a call.
+        self._bases = bases
+        self._downs = [layer.lora_A[name] for layer, name in zip(layers, names, strict=True)]
+        self._ups = [layer.lora_B[name] for layer, name in zip(layers, names, strict=True)]
         self.sizes = [base.out_features for base in bases]
-        self.ranks = [_a_of(layer).shape[0] for layer in layers]
+        self.ranks = [down.weight.shape[0] for down in self._downs]
         self.out = sum(self.sizes)
         self.width = self.out + sum(self.ranks)
-        self.scales = [layer.scaling[next(iter(layer.lora_A))] for layer in layers]
-        device = _b_of(layers[0]).device
+        self.scales = [layer.scaling[name] for layer, name in zip(layers, names, strict=True)]
+        device = self._ups[0].weight.device
         kernels = kernels_of(device)
         widths = [*self.sizes, bases[0].in_features]
         pairs = [(rank, width) for rank in self.ranks for width in widths]
@@ -101,7 +106,7 @@ class Joined:
 
     def parameters(self) -> list[torch.Tensor]:
         """All A, then all B."""
-        return [_a_of(layer) for layer in self.layers] + [_b_of(layer) for layer in self.layers]
+        return [module.weight for module in (*self._downs, *self._ups)]
 
     def is_usable(self) -> bool:
         """Whether all adapters are switched on, and not merged."""
@@ -119,21 +124,19 @@ class Joined:
 
     def _adapted(self) -> list[Layer]:
         """The layers as `kernels` takes them, with their own weights."""
-        parts = zip(self.layers, self.scales, strict=True)
-        return [
-            Layer(layer.get_base_layer().weight, _a_of(layer), _b_of(layer), scale) for layer, scale in parts
-        ]
+        parts = zip(self._bases, self._downs, self._ups, self.scales, strict=True)
+        return [Layer(base.weight, down.weight, up.weight, scale) for base, down, up, scale in parts]
 
-    def _ups(self) -> list[torch.Tensor]:
+    def _stored_ups(self) -> list[torch.Tensor]:
         """The B (out, r) of each layer as it is stored."""
-        return [_b_of(layer).detach() for layer in self.layers]
+        return [up.weight.detach() for up in self._ups]
 
     def _add_up(self, joint: torch.Tensor) -> None:
         """Adds the B·s·A·x of each layer to its outputs."""
         if self.kernels is None:
             joint[:, : self.out].addmm_(joint[:, self.out :], self.up.t())
             return
-        self.kernels.add_low_rank(joint[:, self.out :], self._ups(), joint[:, : self.out])
+        self.kernels.add_low_rank(joint[:, self.out :], self._stored_ups(), joint[:, : self.out])
 
     def _fresh_weight(self) -> torch.Tensor:
         """The joined weight (out + r, in), and `up`, with the adapters as they are now."""
@@ -146,12 +149,12 @@ class Joined:
 
     def _take_adapters(self, down: torch.Tensor) -> None:
         """Copies all s·A into `down` (r, in), and all B into `up`."""
-        for part, layer, scale in zip(down.split(self.ranks), self.layers, self.scales, strict=True):
-            torch.mul(_a_of(layer).detach(), scale, out=part)
+        for part, module, scale in zip(down.split(self.ranks), self._downs, self.scales, strict=True):
+            torch.mul(module.weight.detach(), scale, out=part)
         if self.kernels is not None:
             return
-        for part, layer in zip(_diagonal(self.up.split(self.ranks, 1), self.sizes), self.layers, strict=True):
-            part.copy_(_b_of(layer).detach())
+        for part, up in zip(_diagonal(self.up.split(self.ranks, 1), self.sizes), self._ups, strict=True):
+            part.copy_(up.weight.detach())
 
     def input_gradient(self, d_joint: torch.Tensor) -> torch.Tensor:
         """(T, in), from the gradient of the outputs, the first columns of `d_joint` (T, out + r); writes that of s·A·x into the others."""
@@ -167,7 +170,7 @@ class Joined:
         if self.kernels is None:
             d_joint[:, self.out :].copy_(d_joint[:, : self.out] @ self.up)
             return
-        self.kernels.project_low_rank(d_joint[:, : self.out], self._ups(), d_joint[:, self.out :])
+        self.kernels.project_low_rank(d_joint[:, : self.out], self._stored_ups(), d_joint[:, self.out :])
 
     def gradients(
         self, d_joint: torch.Tensor, x: torch.Tensor, low: torch.Tensor
@@ -181,7 +184,7 @@ class Joined:
         """
         if self.kernels is not None:
             of_input, of_output = (x, d_joint[:, self.out :]), (d_joint[:, : self.out], low)
-            return self.kernels.low_rank_gradients(of_input, of_output, self._ups(), self.scales)
+            return self.kernels.low_rank_gradients(of_input, of_output, self._stored_ups(), self.scales)
         d_a = (d_joint[:, self.out :].t() @ x).float()
         d_b = (low.t() @ d_joint[:, : self.out]).float()  # (r, out)
         found = [part.mul_(scale) for part, scale in zip(d_a.split(self.ranks), self.scales, strict=True)]
@@ -191,18 +194,6 @@ class Joined:
 def _diagonal(columns: Sequence[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:
     """Of each of `columns` (out, r) the rows of its own layer."""
     return [column.split(sizes)[i] for i, column in enumerate(columns)]
-
-
-def _a_of(layer: Any) -> torch.Tensor:
-    (name,) = layer.lora_A
-    found: torch.Tensor = layer.lora_A[name].weight
-    return found
-
-
-def _b_of(layer: Any) -> torch.Tensor:
-    (name,) = layer.lora_B
-    found: torch.Tensor = layer.lora_B[name].weight
-    return found
 
 
 class Sharded(Joined):
@@ -219,7 +210,7 @@ class Sharded(Joined):
         del bases
 
     def _fresh_weight(self) -> torch.Tensor:
-        weights = [layer.get_base_layer().weight for layer in self.layers]
+        weights = [base.weight for base in self._bases]
         weight = self._scratch.joined(weights, more=self.width - self.out)
         self._take_adapters(weight[self.out :])
         return weight
@@ -233,12 +224,11 @@ class Packed(Joined):
 
     def _join(self, bases: list[Any]) -> None:
         shape = (self.width - self.out, bases[0].in_features)  # (r, in)
-        self.down = torch.empty(shape, dtype=torch.bfloat16, device=_b_of(self.layers[0]).device)
+        self.down = torch.empty(shape, dtype=torch.bfloat16, device=self._ups[0].weight.device)
 
     def _weights(self, joint: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """The columns of `joint` (T, out + r) of each layer, and its weight (out, in), one after the other."""
-        for part, layer in zip(joint[:, : self.out].split(self.sizes, 1), self.layers, strict=True):
-            base = layer.get_base_layer()
+        for part, base in zip(joint[:, : self.out].split(self.sizes, 1), self._bases, strict=True):
             yield part, dequantized(base.weight, state_of(base), joint.dtype)
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
@@ -771,7 +761,7 @@ def _attention_forward(module: Any, hidden_states: torch.Tensor, **kwargs: Any) 
         places = Ends(ends, kwargs["max_length_q"])
     parts = (turned, places, joined, heads, kernels)
     with torch.autocast(hidden_states.device.type, enabled=False):
-        out = SelfAttention.apply(hidden_states[0], *parts, *joined.parameters())
+        out = SelfAttention.apply(hidden_states.squeeze(0), *parts, *joined.parameters())
     return module.o_proj(out[None]), None
 
 

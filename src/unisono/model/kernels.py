@@ -109,7 +109,10 @@ class Kernels:
         self.has_products = hasattr(library, "attention") and "amx_bf16" not in _flags_of_cpu().split()
 
     def _call(self, name: str, *values: Any) -> None:
-        getattr(self._library, name)(*(_c_value(value) for value in values))
+        function = getattr(self._library, name)
+        if function.argtypes is None:
+            function.argtypes = [_c_type(value) for value in values]
+        function(*[value.data_ptr() if isinstance(value, torch.Tensor) else value for value in values])
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
         """RMSNorm of the rows of x (T, E), and the factor of each (T,) float32."""
@@ -424,13 +427,11 @@ def _layers(layers: Sequence[Layer]) -> "ctypes.Array[_Adapter]":
     )
 
 
-def _c_value(value: Any) -> Any:
-    """A tensor, an integer or a float as an argument; an array is one already."""
-    if isinstance(value, torch.Tensor):
-        return ctypes.c_void_p(value.data_ptr())
+def _c_type(value: Any) -> Any:
+    """Of an argument: an integer, a float, or what is passed by its address (a tensor, an array)."""
     if isinstance(value, int):
-        return ctypes.c_int64(value)
-    return ctypes.c_float(value) if isinstance(value, float) else value
+        return ctypes.c_int64
+    return ctypes.c_float if isinstance(value, float) else ctypes.c_void_p
 
 
 def group_rows(lengths: Sequence[int], *, window: int | None) -> tuple[list[list[int]], list[int]]:
