@@ -11,12 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import needs
 from tests.control.test_security import dial, greeted, hello, rest
+from tests.nproc.disks import on_a_device
 from unisono.control.channel_ends import HeadServer
 from unisono.control.connection import FileReceived, Left, NodeMessage
 from unisono.control.file_transfer import (
@@ -46,6 +48,7 @@ from unisono.control.protocol import (
     hello_seal,
     session_seal,
 )
+from unisono.facts.processes import stuck_threads
 
 if TYPE_CHECKING:
     from tests.control.conftest import Room
@@ -288,6 +291,26 @@ def test_a_place_that_blocks_holds_up_neither_words_nor_other_files(room: "Room"
         assert not one.outcomes()
         answers.set()
         assert outcome_of(one).error == ""
+
+
+def test_a_frozen_disk_holds_no_thread_of_the_head_in_the_kernel(room: "Room", tmp_path: Path) -> None:
+    """A process with such a thread cannot end before the disk answers."""
+    head = room.head()
+    node = room.node(head)
+    with on_a_device(tmp_path / "head", tmp_path / "image", size=64 * MIB) as disk:
+        with FileReceiver(head, keep_in(disk.path)), FileSender(node) as transfers:
+            disk.hang()
+            transfers.send(b"late", label("file"))
+            until = time.monotonic() + LIMIT_S
+            while not any(stuck_threads(child.pid) for child in psutil.Process().children()):
+                assert time.monotonic() < until, "the disk was not looked at by a separate process"
+                assert not stuck_threads(os.getpid())
+                time.sleep(0.01)
+            assert not stuck_threads(os.getpid())
+            assert not transfers.outcomes()
+            disk.answer()
+            assert outcome_of(transfers).error == ""
+        assert (disk.path / "file").read_bytes() == b"late"
 
 
 def test_a_node_that_dies_while_it_sends_leaves_nothing_at_the_head(room: "Room", desk: Path) -> None:

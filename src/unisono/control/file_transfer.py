@@ -45,6 +45,7 @@ from unisono.control.channel_ends import HeadServer, NodeLink
 from unisono.control.connection import FileReceived, Inbox
 from unisono.control.head import IncomingConnection
 from unisono.control.protocol import PIECE_BYTES, Body, Malformed, Piece
+from unisono.facts.storage import responds
 from unisono.text import one_line, show_bytes, show_seconds
 
 WINDOW = 8
@@ -494,6 +495,8 @@ class FileReceiver:
             raise OfferRefused("the head cannot read what kind of file it is") from error
         if ".." in path.parts or not path.name.isprintable():
             raise OfferRefused("its name is none of a file")
+        # Waited for in a process of its own: a thread that hangs in the kernel would keep the front from ending.
+        responds(path.parent, limit_s=None)
         with _part_of(path, offer.content.bytes) as (fd, finish):
             self._more(incoming, WINDOW)
             try:
