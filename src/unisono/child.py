@@ -148,6 +148,10 @@ def models_scanned_once(cache: Path | None = None) -> Iterator[None]:
         finder.restore()
 
 
+Names = dict[frozenset[str], dict[str, set[str]]]
+"""Of a folder of models: what is needed, and with it the names in each module."""
+
+
 class _ModelsFinder:
     """Finds no module, but sees when the function is there with which transformers reads its models, and replaces it for a while."""
 
@@ -170,19 +174,21 @@ class _ModelsFinder:
         if self._scan is not None:
             setattr(self._utils, _SCAN, self._scan)
 
-    def _names(self, path: Any, prefix: str | None = None) -> Any:
+    def _names(self, path: Any, *rest: Any, **more: Any) -> Any:
+        prefix = more.get("prefix")
         models = Path(path) if prefix else Path(path).parent
-        if models.name != "models" or prefix not in {None, "models"}:
-            return self._scan(path, prefix)
+        if rest or set(more) - {"prefix"} or prefix not in {None, "models"} or models.name != "models":
+            return self._scan(path, *rest, **more)
+        try:
+            return self._table(models, f"{prefix}." if prefix else "")
+        except (TypeError, ValueError, AttributeError):  # of a version that gives names differently
+            return self._scan(path, **more)
+
+    def _table(self, models: Path, start: str) -> Names:
+        """A copy, as transformers adds its other modules to the table that it is given. Each module's name begins with `start`."""
         if models not in self._tables:
-            self._tables[models] = kept_names(
-                models,
-                lambda: self._scan(models / "__init__.py"),
-                self._cache and self._cache / "transformers",
-            )
-        start = (
-            f"{prefix}." if prefix else ""
-        )  # transformers adds its other modules to the table that it is given
+            cache = self._cache and self._cache / "transformers"
+            self._tables[models] = kept_names(models, lambda: self._scan(models / "__init__.py"), cache)
         return {
             needed: {start + module: set(names) for module, names in own.items()}
             for needed, own in self._tables[models].items()
@@ -190,8 +196,6 @@ class _ModelsFinder:
 
 
 _SCAN = "define_import_structure"
-Names = dict[frozenset[str], dict[str, set[str]]]
-"""Of a folder of models: what is needed, and with it the names in each module."""
 
 
 def kept_names(models: Path, scan: Callable[[], Names], cache: Path | None) -> Names:

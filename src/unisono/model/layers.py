@@ -283,7 +283,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         needs_gradient = needs_hidden or needs_weight
         least = _CHUNK if d_weight is None else _TRAINED_CHUNK
-        chunk = _rows_in_place(hidden, weight, least) or _rows_at_a_time(weight, on_cpu=least)
+        in_place = 0 if smoothing else _rows_in_place(hidden, weight, least)
+        chunk = in_place or _rows_at_a_time(weight, on_cpu=least)
         for first in range(0, hidden.shape[0], chunk):
             rows, wanted = hidden[first : first + chunk], labels[first : first + chunk]
             losses, d_logits = _losses(
