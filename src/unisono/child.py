@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 from unisono.errors import UnisonoError, storage_failure, unusable_path
 from unisono.events import Reporter, describe_crash, is_peer_loss
+from unisono.files import write_text
 
 _PR_SET_PDEATHSIG = 1
 TEMPLATE_HAS_NO_END = signal.SIGVTALRM
@@ -218,9 +219,7 @@ def kept_names(models: Path, scan: Callable[[], Names], cache: Path | None) -> N
     ]
     with contextlib.suppress(OSError):
         cache.mkdir(parents=True, exist_ok=True)
-        new = file.with_name(f"{file.name}.{os.getpid()}")
-        new.write_text(json.dumps({"files": state, "names": names}), encoding="utf-8")
-        new.replace(file)
+        write_text(file, json.dumps({"files": state, "names": names}))
     return found
 
 

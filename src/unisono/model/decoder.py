@@ -13,6 +13,7 @@ the fast layers only if the model's outputs stay the same.
 import copy
 import ctypes
 import types
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
 from typing import Any
@@ -30,8 +31,8 @@ from unisono.model.kernels import (
     attend,
     attend_backward,
     place_rows,
-    times,
-    times_transposed,
+    product,
+    product_back,
 )
 from unisono.model.layers import is_quick, kernels_of, own_gradient
 from unisono.model.quantization import dequantized, state_of
@@ -252,16 +253,49 @@ class Packed(Joined):
         return d_x
 
 
-class Frozen:
-    """Frozen bfloat16 layers with the same input: one product with their joined weight, of which theirs become views.
+class Unadapted(ABC):
+    """Layers without an adapter that have the same input: one product with their joined bfloat16 weight."""
+
+    def __init__(self, layers: list[Any]) -> None:
+        self.layers = layers
+        self.sizes = [layer.out_features for layer in layers]
+        self.out = self.width = sum(self.sizes)
+
+    @abstractmethod
+    def _weight(self) -> torch.Tensor:
+        """(out, in) bfloat16."""
+
+    @abstractmethod
+    def parameters(self) -> list[torch.Tensor]:
+        """Those that are trained."""
+
+    @abstractmethod
+    def is_usable(self) -> bool:
+        """Whether the layers themselves would compute in bfloat16."""
+
+    @abstractmethod
+    def gradients(
+        self, d_joint: torch.Tensor, x: torch.Tensor, low: torch.Tensor
+    ) -> Sequence[torch.Tensor | None]:
+        """Those of `parameters`. `low` is that of adapters, and not used."""
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """x (T, in) → (T, out)."""
+        return product(x, self._weight())
+
+    def input_gradient(self, d_joint: torch.Tensor) -> torch.Tensor:
+        """(T, in), from the gradient of the outputs (T, out)."""
+        return product_back(d_joint, self._weight())
+
+
+class Frozen(Unadapted):
+    """Frozen layers, whose weights become views of the joined one.
 
     With a scratch, which is for sharded weights, they are joined there for each product.
     """
 
     def __init__(self, layers: list[Any], scratch: Scratch | None) -> None:
-        self.layers = layers
-        self.sizes = [layer.out_features for layer in layers]
-        self.out = self.width = sum(self.sizes)
+        super().__init__(layers)
         self._scratch = scratch
         if len(layers) > 1 and scratch is None:
             self._kept = torch.cat([layer.weight.data for layer in layers])
@@ -269,7 +303,7 @@ class Frozen:
                 layer.weight.data = part
 
     def _weight(self) -> torch.Tensor:
-        """(out, in); that of a single layer is the layer's own."""
+        """That of a single layer is the layer's own."""
         if len(self.layers) == 1:
             own: torch.Tensor = self.layers[0].weight
             return own
@@ -278,20 +312,12 @@ class Frozen:
         return self._scratch.joined([layer.weight for layer in self.layers])
 
     def parameters(self) -> list[torch.Tensor]:
-        """None are trained."""
+        """None."""
         return []
 
     def is_usable(self) -> bool:
         """Always."""
         return True
-
-    def product(self, x: torch.Tensor) -> torch.Tensor:
-        """x (T, in) → (T, out)."""
-        return times_transposed(x, self._weight())
-
-    def input_gradient(self, d_joint: torch.Tensor) -> torch.Tensor:
-        """(T, in), from the gradient of the outputs (T, out)."""
-        return times(d_joint, self._weight())
 
     def gradients(
         self, d_joint: torch.Tensor, x: torch.Tensor, low: torch.Tensor
@@ -301,16 +327,18 @@ class Frozen:
         return []
 
 
-class Trained(Frozen):
-    """Trained float32 layers with the same input: one product with bfloat16 copies of their weights.
+class Trained(Unadapted):
+    """Trained float32 layers, of whose weights bfloat16 copies are joined for each product, which takes a hundredth of its time.
 
-    The copies are made for each product, which takes a hundredth of its time. So they are never stale, need no memory that grows with the
-    model, and weights may be sharded.
+    So the copies are never stale, need no memory that grows with the model, and weights may be sharded.
     """
 
     def __init__(self, layers: list[Any], scratch: Scratch) -> None:
-        super().__init__(layers, scratch)
+        super().__init__(layers)
         self.scratch = scratch
+
+    def _weight(self) -> torch.Tensor:
+        return self.scratch.joined([layer.weight for layer in self.layers])
 
     def parameters(self) -> list[torch.Tensor]:
         """The weights."""
@@ -320,10 +348,6 @@ class Trained(Frozen):
         """Whether autocast would compute the products in bfloat16, too."""
         kind = self.layers[0].weight.device.type
         return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16
-
-    def _weight(self) -> torch.Tensor:
-        """(out, in) bfloat16."""
-        return self.scratch.joined([layer.weight for layer in self.layers])
 
     def gradients(
         self, d_joint: torch.Tensor, x: torch.Tensor, low: torch.Tensor
@@ -439,8 +463,8 @@ class GatedMlp(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: torch.Tensor,
-        wide: Joined | Frozen,
-        down: Joined | Frozen,
+        wide: Joined | Unadapted,
+        down: Joined | Unadapted,
         kernels: Any,
         *parameters: torch.Tensor,
     ) -> torch.Tensor:
@@ -485,7 +509,7 @@ class SelfAttention(torch.autograd.Function):
         x: torch.Tensor,
         rope: tuple[torch.Tensor, torch.Tensor],
         places: Any,
-        joined: Joined | Frozen,
+        joined: Joined | Unadapted,
         heads: Heads,
         kernels: Any,
         *parameters: torch.Tensor,
@@ -518,7 +542,7 @@ class SelfAttention(torch.autograd.Function):
 
 
 def _heads_of(
-    joint: torch.Tensor, joined: Joined | Frozen, heads: Heads
+    joint: torch.Tensor, joined: Joined | Unadapted, heads: Heads
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Views of a joint product: q (T, H, D), k and v (T, K, D)."""
     q, k, v = (part.unflatten(1, (-1, heads.size)) for part in joint[:, : joined.out].split(joined.sizes, 1))
@@ -607,7 +631,7 @@ def slow_down_layers(changed: list[torch.nn.Module]) -> None:
         del module.forward
 
 
-def _join(layers: list[Any], scratch: Scratch) -> Joined | Frozen:
+def _join(layers: list[Any], scratch: Scratch) -> Joined | Unadapted:
     if _is_wide(layers[0]):
         return Trained(layers, scratch)
     if _is_packed(layers[0]):

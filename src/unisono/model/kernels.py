@@ -364,7 +364,7 @@ def _without_adapter(x: torch.Tensor, weight: torch.Tensor) -> tuple[list[Layer]
     return [Layer(weight, none.view(0, in_), none.view(out, 0), 1.0)], x.new_empty(len(x), 0)
 
 
-def times_transposed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x (T, in) times the transposed weight (out, in) → (T, out), by `Kernels` if they can, else by torch."""
     kernels = _of_product(x, weight)
     if kernels is None:
@@ -374,7 +374,7 @@ def times_transposed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def times(d_y: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def product_back(d_y: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """d_y (T, out) times the weight (out, in) → (T, in), by `Kernels` if they can, else by torch."""
     kernels = _of_product(d_y, weight)
     if kernels is None:

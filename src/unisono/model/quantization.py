@@ -21,11 +21,10 @@ import torch
 
 from unisono.config.schema import ModelSection, RunConfig
 from unisono.errors import ModelError
-from unisono.model import kernels
 from unisono.model.directory import read_model_config
 from unisono.model.file_settings import GroupedShape, Quantization, grouped_shapes, quantization_of
 from unisono.model.files import read_safetensors_header, weight_files
-from unisono.model.kernels import load_kernels
+from unisono.model.kernels import load_kernels, product, product_back
 
 _LARGEST_INT8 = 127.0
 _READER = "unisono_grouped"  # our name among the methods of transformers
@@ -533,7 +532,7 @@ class _TableProduct(torch.autograd.Function):
 def times_transposed(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
     """x (n, E) times the transposed head (V, E) → (n, V); one in int8 is dequantized in blocks of tokens of the vocabulary."""
     if scale is None:
-        return kernels.times_transposed(x, weight)
+        return product(x, weight)
     found = x.new_empty(len(x), len(weight))
     size = _ROWS_ON_GPU if x.is_cuda else _ROWS
     for out, packed, of_rows in zip(found.split(size, 1), weight.split(size), scale.split(size), strict=True):
@@ -544,7 +543,7 @@ def times_transposed(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor 
 def times(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
     """x (n, V) times the head (V, E) → (n, E); blocks of one in int8 are added up in float32."""
     if scale is None:
-        return kernels.times(x, weight)
+        return product_back(x, weight)
     total = x.new_zeros(len(x), weight.shape[1], dtype=torch.float32)
     size = _ROWS_ON_GPU if x.is_cuda else _ROWS
     for columns, packed, of_rows in zip(x.split(size, 1), weight.split(size), scale.split(size), strict=True):
