@@ -82,11 +82,41 @@ _FREQUENT = {
     "WINDOWS-1251": "оеаинтсрвлкмдпуяызьбгчйхжшюцщэфё",
     "WINDOWS-1252": "éèàùâêîôûçäöüßñáíóúåæø¿¡«»’‘“”–—…€°",
 }
+_NOT_IN_NAMES = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff\\]|^[A-Za-z]:")
+_MOST_PART_BYTES, _MOST_NAME_BYTES = 255, 1024
 _HIGH = re.compile(rb"[\x80-\xff]+")
 _LEAST_CHARACTERS = 4
 _LEAST_SHARE = {"WINDOWS-1251": 0.95, "WINDOWS-1252": 0.9, "SHIFT_JIS": 0.3, "EUC-JP": 0.3}
 _LONG_RUN = 3.0  # adjacent bytes above ASCII: Cyrillic words, not single letters among Latin ones
 _SHARE = 0.12  # of Chinese or Korean text: measured 0.2 to 0.4 if right, under 0.03 if wrong
+
+
+def path_below(root: Path, name: object, *, parts: int = 32) -> Path:
+    """`root / name` for a name that a hub, another machine or a downloaded file gave. Looks at the name only, not at the disk.
+
+    Args:
+        root: the directory.
+        name: a relative path with slashes.
+        parts: how many parts it may have; 1: a file directly in `root`.
+
+    Raises:
+        ValueError: if the name is absolute, leads upwards, or is not one that every file system takes.
+    """
+    text = name if isinstance(name, str) else ""
+    words, why = text.split("/"), ""
+    if not {"", ".", ".."}.isdisjoint(words):
+        why = "is not a relative path without `..`"
+    elif _NOT_IN_NAMES.search(text):
+        why = "has a control character, a backslash or a drive"
+    elif len(words) > parts:
+        why = "is in another directory" if parts == 1 else f"has more than {parts} parts"
+    elif len(text.encode()) > _MOST_NAME_BYTES or any(
+        len(word.encode()) > _MOST_PART_BYTES for word in words
+    ):
+        why = "is longer than a file system takes"
+    if why:
+        raise ValueError(f"the name {str(name)[:80]!r} {why}")
+    return root.joinpath(*words)
 
 
 def fsync_dir(path: Path) -> None:

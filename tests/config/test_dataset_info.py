@@ -179,8 +179,9 @@ def remote(cache: Path, endpoint: str, **env: str) -> str:
     return done.stdout.strip()
 
 
-def test_a_remote_directory_is_a_dataset_of_the_hub_and_is_kept_in_its_cache(tmp_path: Path) -> None:
-    text = json.dumps({"d": {"hf_hub_url": "org/rows"}}).encode()
+def answer_with(entry: dict[str, str]) -> Callable[[bytes], bytes]:
+    """The answers of a hub whose dataset_info.json has this entry."""
+    text = json.dumps({"d": entry}).encode()
     head = (
         f'HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: {len(text)}\r\nETag: "{"a" * 40}"\r\nX-Repo-Commit: {"b" * 40}\r\n\r\n'
     ).encode()
@@ -190,7 +191,22 @@ def test_a_remote_directory_is_a_dataset_of_the_hub_and_is_kept_in_its_cache(tmp
             return b"HTTP/1.1 404 Not Found\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
         return head if asked.startswith(b"HEAD") else head + text
 
-    with hub(answer) as (endpoint, calls):
+    return answer
+
+
+@pytest.mark.parametrize("key", ["file_name", "hf_hub_url"])
+def test_a_file_of_the_hub_names_no_file_of_this_machine(key: str, tmp_path: Path) -> None:
+    secret = tmp_path / "secret.jsonl"
+    secret.write_text("{}\n")
+    for name in (str(secret), "../" * 20 + str(secret)[1:]):
+        with hub(answer_with({key: name})) as (endpoint, _):
+            printed = remote(tmp_path / f"hub{len(name)}", endpoint)
+        assert f"{key} of the dataset d is not used" in printed
+        assert "is not a relative path without `..`" in printed
+
+
+def test_a_remote_directory_is_a_dataset_of_the_hub_and_is_kept_in_its_cache(tmp_path: Path) -> None:
+    with hub(answer_with({"hf_hub_url": "org/rows"})) as (endpoint, calls):
         assert remote(tmp_path / "hub", endpoint) == "org/rows"
         assert calls
     assert remote(tmp_path / "hub", endpoint) == "org/rows"  # nobody answers there now

@@ -62,6 +62,8 @@ class Hub:
     Attributes:
         seen: method and path of every request.
         lost_uploads: a byte of each uploaded large file is changed.
+        described: replaces parts of the description of a repository: `sha`, `siblings`.
+        headers: replaces headers of the answers with files.
     """
 
     repos: dict[str, Repo] = field(default_factory=dict)
@@ -71,6 +73,8 @@ class Hub:
     objects: dict[str, bytes] = field(default_factory=dict)
     created: list[dict[str, Any]] = field(default_factory=list)
     lost_uploads: bool = False
+    described: dict[str, Any] = field(default_factory=dict)
+    headers: dict[str, str] = field(default_factory=dict)
     url: str = ""
 
     def fault(self, request: str) -> Fault | None:
@@ -181,7 +185,7 @@ class Handler(BaseHTTPRequestHandler):
         if fault is not None and fault.flip:
             part = flipped(part)
         cut = fault.after if fault is not None and fault.status == 0 and self.command == "GET" else None
-        self.send(206 if start else 200, part, headers, cut=cut)
+        self.send(206 if start else 200, part, headers | self.hub.headers, cut=cut)
 
     def api(self, kind: str, name: str, what: str, revision: str, body: bytes) -> None:
         repo = self.repo(kind, name, content=False)
@@ -198,7 +202,7 @@ class Handler(BaseHTTPRequestHandler):
         elif what == "tree":
             self.send_json([tree_entry(path, content) for path, content in repo.commits[commit].items()])
         else:
-            self.send_json({"id": name, "sha": commit, "private": repo.private, "gated": repo.gated, "tags": [], "siblings": [entry(path, content) for path, content in repo.commits[commit].items()]})  # fmt: skip
+            self.send_json({"id": name, "sha": commit, "private": repo.private, "gated": repo.gated, "tags": [], "siblings": [entry(path, content) for path, content in repo.commits[commit].items()]} | self.hub.described)  # fmt: skip
 
     def receive(self, repo: Repo, name: str, body: bytes) -> None:
         files = dict(repo.commits.get(repo.head, {}))

@@ -206,3 +206,135 @@ def test_without_a_hub_it_is_refused_at_once(hub: Hub, tmp_path: Path) -> None:
     done = download(hub, tmp_path, "a/model", HF_ENDPOINT="http://127.0.0.1:9")
     assert done.returncode == 2
     assert "http://127.0.0.1:9 does not answer" in done.stderr
+
+
+def sibling(name: Any, size: Any) -> dict[str, Any]:
+    return {"rfilename": name, "size": size, "blobId": "0" * 40}
+
+
+LEADS_OUT = "../../../../../precious"  # from the snapshot's directory to the parent of HF_HOME
+
+
+@pytest.mark.parametrize("size", [5, 8], ids=["wrong-size", "right-size"])
+@pytest.mark.parametrize(
+    "name", [LEADS_OUT, "{outside}", "a/../" + LEADS_OUT, "x\\..\\y", "x\x1b[31m", "n" * 5000, "", 7]
+)
+def test_a_name_that_leads_out_of_the_cache_is_refused_before_any_download(
+    name: Any, size: int, hub: Hub, tmp_path: Path
+) -> None:
+    outside = tmp_path / "precious"
+    outside.write_text("precious")
+    listed = name.format(outside=outside) if isinstance(name, str) else name
+    hub.described["siblings"] = [sibling("config.json", 21), sibling(listed, size)]
+    done = download(hub, tmp_path / "home", "a/model")
+    assert done.returncode == 2, done.stderr
+    assert "the file list of a/model cannot be used" in done.stderr
+    assert "Traceback" not in done.stderr + done.stdout
+    assert "\x1b" not in done.stderr
+    assert len(done.stderr) < 1000
+    assert outside.read_text() == "precious"
+    assert not [request for request in hub.seen if "resolve" in request]
+
+
+@pytest.mark.parametrize("size", [10**18, -5, "5", 1.5])
+def test_an_impossible_size_is_refused_before_any_download(size: Any, hub: Hub, tmp_path: Path) -> None:
+    hub.described["siblings"] = [sibling("big.bin", size)]
+    done = download(hub, tmp_path, "a/model")
+    assert done.returncode == 2, done.stderr
+    assert f"the size of big.bin is {size}" in done.stderr
+    assert not [request for request in hub.seen if "resolve" in request]
+
+
+@pytest.mark.parametrize(
+    "sha", ["../../../../../out", "/srv/x", "\x1b]52;c;ZXZpbA==\x07", "main", "", None, 7]
+)
+def test_a_commit_that_is_not_a_digest_is_refused_and_shown_without_control_characters(
+    sha: Any, hub: Hub, tmp_path: Path
+) -> None:
+    hub.described["sha"] = sha
+    done = download(hub, tmp_path / "home", "a/model")
+    assert done.returncode == 2, done.stderr
+    assert "a/model" in done.stderr or "leads out of the cache" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not set(done.stderr) & {"\x1b", "\x07"}
+    assert not list(tmp_path.rglob("*out*"))
+
+
+@pytest.mark.parametrize("header", ["ETag", "X-Linked-Etag", "X-Repo-Commit"])
+def test_huggingface_hub_gets_no_path_out_of_the_cache_from_a_header(
+    header: str, hub: Hub, tmp_path: Path
+) -> None:
+    hub.headers[header] = '"../../../../written"' if header != "X-Repo-Commit" else "../../../../written"
+    done = download(hub, tmp_path / "home", "a/model")
+    assert done.returncode == 2, done.stderr
+    assert "the hub gives a name that leads out of the cache" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.rglob("written*"))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["a/model", "--revision", "../../../../x"],
+        ["a/model", "--revision", "/srv/x"],
+        ["../../x"],
+        ["a/model/../.."],
+        ["a/model", "--verify", "--revision", "../../.."],
+        ["../../x", "--verify"],
+    ],
+    ids=" ".join,
+)
+def test_names_and_revisions_that_lead_out_of_the_cache_are_refused(
+    words: list[str], hub: Hub, tmp_path: Path
+) -> None:
+    before = set(tmp_path.rglob("*"))
+    done = download(hub, tmp_path / "home", *words)
+    assert done.returncode == 2, done.stderr
+    assert "is not a relative path without `..`" in done.stderr or "has more than 2 parts" in done.stderr
+    assert not hub.seen
+    assert set(tmp_path.rglob("*")) == before
+
+
+def test_a_branch_is_noted_with_its_commit_and_a_note_that_leads_elsewhere_is_not_followed(
+    hub: Hub, tmp_path: Path
+) -> None:
+    got = result(download(hub, tmp_path, "a/model", "--json"))
+    note = Path(got["path"]).parents[1] / "refs/main"
+    assert note.read_text() == got["commit"]
+    for text in ("../../..", str(tmp_path), "x\0", "\x1b[31m", got["commit"] + "\n../x"):
+        note.write_text(text)
+        done = download(hub, tmp_path, "a/model", "--verify")
+        assert done.returncode == 2, text
+        assert "is not in the cache" in done.stderr
+
+
+def test_of_a_damaged_file_only_what_lies_in_the_cache_is_removed(hub: Hub, tmp_path: Path) -> None:
+    home, outside = tmp_path / "home", tmp_path / "precious"
+    outside.write_text("precious")
+    blob = cached_blob_of(result(download(hub, home, "a/model", "--json")))
+    blob.unlink()
+    blob.symlink_to(outside)
+    done = download(hub, home, "a/model")
+    assert done.returncode == 7, done.stderr
+    assert outside.read_text() == "precious"
+    assert not blob.is_symlink()
+    assert result(download(hub, home, "a/model", "--json"))["verified"] == 3
+
+
+def test_a_blob_in_the_store_that_repositories_share_is_verified_by_the_digest_of_its_link(
+    hub: Hub, tmp_path: Path
+) -> None:
+    blob = cached_blob_of(result(download(hub, tmp_path, "a/model", "--json")))
+    shared = tmp_path / "hub/blobs/ab" / "ab".ljust(64, "0")
+    shared.parent.mkdir(parents=True)
+    blob.rename(shared)
+    blob.symlink_to(shared)
+    assert result(download(hub, tmp_path, "a/model", "--verify", "--json"))["verified"] == 3
+    shared.write_bytes(WEIGHTS[:-1] + b"x")
+    assert download(hub, tmp_path, "a/model").returncode == 7
+    assert not shared.exists()
+
+
+def cached_blob_of(got: dict[str, Any]) -> Path:
+    """The weights in `blobs`, to which the snapshot links."""
+    return (Path(got["path"]) / "model.safetensors").resolve()

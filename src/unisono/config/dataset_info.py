@@ -15,10 +15,11 @@ from typing import Any
 from unisono.config.problems import find_secrets
 from unisono.config.yaml_file import KeyPath, KeyPlaces
 from unisono.errors import ConfigError, Problem
-from unisono.files import decode_text, fault_of, parse_json, read_bytes
+from unisono.files import decode_text, fault_of, parse_json, path_below, read_bytes
 from unisono.text import nearest, one_line
 
 _FILE = "dataset_info.json"
+_REMOTE = "REMOTE:"
 _MOST_BYTES = 16 << 20
 _SOURCES = ("hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name", "file_name")
 _TYPES: dict[str, tuple[type, str]] = {
@@ -140,8 +141,8 @@ def _unknown(name: str, info: _Info, where: str) -> Problem:
 
 
 def _read_info(dataset_dir: str, where: str) -> _Info:
-    if dataset_dir.startswith("REMOTE:"):
-        path = _fetch(dataset_dir.removeprefix("REMOTE:"), where)
+    if dataset_dir.startswith(_REMOTE):
+        path = _fetch(dataset_dir.removeprefix(_REMOTE), where)
         name = f"{dataset_dir}/{_FILE}"
     else:
         path = Path(dataset_dir) / _FILE
@@ -191,11 +192,12 @@ def _fetch(repo: str, where: str) -> Path:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    from unisono.facts.environment import hub_silence, read_environment, read_hub
+    from unisono.facts.environment import check_hub_answers, hub_silence, read_environment, read_hub
 
     folder = read_environment().hub_cache
     hub = read_hub(folder)
     silence = hub_silence(hub)
+    check_hub_answers()
     try:
         return Path(
             hf_hub_download(repo_id=repo, filename=_FILE, repo_type="dataset", local_files_only=bool(silence))
@@ -357,6 +359,8 @@ class _Entry:
             self._add(f"the dataset {self._name} has no source", fix=f"add one of {known}")
             return
         value = self._value[key]
+        if self._directory.startswith(_REMOTE) and key in ("file_name", "hf_hub_url"):
+            self._check_foreign(key, value)
         if key == "file_name":
             self._check_file(value)
         elif key == "cloud_file_name" and not value.startswith(_CLOUDS):
@@ -380,6 +384,14 @@ class _Entry:
                 key,
                 fix="set its hf_hub_url, or download it and name the file in file_name",
             )
+
+    def _check_foreign(self, key: str, value: str) -> None:
+        """Refuses a name in a file of the hub that could lead to any file of this machine."""
+        try:
+            path_below(Path(), value)
+        except ValueError as error:
+            fix = "use a dataset_info.json that names datasets of the hub"
+            self._add(f"{key} of the dataset {self._name} is not used", key, why=str(error), fix=fix)
 
     def _check_file(self, value: str) -> None:
         path = self._path(value)

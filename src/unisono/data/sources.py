@@ -12,7 +12,7 @@ from unisono.data import RowFile
 from unisono.data.readers import READERS, kind_of
 from unisono.errors import DataError, Problem
 from unisono.facts import read_environment
-from unisono.facts.environment import hub_silence, read_hub
+from unisono.facts.environment import check_hub_answers, hub_silence, read_hub
 from unisono.files import expand, fault_of, read_json, whole_file, write_json
 from unisono.text import nearest, one_line, redact
 
@@ -314,6 +314,7 @@ def fetch_hub(section: SourceSection, key: str, cache_dir: Path, *, splits: list
     kept, note = folder / "rows.arrow", folder / "source.json"
     if not (kept.is_file() and note.is_file()):
         _refuse_silent_hub(section.path, key)
+        check_hub_answers()
         folder.mkdir(parents=True, exist_ok=True)
         split = _write_hub(section, key, kept, splits)
         fetched = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")

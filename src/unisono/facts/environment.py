@@ -8,16 +8,19 @@ import re
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import unisono
 from unisono.causes.variables import find_variable
+from unisono.errors import ModelError
 from unisono.facts.machine import driver_version
 from unisono.facts.slurm import SlurmStep, read_slurm_step
+from unisono.files import objects_of, parse_json, path_below
 from unisono.text import is_left_by_launcher, is_secret, names_secret
 
 # Also what the catalogue does not know: a misspelt NCCL_ALGOO is worth a line.
@@ -352,6 +355,49 @@ def hub_silence(hub: Hub) -> str:
         return f"{hub.offline} turns access to the hub off"
     silent = _probe_hub(hub.endpoint)
     return f"{hub.endpoint} does not answer: {silent}" if silent else ""
+
+
+@cache
+def check_hub_answers() -> None:
+    """Makes huggingface_hub refuse answers with ETags or commits that are not file names: it joins them to paths of its cache as they are (2.4)."""
+    from huggingface_hub import set_client_factory
+    from huggingface_hub.utils._http import default_client_factory
+
+    def make_client() -> Any:
+        client = default_client_factory()
+        client.event_hooks["response"].append(_refuse_paths)
+        return client
+
+    set_client_factory(make_client)
+
+
+def _refuse_paths(answer: Any) -> None:
+    try:
+        for name in filter(None, _names_in(answer)):
+            path_below(Path(), name)
+    except ValueError as error:
+        raise ModelError.of(
+            "the hub gives a name that leads out of the cache",
+            where=f"{answer.url.host}{answer.url.path}",
+            why=str(error),
+            fix="use a hub or mirror that you trust: HF_ENDPOINT names it",
+        ) from error
+
+
+def _names_in(answer: Any) -> Iterator[object]:
+    """The parts of an answer that huggingface_hub makes file names of."""
+    yield answer.headers.get("X-Repo-Commit")
+    if answer.request.method == "HEAD":  # of a file; ETags of other answers are not used
+        tag = answer.headers.get("X-Linked-Etag") or answer.headers.get("ETag") or ""
+        yield tag.lstrip("W/").strip('"')
+    elif "/api/" in answer.url.path and "json" in answer.headers.get("Content-Type", ""):
+        try:
+            body = parse_json(answer.read())
+        except ValueError:  # reported by huggingface_hub
+            return
+        for entry in objects_of(body if isinstance(body, list) else [body]):
+            yield entry.get("sha")
+            yield from (lfs.get("oid") for lfs in objects_of([entry.get("lfs")]))
 
 
 @cache

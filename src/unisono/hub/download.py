@@ -20,7 +20,8 @@ from unisono.errors import (
     storage_failure,
 )
 from unisono.facts import read_environment
-from unisono.facts.environment import Hub, hub_silence, read_hub
+from unisono.facts.environment import Hub, check_hub_answers, hub_silence, read_hub
+from unisono.files import path_below, read_text, write_text
 from unisono.text import one_line, redact, show_bytes
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".mar", ".joblib")
@@ -31,6 +32,8 @@ _ATTEMPTS = 3
 _WAIT_S = 1.0
 _CHUNK = 4 << 20
 _DATASETS = "datasets/"
+_COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+_MOST_BYTES = 1 << 50
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,9 @@ def find_repo(name: str, revision: str | None) -> RemoteRepo:
 
     kinds = ("dataset",) if name.startswith(_DATASETS) else ("model", "dataset")
     name = name.removeprefix(_DATASETS)
+    _refuse_paths(name, revision)
     _refuse_silence(name)
+    check_hub_answers()
     for kind in kinds:
         try:
             return _described(name, kind, revision)
@@ -107,6 +112,22 @@ def find_repo(name: str, revision: str | None) -> RemoteRepo:
             if isinstance(error, GatedRepoError) or kind == kinds[-1]:
                 raise hub_error(error, name, revision) from error
     raise AssertionError
+
+
+def _refuse_paths(name: str, revision: str | None) -> None:
+    """Refuses a name or revision that would lead out of the cache."""
+    try:
+        path_below(Path(), name, parts=2)
+    except ValueError as error:
+        fix = "it is NAME or OWNER/NAME, e.g. Qwen/Qwen3-0.6B"
+        raise UsageError.of(f"{name} is not a name of the hub", where=name, why=str(error), fix=fix) from None
+    try:
+        path_below(Path(), revision or "main")
+    except ValueError as error:
+        fix = "pass a branch, tag or commit"
+        raise UsageError.of(
+            f"{revision} is not a revision", where="--revision", why=str(error), fix=fix
+        ) from None
 
 
 def _refuse_silence(name: str) -> None:
@@ -137,11 +158,34 @@ def _described(name: str, kind: str, revision: str | None) -> RemoteRepo:
         revision,
         passes=RepositoryNotFoundError,
     )
-    files = tuple(
-        RemoteFile(file.rfilename, file.size or 0, (file.lfs.sha256 if file.lfs else file.blob_id) or "")
-        for file in info.siblings or ()
-    )
-    return RemoteRepo(name, kind, str(info.sha), files)
+    try:
+        return _remote_repo(name, kind, info)
+    except ValueError as error:
+        raise ModelError.of(
+            f"the file list of {name} cannot be used",
+            where=_hub().endpoint,
+            why=str(error),
+            fix="choose a different repository, or a hub or mirror that you trust: HF_ENDPOINT names it",
+        ) from error
+
+
+def _remote_repo(name: str, kind: str, info: Any) -> RemoteRepo:
+    """A repository as the hub describes it.
+
+    Raises:
+        ValueError: if its commit is not a digest, a name leads out of the cache, or a size is impossible.
+    """
+    if not _COMMIT.fullmatch(str(info.sha)):
+        raise ValueError(f"its commit {str(info.sha)[:80]!r} is not a digest")
+    return RemoteRepo(name, kind, info.sha, tuple(map(_remote_file, info.siblings or ())))
+
+
+def _remote_file(file: Any) -> RemoteFile:
+    path_below(Path(), file.rfilename)
+    size = file.size or 0
+    if not isinstance(size, int) or not 0 <= size <= _MOST_BYTES:
+        raise ValueError(f"the size of {file.rfilename} is {str(size)[:80]}")
+    return RemoteFile(file.rfilename, size, str((file.lfs.sha256 if file.lfs else file.blob_id) or ""))
 
 
 def select_files(repo: RemoteRepo, *, trust: bool) -> Selection:
@@ -194,7 +238,7 @@ def download(
             snapshot_download(
                 repo.name,
                 repo_type=repo.kind,
-                revision=revision,
+                revision=repo.commit,
                 allow_patterns=[re.sub(r"([\[*?])", r"[\1]", name) for name in names],
                 max_workers=4,
             )
@@ -202,14 +246,17 @@ def download(
 
     with _reported(blobs, on_progress):
         found = Path(_tried(fetch, repo.name, revision))
-    if found.name != repo.commit:
-        raise ModelError.of(
-            f"{repo.name} has changed during the download",
-            where=f"{repo.commit[:12]}, then {found.name[:12]}",
-            fix="run the same command again, or pass the commit with --revision",
-        )
+    _note_revision(repo, revision or "main")
     on_progress(selection.bytes)
     return found
+
+
+def _note_revision(repo: RemoteRepo, revision: str) -> None:
+    """Writes the commit of a branch or tag where huggingface_hub looks for it without a network."""
+    if revision != repo.commit:
+        file = path_below(_place(repo) / "refs", revision)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_text(file, repo.commit)
 
 
 def _place(repo: RemoteRepo) -> Path:
@@ -261,10 +308,11 @@ def verify_cache(name: str, revision: str | None) -> tuple[Path, CacheCheck]:
         UsageError: if it is not in the cache.
         IntegrityError: if a file is damaged or incomplete.
     """
+    _refuse_paths(name.removeprefix(_DATASETS), revision)
     place = _cached(name.removeprefix(_DATASETS), revision, only_data=name.startswith(_DATASETS))
     found = CacheCheck()
     for file in sorted(path for path in place.rglob("*") if not path.is_dir()):
-        digest = file.resolve().name if file.is_symlink() else ""
+        digest = file.readlink().name if file.is_symlink() else ""
         _compare(file, str(file.relative_to(place)), digest, None, found)
     if found.damaged:
         fix = f"delete these files, and run `unisono download {name}` again"
@@ -277,10 +325,12 @@ def _cached(name: str, revision: str | None, *, only_data: bool) -> Path:
     for kind in ("datasets",) if only_data else ("models", "datasets"):
         folder = cache / f"{kind}--{name.replace('/', '--')}"
         wanted = revision or "main"
-        ref = folder / "refs" / wanted
-        commit = ref.read_text().strip() if ref.is_file() else wanted
-        if (folder / "snapshots" / commit).is_dir():
-            return folder / "snapshots" / commit
+        ref = path_below(folder / "refs", wanted)
+        with contextlib.suppress(OSError, ValueError):  # it does not hold a commit
+            commit = read_text(ref, most_bytes=4096).strip() if ref.is_file() else wanted
+            snapshot = path_below(folder / "snapshots", commit)
+            if snapshot.is_dir():
+                return snapshot
     raise UsageError.of(
         f"{name} is not in the cache" + (f" at {revision}" if revision else ""),
         where=str(cache),
@@ -327,10 +377,15 @@ def digest_of(file: Path, *, git: bool) -> str:
 
 
 def _remove(file: Path) -> None:
-    """Removes a cached file, and the blob that it leads to."""
+    """Removes a cached file, and what it leads to: its blob, and that in the store that repositories share. Nothing outside the cache."""
+    cache = read_environment().hub_cache.resolve()
     with contextlib.suppress(OSError):
-        file.resolve().unlink(missing_ok=True)
-        file.unlink(missing_ok=True)
+        while (file.parent.resolve() / file.name).is_relative_to(cache):
+            following = file.parent / file.readlink() if file.is_symlink() else None
+            file.unlink()
+            if following is None:
+                return
+            file = following
 
 
 # ---- errors
@@ -367,7 +422,8 @@ def _may_pass(error: Exception) -> bool:
     status = _status(error)
     if status is not None:
         return status == 429 or status >= 500
-    return error_number(error) is None  # a cut connection; not a full disk
+    # a cut connection; not a full disk
+    return error_number(error) is None and not isinstance(error, UnisonoError)
 
 
 def _status(error: Exception) -> int | None:

@@ -11,8 +11,8 @@ import xxhash
 from unisono.config.schema import RunConfig
 from unisono.errors import ModelError
 from unisono.facts import read_environment
-from unisono.facts.environment import hub_silence, read_hub
-from unisono.files import read_bytes
+from unisono.facts.environment import check_hub_answers, hub_silence, read_hub
+from unisono.files import path_below, read_bytes
 from unisono.model.file_settings import (
     ADAPTER_FILE,
     Quantization,
@@ -154,6 +154,14 @@ def from_hub(path: str, revision: str | None, *, key: str, patterns: Sequence[st
     folder = read_environment().hub_cache
     hub = read_hub(folder)
     silence = hub_silence(hub)
+    check_hub_answers()
+    fix = "set it to a branch, tag or commit of the model"
+    try:
+        path_below(folder, revision or "main")
+    except ValueError as error:
+        raise ModelError.of(
+            f"{path} has no revision {revision!r}", where="model.revision", why=str(error), fix=fix
+        ) from None
     try:
         return Path(
             snapshot_download(
@@ -169,9 +177,7 @@ def from_hub(path: str, revision: str | None, *, key: str, patterns: Sequence[st
         ) from error
     except RevisionNotFoundError as error:
         raise ModelError.of(
-            f"{path} has no revision {revision!r}",
-            where="model.revision",
-            fix="set it to a branch, tag or commit of the model",
+            f"{path} has no revision {revision!r}", where="model.revision", fix=fix
         ) from error
     except RepositoryNotFoundError as error:
         raise ModelError.of(

@@ -19,7 +19,7 @@ from unisono.data.sources import find_local
 from unisono.errors import UnisonoError
 from unisono.events import Reporter
 from unisono.facts import read_environment
-from unisono.files import expand, fault_of, open_plain, read_object, write_json
+from unisono.files import expand, fault_of, open_plain, path_below, read_object, read_text, write_json
 from unisono.model.directory import is_embedding, is_hub_id, locate_model
 from unisono.model.file_settings import ADAPTER_FILE, adapter_directory
 from unisono.model.files import read_safetensors_header, weight_files
@@ -167,7 +167,7 @@ _TOKENIZER = (
     "chat_template.json",
 )
 _MODEL = ("config.json", "generation_config.json", "adapter_config.json", "model.safetensors.index.json")
-_COMMIT = re.compile(r"^[0-9a-f]{40}$")
+_COMMIT = re.compile(r"[0-9a-f]{40}\Z")
 
 
 @dataclass
@@ -377,14 +377,14 @@ def _in_hub_cache(named: str, revision: str | None) -> Path | None:
     ):
         return None
     folder = environment.hub_cache / f"models--{named.replace('/', '--')}"
-    commit = revision if pinned else _read_reference(folder / "refs" / (revision or "main"))
+    commit = revision if pinned else _read_reference(folder / "refs", revision or "main")
     snapshot = folder / "snapshots" / (commit or "-")
     return snapshot if snapshot.is_dir() else None
 
 
-def _read_reference(file: Path) -> str | None:
+def _read_reference(refs: Path, name: str) -> str | None:
     try:
-        text = file.read_text(encoding="utf-8").strip()
+        text = read_text(path_below(refs, name), most_bytes=4096).strip()
     except (OSError, ValueError):
         return None
     return text if _COMMIT.match(text) else None
