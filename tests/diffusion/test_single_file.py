@@ -17,7 +17,7 @@ from tests import needs
 from tests.diffusion.conftest import Studio
 from tests.diffusion.making import write_usual_pipeline
 from unisono.config import RunConfig
-from unisono.diffusion.pipeline_files import read_pipeline
+from unisono.diffusion.pipeline_files import Pipeline, read_pipeline
 from unisono.diffusion.single_file import open_files
 from unisono.errors import ModelError, UsageError
 from unisono.events import Reporter
@@ -246,3 +246,12 @@ def test_what_cannot_be_read_is_refused_with_what_to_do(
     (other / "vocab.json").write_text(json.dumps(words_of | {"more": len(words_of)}))
     (other / "merges.txt").write_text("#version: 0.2\n")
     assert "the tokenizer has" in refusal(file, other)
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "a/b.safetensors"])
+def test_an_index_of_an_image_model_lists_files_beside_it_only(name: str, tmp_path: Path) -> None:
+    (tmp_path / "unet").mkdir()
+    index = tmp_path / "unet/diffusion_pytorch_model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(ModelError, match="in the index of the weights the name"):
+        Pipeline(tmp_path, "stable-diffusion", {}, {}, "epsilon").weights("unet")

@@ -89,7 +89,7 @@ def test_a_node_puts_nothing_but_its_own_parts_into_a_checkpoint_that_is_written
         "name": "trainable.shard-00001-of-00002.safetensors",
     }
     arrivals, content = ShardArrivals(plan, tmp_path), Content(1, "0" * 32)
-    assert arrivals.place(Offer(1, "b", 0, content, good)) == tmp_path / "step-00000001.tmp-a" / good["name"]
+    assert arrivals.place(Offer(1, "b", 0, content, good)) == (tmp_path / "step-00000001.tmp-a", good["name"])
     with pytest.raises(OfferRefused):
         arrivals.place(Offer(1, "b", 0, content, {**good, **odd}))
 

@@ -28,7 +28,7 @@ class Placed:
 
     def _ask(self) -> None:
         try:
-            self.path = self._arrivals.place(OFFER)
+            self.path = Path(*self._arrivals.place(OFFER))
         except OfferRefused as error:
             self.why = str(error)
 

@@ -173,6 +173,14 @@ def _index_with_a_missing_file(path: Path) -> None:
             _write("model.safetensors.index.json", b'{"weight_map": {"a": "../x.safetensors"}}'),
             "weight files must be in the directory of the index",
         ),
+        (
+            _write("model.safetensors.index.json", b'{"weight_map": {"a": "/etc/passwd"}}'),
+            "in the index of the weights the name '/etc/passwd' is not a relative path",
+        ),
+        (
+            _write("model.safetensors.index.json", b'{"weight_map": {"a": "\\u001b[31m"}}'),
+            "in the index of the weights the name '\\x1b[31m' has a control character",
+        ),
         (_write("generation_config.json", b"hello"), "generation_config.json cannot be read"),
         (_write("generation_config.json", b"[]"), "generation_config.json is not a JSON object"),
         (_write("tokenizer.json", b"hello"), "tokenizer.json cannot be read"),

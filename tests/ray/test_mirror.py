@@ -137,6 +137,23 @@ def test_a_node_that_is_slow_for_a_while_is_followed_on_and_one_that_stays_silen
         following.finish()
 
 
+@pytest.mark.parametrize("name", ["../precious", "/etc/x", "checkpoints/step-00000002/../../../precious"])
+def test_a_file_that_a_node_lists_outside_the_directory_is_not_written_here(name: str, disks: Disks) -> None:
+    class Astray(NodeActor):
+        def listing(self, root: str) -> dict[str, tuple[int, int, int]]:
+            return {**super().listing(root), name: (1, 1, 1)}
+
+        def read(self, path: str, offset: int, size: int) -> bytes:
+            return b"" if offset else b"x"
+
+    disks.write("metrics.jsonl", "1\n")
+    disks.mirror.node = Astray()
+    before = sorted(disks.mirror.run.root.parent.rglob("*"))
+    with pytest.raises(ActorLost, match="lists a file outside the run's directory: the name"):
+        disks.mirror.sync()
+    assert sorted(disks.mirror.run.root.parent.rglob("*")) == before
+
+
 def test_a_checkpoint_is_never_here_without_the_metrics_of_its_steps(disks: Disks) -> None:
     disks.write("metrics.jsonl", "1\n2\n")
     disks.write("checkpoints/step-00000002/weights", "x")

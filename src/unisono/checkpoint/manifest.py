@@ -8,7 +8,6 @@ import hashlib
 import hmac
 import json
 import os
-import re
 import secrets
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -17,14 +16,13 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from unisono.errors import UnfitError
-from unisono.files import fsync_dir, parse_json, read_bytes, read_text
+from unisono.files import fsync_dir, parse_json, path_below, read_bytes, read_text
 from unisono.text import validation_words
 
 MANIFEST = "manifest.json"
 KEY_FILE = "checkpoint.key"
 _KEY_BYTES = 32
 _MOST_KEY_FILE_BYTES = 4096
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
 
 
 class ManifestError(ValueError):
@@ -137,7 +135,11 @@ class Manifest(Vouched):
 
 def is_file_name(name: str) -> bool:
     """Whether `name` is a valid file name in a checkpoint: no path, not hidden."""
-    return _NAME.fullmatch(name) is not None
+    try:
+        path_below(Path(), name, parts=1)
+    except ValueError:
+        return False
+    return not name.startswith(".")
 
 
 # ---- the user's key

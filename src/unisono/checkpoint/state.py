@@ -26,7 +26,7 @@ from unisono.checkpoint.writer import (
     write_files,
 )
 from unisono.errors import IntegrityError
-from unisono.files import parse_json, read_text
+from unisono.files import parse_json, path_below, read_text
 
 Tensors = dict[str, torch.Tensor]
 
@@ -87,7 +87,9 @@ class CheckpointReader:
             self.values: dict[str, Any] = decode_values(document["state"])
             shards = int(document.get("shards", 1))
             for group in document["groups"]:
-                self._open(group, [directory / name for name in group_files(group, shards)])
+                self._open(
+                    group, [path_below(directory, name, parts=1) for name in group_files(group, shards)]
+                )
         except IntegrityError:
             raise
         except Exception as error:  # any error of a reader on these files is damage; the cause is chained

@@ -20,7 +20,7 @@ import yaml
 
 from unisono.cluster.ray_node_fronts import ActorLost
 from unisono.config import RunConfig
-from unisono.files import fsync_dir, make_private_dir, whole_file, write_text
+from unisono.files import fsync_dir, make_private_dir, path_below, whole_file, write_text
 from unisono.launch.train_request import config_yaml
 from unisono.rundir import RunDir
 
@@ -126,7 +126,14 @@ class Mirror:
 
     def _listing(self) -> dict[str, Stamp]:
         found = self.node.listing(self.remote)
-        return {name: (s[0], s[1], s[2]) for name, s in found.items() if self._takes(name)}
+        try:
+            return {
+                path_below(Path(), name).as_posix(): (s[0], s[1], s[2])
+                for name, s in found.items()
+                if self._takes(name)
+            }
+        except ValueError as error:
+            raise ActorLost(f"it lists a file outside the run's directory: {error}") from error
 
     def _takes(self, name: str) -> bool:
         return not _NOT_TAKEN.search(name) and (not self.only or name.startswith(self.only))

@@ -2,7 +2,7 @@
 
 A node:                                                     The head:
 
-    sender = FileSender(link)                               places = {"shard": place}   # Offer -> Path, or raises Refused
+    sender = FileSender(link)                               places = {"shard": place}   # Offer -> (directory, name), or raises Refused
     sender.send(path, {"kind": "shard", ...}, content)      with FileReceiver(server, places):
     sender.send(buffer, {"kind": "snapshot", ...})              for event in server.receive(...):
     select([..., sender.fileno()], ...)                             match event:
@@ -46,6 +46,7 @@ from unisono.control.connection import FileReceived, Inbox
 from unisono.control.head import IncomingConnection
 from unisono.control.protocol import PIECE_BYTES, Body, Malformed, Piece
 from unisono.facts.storage import responds
+from unisono.files import path_below
 from unisono.text import one_line, show_bytes, show_seconds
 
 WINDOW = 8
@@ -356,8 +357,8 @@ class _Incoming:
         self.items.put(piece)
 
 
-PlacementRule = Callable[[Offer], Path]
-"""The target of an offered file: a path in a directory that exists and that is not a link. Called in a thread of the transfer.
+PlacementRule = Callable[[Offer], tuple[Path, str]]
+"""The target of an offered file: a directory that exists and that is not a link, and the name in it. Called in a thread of the transfer.
 Raises Refused where it may not go anywhere."""
 
 
@@ -490,11 +491,12 @@ class FileReceiver:
         if place is None:
             raise OfferRefused(f"the head does not accept files of kind {offer.label['kind']!r:.40}")
         try:
-            path = place(offer)
-        except (KeyError, TypeError, ValueError) as error:
+            folder, name = place(offer)
+            path = path_below(folder, name, parts=1)
+        except (KeyError, TypeError) as error:
             raise OfferRefused("the head cannot read what kind of file it is") from error
-        if ".." in path.parts or not path.name.isprintable():
-            raise OfferRefused("its name is none of a file")
+        except ValueError as error:
+            raise OfferRefused(str(error)) from error
         # Waited for in a process of its own: a thread that hangs in the kernel would keep the front from ending.
         responds(path.parent, limit_s=None)
         with _part_of(path, offer.content.bytes) as (fd, finish):

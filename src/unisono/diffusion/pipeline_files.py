@@ -10,7 +10,13 @@ from typing import Any
 from unisono.config.schema import RunConfig
 from unisono.errors import ModelError
 from unisono.model.directory import is_hub_id, locate_model
-from unisono.model.files import odd_weights, read_contents, read_json_object, read_safetensors_header
+from unisono.model.files import (
+    indexed_files,
+    odd_weights,
+    read_contents,
+    read_json_object,
+    read_safetensors_header,
+)
 from unisono.plan.run_plan import ModelFacts
 
 PIPELINES = {
@@ -79,8 +85,7 @@ class Pipeline:
         folder, stem = self.root / component, WEIGHTS[component]
         index = folder / f"{stem}.safetensors.index.json"
         if index.is_file():
-            names = read_json_object(index, fix="copy it again").get("weight_map", {}).values()
-            return [folder / Path(str(name)).name for name in sorted(set(names))]
+            return indexed_files(index)
         single = folder / f"{stem}.safetensors"
         if not single.is_file():
             raise ModelError.of(

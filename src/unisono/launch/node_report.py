@@ -24,6 +24,7 @@ from unisono.facts.limits import SystemLimits, read_limits
 from unisono.facts.machine import Gpu, read_machine
 from unisono.facts.processes import stuck_threads, wait_until_ended
 from unisono.facts.storage import StorageFacts, is_nonce, probe_storage
+from unisono.files import path_below
 from unisono.launch.planning import LocalNode
 from unisono.launch.train_request import TrainRequest, read_objective
 from unisono.plan.placement import visible_gpus
@@ -357,10 +358,11 @@ def refuse_old_ranks(who: str, host: str) -> None:
 
 
 def _see_checkpoint(run: RunDir, question: Mapping[str, Any], *, who: str, host: str) -> None:
-    name = str(question.get("checkpoint") or "")
-    if not name or Path(name).name != name:
+    try:
+        path = path_below(run.checkpoints, question.get("checkpoint"), parts=1)
+    except ValueError:  # none, or not the name of a checkpoint
         return
-    path, limit = run.checkpoints / name, time.monotonic() + _SEEN_S
+    limit = time.monotonic() + _SEEN_S
     while (found := manifest_digest(path)) != question.get("manifest"):
         if time.monotonic() > limit:
             what = f"{path} differs from the head's" if found else f"{path} is not there"

@@ -10,7 +10,7 @@ from typing import IO, Any
 import xxhash
 
 from unisono.errors import ModelError, Problem
-from unisono.files import open_plain, parse_json, read_bytes, read_text
+from unisono.files import open_plain, parse_json, path_below, read_bytes, read_text
 from unisono.text import one_line
 
 INDEX = "model.safetensors.index.json"
@@ -90,7 +90,7 @@ def weight_files(directory: Path) -> list[Path]:
     """
     index = directory / INDEX
     if index.is_file():
-        return _indexed_files(directory, index)
+        return indexed_files(index)
     single = directory / "model.safetensors"
     if single.is_file():
         return [single]
@@ -116,7 +116,12 @@ def weight_files(directory: Path) -> list[Path]:
     )
 
 
-def _indexed_files(directory: Path, index: Path) -> list[Path]:
+def indexed_files(index: Path) -> list[Path]:
+    """The weight files that an index lists, in order.
+
+    Raises:
+        ModelError: if it is damaged, lists a file elsewhere, or files are missing.
+    """
     value = read_json_object(index, fix="copy it again")
     files = value.get("weight_map")
     if not isinstance(files, dict) or not files or not all(isinstance(name, str) for name in files.values()):
@@ -126,24 +131,24 @@ def _indexed_files(directory: Path, index: Path) -> list[Path]:
             why="weight_map must be an object of tensor names and file names",
             fix="copy it again",
         )
-    names = sorted(set(files.values()))
-    outside = [name for name in names if "/" in name or name.startswith(".")]
-    if outside:
+    try:
+        found = [path_below(index.parent, name, parts=1) for name in sorted(set(files.values()))]
+    except ValueError as error:
         raise ModelError.of(
-            f"the index of the weights has the file name {one_line(outside[0], limit=100)!r}",
+            f"in the index of the weights {error}",
             where=str(index),
             why="weight files must be in the directory of the index",
             fix="copy it again",
-        )
-    missing = [name for name in names if not (directory / name).is_file()]
+        ) from error
+    missing = [file.name for file in found if not file.is_file()]
     if missing:
         raise ModelError.of(
-            f"the model lacks {len(missing)} of {len(names)} weight files: {', '.join(missing[:4])}",
-            where=str(directory),
+            f"the model lacks {len(missing)} of {len(found)} weight files: {', '.join(missing[:4])}",
+            where=str(index.parent),
             why=f"{index.name} lists them",
             fix="copy or download the missing files",
         )
-    return [directory / name for name in names]
+    return found
 
 
 def read_json_object(file: Path, *, fix: str) -> dict[str, Any]:

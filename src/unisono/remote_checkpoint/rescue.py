@@ -290,11 +290,11 @@ def _limit(plan: RunPlan, interrupts: Interrupts, began: float, moved: float) ->
     return min(moved + _LIMIT_S, max(began + _AT_LEAST_S, interrupts.at + grace - _RESCUE_S))
 
 
-def _place(plan: RunPlan, folder: Path, offer: Offer) -> Path:
+def _place(plan: RunPlan, folder: Path, offer: Offer) -> tuple[Path, str]:
     rank: Any = offer.label.get("rank")
     if rank not in [place.rank for place in plan.on_node(offer.node_rank)]:
         raise OfferRefused(f"rank {rank!r:.20} is not on node {offer.node_rank}")
-    return folder / f"kept-{int(rank):05d}"
+    return folder, f"kept-{int(rank):05d}"
 
 
 @contextlib.contextmanager

@@ -392,11 +392,11 @@ class ShardArrivals:
         """Records that rank 0 has abandoned this checkpoint: its shards are refused."""
         self._given_up.add(temporary)
 
-    def place(self, offer: Offer) -> Path:
-        """The path of an offered shard, inside a checkpoint in progress and with a name of one of its node's ranks.
+    def place(self, offer: Offer) -> tuple[Path, str]:
+        """The directory and name of an offered shard, inside a checkpoint in progress and with a name of one of its node's ranks.
 
         Raises:
-            Refused: for any other path.
+            Refused: for any other.
         """
         rank, temporary, name = (offer.label.get(key) for key in ("rank", "temporary", "name"))
         own = [place.rank for place in self._plan.on_node(offer.node_rank)]
@@ -408,7 +408,7 @@ class ShardArrivals:
             raise OfferRefused(f"{name!r:.80} is not a shard of rank {rank}")
         folder = self._wait_for_folder(str(temporary))
         self._current = str(temporary)
-        return folder / name
+        return folder, name
 
     def _wait_for_folder(self, temporary: str) -> Path:
         """The directory, which rank 0 creates, and removes if it abandons the checkpoint: a late shard must not create it again.
