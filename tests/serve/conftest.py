@@ -105,8 +105,8 @@ class Served:
     def stream(self, **body: Any) -> "Stream":
         """A request for a stream, sent but not read."""
         text = json.dumps({"model": self.model, "prompt": "what", "temperature": 0, "stream": True, **body})
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: {len(text)}\r\n\r\n"
-        return Stream(self.connect(head + text))
+        head = "POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
+        return Stream(self.connect(f"{head}content-length: {len(text)}\r\n\r\n{text}"))
 
     def connect(self, text: str = "") -> socket.socket:
         """A connection, closed with the test, on which a text has been sent."""

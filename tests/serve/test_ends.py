@@ -14,7 +14,15 @@ import pytest
 
 from tests.serve.conftest import LIMIT_S, Serve, Served, Stream, wait_until
 from unisono.errors import RankDied, UnisonoError
-from unisono.serve.model_process import ROWS, STOPPED_S, WAITING, ModelProcess, Silence
+from unisono.serve.model_process import (
+    RESTARTS,
+    ROWS,
+    STOPPED_S,
+    WAITING,
+    ModelProcess,
+    RestartLimit,
+    Silence,
+)
 from unisono.serve.protocol import ApiError
 from unisono.supervise import fork_server
 from unisono.supervise.child_process import Programs
@@ -68,7 +76,9 @@ def test_connections_that_say_nothing_delay_nobody_and_are_dropped(serve: Serve,
         while connection.recv(4096):
             pass
     silent[4].close()
-    served.connect("POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 5000\r\n\r\n{")
+    served.connect(
+        "POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\ncontent-length: 5000\r\n\r\n{"
+    )
     assert served.end() == 0  # not delayed by the body that never comes
 
 
@@ -109,36 +119,45 @@ def test_an_answer_that_outlives_the_grace_or_a_second_signal_is_cut_with_an_err
     assert served.process.wait(LIMIT_S) == 0
 
 
-def test_the_death_of_the_model_is_a_503_then_a_restart_and_then_the_end(serve: Serve, endless: Path) -> None:
+def kill_while_answering(served: Served) -> None:
+    """Kills the process of the model in the middle of a stream, which ends with an error."""
+    stream = served.stream(max_tokens=LONG)
+    next_event(stream)
+    served.task().kill()
+    *_, last = stream.events()
+    assert last["error"]["code"] == "model_lost"
+
+
+def test_the_death_of_the_model_is_a_503_then_a_restart_and_the_end_only_if_it_dies_too_often(
+    serve: Serve, endless: Path
+) -> None:
     served = serve(endless)
     wanted = served.post(max_tokens=8).body["choices"][0]["text"]
-    stream = served.stream(max_tokens=LONG)
-    next_event(stream)
-    task = served.task()
-    task.kill()
-    *_, last = stream.events()
-    assert last["error"]["code"] == "model_lost"
-    again = served.post(max_tokens=8)  # waits for the restart
-    assert again.body["choices"][0]["text"] == wanted
-    new = served.task()
-    assert new.pid != task.pid
-    stream = served.stream(max_tokens=LONG)
-    next_event(stream)
-    new.kill()
-    *_, last = stream.events()
-    assert last["error"]["code"] == "model_lost"
+    for _ in range(RESTARTS):
+        task = served.task()
+        kill_while_answering(served)
+        again = served.post(max_tokens=8)  # waits for the restart
+        assert again.body["choices"][0]["text"] == wanted
+        assert served.task().pid != task.pid
+    kill_while_answering(served)
     out, err = served.process.communicate(timeout=LIMIT_S)
     assert served.process.returncode == 5
     verdict = json.loads(out.splitlines()[-1])["verdict"]
     assert verdict["cause"] == "rank_killed"
+    assert "the process of the model" in verdict["summary"]
     assert "SIGKILL" in verdict["summary"]
-    assert err.count("WHAT ") == 2
-    assert "loaded again" in err
+    assert "row" not in " ".join(verdict["fix"]), "a server has no rows"
+    assert err.count("WHAT ") == RESTARTS + 1
+    assert err.count("loaded again") == RESTARTS
 
 
-def test_a_model_process_that_is_stopped_is_named_restarted_once_and_then_the_end(
-    serve: Serve, endless: Path
-) -> None:
+def test_deaths_of_long_ago_do_not_count() -> None:
+    limit = RestartLimit(2, within_s=600.0)
+    assert [limit.admit(now) for now in (0.0, 10.0, 20.0)] == [True, True, False]
+    assert [limit.admit(now) for now in (605.0, 1300.0, 1301.0, 1302.0)] == [False, True, True, False]
+
+
+def test_a_model_process_that_is_stopped_is_named_and_restarted(serve: Serve, endless: Path) -> None:
     served = serve(endless)
     wanted = served.post(max_tokens=8).body["choices"][0]["text"]
     served.task().send_signal(signal.SIGSTOP)  # while it waits for requests
@@ -147,6 +166,9 @@ def test_a_model_process_that_is_stopped_is_named_restarted_once_and_then_the_en
     assert time.monotonic() - since < 5 * STOPPED_S
     assert (asked.status, asked.body["error"]["code"]) == (503, "model_lost")
     assert served.post(max_tokens=8).body["choices"][0]["text"] == wanted  # waits for the restart
+    for _ in range(RESTARTS - 1):
+        kill_while_answering(served)
+        assert served.post(max_tokens=8).status == 200
     stream = served.stream(max_tokens=LONG)
     next_event(stream)
     task = served.task()
@@ -159,7 +181,7 @@ def test_a_model_process_that_is_stopped_is_named_restarted_once_and_then_the_en
     verdict = json.loads(out.splitlines()[-1])["verdict"]
     assert verdict["cause"] == "rank_stopped"
     assert STOPPED_S <= verdict["named_after_s"] < 5 * STOPPED_S
-    assert err.count("WHAT ") == 2
+    assert err.count("WHAT ") == RESTARTS + 1
     assert "stopped (state T)" in err
 
 
@@ -181,6 +203,7 @@ def test_a_forward_that_never_returns_is_named_with_its_stack(
             on_restart=restarts.append,
             programs=programs,
             patience_s=6.0,
+            restarts=1,
         )
         model.start()
         try:

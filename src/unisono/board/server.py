@@ -14,19 +14,17 @@ from collections.abc import AsyncIterator, Callable
 from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from unisono.board.follow import FollowedRun, find_runs
 from unisono.board.page import NO_ICON, STATIC, page_html
 from unisono.board.regions import REGIONS, list_runs, show_region
+from unisono.http_server import Connection, address_of, host_name, origin_host, running_server
 
 LOOK_S = 0.3
 _RUNS_EVERY = 10
@@ -34,9 +32,7 @@ _RUNS_EVERY = 10
 _HEARTBEAT_S = 2.0
 _SEND_S = 10.0
 _ENDING_S = 0.5
-_IDLE_S = 10.0
-"""Between requests of a connection, headers included: a browser connects again."""
-_CHECK_S = 2.0
+_KEEP_ALIVE_S = 10
 MOST_CONNECTIONS = 64
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _POLICY = (
@@ -163,13 +159,14 @@ def build_app(board: Board, follower: _Follower, **gate: Any) -> ASGIApp:
     Args:
         gate: of `Gate`.
     """
+    static = {path.name: path for path in STATIC.iterdir() if path.suffix in _TYPES}
 
     async def show_page(request: Request) -> Response:
         return _html(page_html(_language(request)))
 
     async def show_static(request: Request) -> Response:
-        path = STATIC / request.path_params["name"]
-        if path.parent != STATIC or not path.is_file() or path.suffix not in _TYPES:
+        path = static.get(request.path_params["name"])
+        if path is None:
             return PlainTextResponse("there is no such file", 404)
         return Response(path.read_bytes(), media_type=_TYPES[path.suffix])
 
@@ -215,7 +212,7 @@ def _language(request: Request) -> str:
 
 
 class Gate:
-    """Refuses what is not a GET or HEAD for us, by somebody with the token; and drops a connection that does not take what it is sent."""
+    """Refuses what is not a GET or HEAD for us, by somebody with the token."""
 
     def __init__(self, app: ASGIApp, *, token: str, ticket: str, hosts: tuple[str, ...], port: int) -> None:
         """Opens nothing yet.
@@ -238,23 +235,25 @@ class Gate:
         if scope["type"] != "http":
             return
 
-        async def send_soon(message: Any) -> None:
+        async def send_guarded(message: Any) -> None:
             if message["type"] == "http.response.start":
                 named = [(name.lower().encode(), value.encode()) for name, value in _HEADERS.items()]
                 message = {**message, "headers": [*message.get("headers", ()), *named]}
-            await asyncio.wait_for(send(message), _SEND_S)
+            await send(message)
 
         request = Request(scope)
         answer = self._refusal(request) or self._exchange(request)
-        with contextlib.suppress(TimeoutError):
-            await (answer or self._app)(scope, receive, send_soon)
+        await (answer or self._app)(scope, receive, send_guarded)
 
     def _refusal(self, request: Request) -> Response | None:
         host = request.headers.get("host", "")
-        if _name_of(host) not in self._hosts:
+        name = host_name(host)
+        if name is None:
+            return PlainTextResponse("the Host header is not a valid name or address", 400)
+        if name not in self._hosts:
             return PlainTextResponse("this server is not called by that name", 421)
         origin = request.headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc != host:
+        if origin is not None and origin_host(origin) != host:
             return PlainTextResponse("another site may not ask this server", 403)
         if request.method not in ("GET", "HEAD"):
             return PlainTextResponse("only GET and HEAD", 405, {"Allow": "GET, HEAD"})
@@ -286,62 +285,32 @@ class Gate:
         return response
 
 
-def _name_of(host: str) -> str:
-    """The name in a Host header, without the port, which a tunnel may change."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0].lower()
-    return host.partition(":")[0].lower()
+class _Connection(Connection):
+    """A connection of a browser."""
 
-
-class _Connection(H11Protocol):
-    """A connection that must ask for something soon, and again, and be one of few."""
-
-    _check: asyncio.TimerHandle | None = None
-    _idle_s = 0.0
-
-    def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
-        if len(self.connections) > MOST_CONNECTIONS:
-            transport.abort()
-            return
-        self._check = self.loop.call_later(_CHECK_S, self._drop_if_idle)
-
-    def _drop_if_idle(self) -> None:
-        cycle: Any = self.cycle  # None before the first request
-        # A client that reads too slowly has its answer cut; the rest, which it does not read either, must not keep the connection.
-        is_answering = cycle is not None and not cycle.response_complete and not self.transport.is_closing()
-        self._idle_s = 0.0 if is_answering else self._idle_s + _CHECK_S
-        if self._idle_s > _IDLE_S:
-            self.transport.abort()
-            return
-        self._check = self.loop.call_later(_CHECK_S, self._drop_if_idle)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if self._check is not None:
-            self._check.cancel()
-        super().connection_lost(exc)
-
-
-class _Server(uvicorn.Server):
-    """Uvicorn's server; signals are handled by `serve` below."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Any:
-        """Leaves signals alone."""
-        yield
+    most = most_waiting = MOST_CONNECTIONS
+    refusal = PlainTextResponse("all connections of this server are in use", 503, {"Retry-After": "1"})
 
 
 def serve(
-    paths: list[Path], bound: socket.socket, *, host: str, key: bytes, on_start: Callable[[str, Board], None]
+    paths: list[Path],
+    listener: socket.socket,
+    *,
+    host: str,
+    key: bytes,
+    on_start: Callable[[str, Board], None],
 ) -> None:
     """Serves until SIGINT or SIGTERM.
 
     Args:
-        bound: a socket that is bound already.
+        listener: a socket that listens already.
         host: the name or address in the printed URL.
         on_start: gets the URL with the token, once requests are answered.
+
+    Raises:
+        UnfitError: if a different program answers on the port.
     """
-    port = bound.getsockname()[1]
+    port = listener.getsockname()[1]
     token = secrets.token_urlsafe(32)
     board = Board(paths, key=key)
     board.look()
@@ -353,30 +322,21 @@ def serve(
     )
     ticket = hmac.new(key, f"cookie of unisono board on port {port}".encode(), "sha256").hexdigest()
     app = build_app(board, follower, token=token, ticket=ticket, hosts=hosts, port=port)
-    config = uvicorn.Config(
-        app, http=_Connection, ws="none", loop="asyncio", lifespan="off", log_config=None, access_log=False, server_header=False,
-        timeout_keep_alive=10, h11_max_incomplete_event_size=32_768, proxy_headers=False,
-    )  # fmt: skip
-    server = _Server(config)
-    shown = f"[{host}]" if ":" in host else host
+    settings = {"timeout_keep_alive": _KEEP_ALIVE_S, "h11_max_incomplete_event_size": 32_768}
 
     async def run() -> None:
-        loop = asyncio.get_running_loop()
-
-        def stop() -> None:
+        loop, stop = asyncio.get_running_loop(), asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stop.set)
+        following = asyncio.create_task(follower.run())
+        async with running_server(
+            app, listener, connection=_Connection, send_s=_SEND_S, **settings
+        ) as server:
+            on_start(f"{address_of(listener, host)}/?token={token}", board)
+            await stop.wait()
             follower.stop()
-            server.should_exit = True
             logging.getLogger("uvicorn.error").disabled = True  # it reports connections that it cuts
             loop.call_later(_ENDING_S, setattr, server, "force_exit", True)
-
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, stop)
-        following = asyncio.create_task(follower.run())
-        serving = asyncio.create_task(server.serve(sockets=[bound]))
-        while not server.started and not serving.done():
-            await asyncio.sleep(0.01)
-        on_start(f"http://{shown}:{port}/?token={token}", board)
-        await serving
         following.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await following

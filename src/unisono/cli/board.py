@@ -193,13 +193,13 @@ def _serve(runs: list[Path], port: int | None, host: str, *, is_opened: bool) ->
     from unisono.facts.network import bind_listener
 
     printer = output()
-    bound = bind_listener(host, port)
+    listener = bind_listener(host, port)
 
     def announce(url: str, board: "Board") -> None:
         found = [{"name": run.name, "path": str(run.root)} for run in board.runs.values()]
         if printer.json:
             printer.emit(
-                {"kind": "board", "schema": 1, "url": url, "port": bound.getsockname()[1], "runs": found}
+                {"kind": "board", "schema": 1, "url": url, "port": listener.getsockname()[1], "runs": found}
             )
         else:
             printer.result(url)
@@ -210,8 +210,8 @@ def _serve(runs: list[Path], port: int | None, host: str, *, is_opened: bool) ->
         if is_opened:
             _open_browser(url)
 
-    with bound:
-        serve(runs, bound, host=host, key=_key(), on_start=announce)
+    with listener:
+        serve(runs, listener, host=host, key=_key(), on_start=announce)
 
 
 def refuse_without_extra(command: str, *, why: str) -> None:

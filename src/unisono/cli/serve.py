@@ -12,6 +12,7 @@ from unisono.cli.output import output
 
 if TYPE_CHECKING:
     from unisono.errors import RankDied
+    from unisono.events import Message
 
 
 def serve(
@@ -47,8 +48,9 @@ def serve(
 
     key = take_serve_key()
     refuse_without_extra("unisono serve", why="the HTTP server is an extra")
+    from unisono.http_server import address_of
     from unisono.serve.model_process import ModelProcess
-    from unisono.serve.server import address_of, listen, read_keys
+    from unisono.serve.server import listen, read_keys
     from unisono.serve.server import serve as serve_model
 
     printer = output()
@@ -56,8 +58,8 @@ def serve(
     request = (given.model if given else {"target": target}) | {"step": step}
     keys = read_keys(key_file, key, warn=printer.warn)
     name = target.rstrip("/") or target
-    with listen(host, port, keys) as bound, Progress(printer) as progress:
-        url = address_of(bound, host)
+    with listen(host, port, keys) as listener, Progress(printer) as progress:
+        url = address_of(listener, host)
 
         def say_ready() -> None:
             progress.close()
@@ -69,12 +71,18 @@ def serve(
                 printer.result(f"serving {model.facts['description']} at {url}/v1 as model {name!r}")
             printer.notify("Ctrl-C or SIGTERM ends it; running answers are completed")
 
-        model = ModelProcess(request, on_message=progress.show, on_restart=_say_restart)
+        def show(message: "Message") -> None:
+            if message["kind"] == "failed_ask":
+                printer.warn(f"warning: a request failed: {message['text']}")
+            else:
+                progress.show(message)
+
+        model = ModelProcess(request, on_message=show, on_restart=_say_restart)
         try:
             asyncio.run(
                 serve_model(
                     model,
-                    bound,
+                    listener,
                     name=name,
                     keys=keys,
                     grace_s=grace,

@@ -424,6 +424,9 @@ class Listener:
     command: str
 
 
+_BACKLOG = 1024  # connections that wait to be accepted
+
+
 def find_listener(port: int, proc: Path = Path("/proc")) -> Listener | None:
     """The process that listens on a TCP port; None if there is none or it is not visible (a different user's)."""
     inodes = _listening_inodes(port, proc)
@@ -437,7 +440,9 @@ def find_listener(port: int, proc: Path = Path("/proc")) -> Listener | None:
 
 
 def bind_listener(host: str, port: int | None) -> socket.socket:
-    """A socket that is bound to an address of this machine, for a server; it does not accept connections yet.
+    """A socket that listens on an address of this machine, for a server. From here on no other program can have the port.
+
+    A socket that is only bound with SO_REUSEADDR, which a restart needs, shares its port with every other one that is; the first to listen gets it.
 
     Args:
         host: a name or an address.
@@ -456,6 +461,7 @@ def bind_listener(host: str, port: int | None) -> socket.socket:
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind(address)
+        bound.listen(_BACKLOG)
     except OSError as error:
         bound.close()
         if port is not None and error.errno == errno.EADDRINUSE:

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -58,7 +59,7 @@ class Answer:
     sampling: Sampling
     place: int = 0
     tokens: list[int] = field(default_factory=list)
-    ended: Literal["stop", "length", "dropped"] | None = None
+    ended: Literal["stop", "length", "dropped", "failed"] | None = None
     numbers: torch.Tensor | None = None
 
 
@@ -67,7 +68,10 @@ class Engine:
 
     Attributes:
         waiting: answers that have not begun, in order.
+        on_failure: gets answers that have ended because an exception was raised for them, and the exception; without it, `step` raises it.
     """
+
+    on_failure: Callable[[Sequence[Answer], Exception], None] | None = None
 
     def __init__(
         self,
@@ -138,22 +142,40 @@ class Engine:
         self._reading = deque(batch for batch in self._reading if batch.keep_running())
         begun = self._begin()
         since = time.perf_counter()
-        moved = [answer for batch in self._batches for answer in self._advance(batch)]
+        moved = [answer for batch in self._batches for answer in self._attempt(batch, self._advance)]
         if not self._together:
             self._batches += begun
-            return moved + [answer for batch in begun for answer in self._advance(batch)]
+            return moved + [answer for batch in begun for answer in self._attempt(batch, self._advance)]
         self._reading.extend(begun)
         if self._reading:
-            moved += self._read(since)
+            moved += self._attempt(self._reading.popleft(), partial(self._read, since=since))
         return moved
 
-    def _read(self, since: float) -> list[Answer]:
+    def _attempt(self, batch: "_Batch", work: "Callable[[_Batch], list[Answer]]") -> list[Answer]:
+        """The result of work on a batch. If it raises an exception, the answers of the batch end, and of one that it has joined in part."""
+        try:
+            return work(batch)
+        except Exception as error:
+            if self.on_failure is None:
+                raise
+            spoiled = [one for one in self._batches if set(one.answers) & set(batch.answers)]
+            self._fail([answer for one in (*spoiled, batch) for answer in one.answers], error)
+            return []
+
+    def _fail(self, answers: Sequence[Answer], error: Exception) -> None:
+        failed = [answer for answer in dict.fromkeys(answers) if answer.ended is None]
+        for answer in failed:
+            answer.ended = "failed"
+        assert self.on_failure is not None
+        self.on_failure(failed, error)
+
+    def _read(self, batch: "_Batch", *, since: float) -> list[Answer]:
         """Reads the next part of the prompts of a batch; the batches take turns. Returns its answers if that was the last part.
 
         Args:
+            batch: taken from those that are being read.
             since: when this step began, by time.perf_counter.
         """
-        batch = self._reading.popleft()
         # A part may take as long as the token of the running answers, which it delays.
         most_s = max(_DELAY_S, time.perf_counter() - since) if self._batches else _PART_S
         columns = max(1, self._part_tokens(most_s) // len(batch.answers))
@@ -208,9 +230,16 @@ class Engine:
     def _advance(self, batch: "_Batch") -> list[Answer]:
         """Computes one token of each answer of a batch."""
         logits = batch.forward(self._base, self._takes)
-        chosen = _choose(logits, batch.answers)
-        batch.unread = chosen[:, None]
+        chosen, finite = _choose(logits, batch.answers)
+        if self.on_failure is not None:
+            chosen = chosen.where(finite, -1)
+        batch.unread = chosen[:, None].clamp(min=0)
         for answer, token in zip(batch.answers, chosen.tolist(), strict=True):  # waits for the device
+            if token < 0:
+                self._fail(
+                    [answer], ArithmeticError("the model computes no finite number for the next token")
+                )
+                continue
             if token in self._stop_ids:
                 answer.ended = "stop"
                 continue
@@ -422,17 +451,17 @@ def _has_long_rope(base: Any) -> bool:
     return any(getattr(module, "rope_type", None) == "longrope" for module in base.modules())
 
 
-def _choose(logits: torch.Tensor, answers: Sequence[Answer]) -> torch.Tensor:
-    """(B, V) logits → (B,) tokens."""
+def _choose(logits: torch.Tensor, answers: Sequence[Answer]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(B, V) logits → (B,) tokens, and (B,) whether the largest logit is finite, which it is not where any is NaN."""
     for row, answer in enumerate(answers):
         if answer.sampling.repetition_penalty != 1:
             seen = torch.tensor([[*answer.prompt, *answer.tokens]], device=logits.device)
             logits[row : row + 1] = penalized(logits[row : row + 1], seen, answer.sampling.repetition_penalty)
-    chosen = logits.argmax(dim=-1)
+    largest, chosen = logits.max(dim=-1)
     for row, answer in enumerate(answers):
         if answer.sampling.temperature > 0:
             if answer.numbers is None:
                 answer.numbers = random_numbers(answer.sampling.seed, answer.place, answer.max_new_tokens)
             number = answer.numbers[len(answer.tokens)].reshape(1, 1).to(logits.device)
             chosen[row] = draw_tokens(logits[row : row + 1], number, answer.sampling)[0, 0]
-    return chosen
+    return chosen, largest.isfinite()

@@ -305,7 +305,9 @@ class _Draws(LogitsProcessor):
 
 def draw_tokens(scores: torch.Tensor, numbers: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """The token of each row that its random number selects: scores (B, V) logits, numbers (B, 1) in [0, 1) → (B, 1)."""
-    likely = torch.softmax(scores.double() / sampling.temperature, dim=-1)
+    exact = scores.double()
+    # The largest is 0, so that no temperature, however small, divides to infinity.
+    likely = torch.softmax((exact - exact.amax(dim=-1, keepdim=True)) / sampling.temperature, dim=-1)
     ordered, tokens = likely.sort(dim=-1, descending=True, stable=True)
     if sampling.top_k:
         ordered[:, sampling.top_k :] = 0.0
@@ -317,7 +319,7 @@ def draw_tokens(scores: torch.Tensor, numbers: torch.Tensor, sampling: Sampling)
     last = (ordered > 0).sum(
         dim=-1, keepdim=True
     ) - 1  # rounding must not select a token beyond the allowed ones
-    return tokens.gather(-1, torch.minimum(place, last))
+    return tokens.gather(-1, torch.minimum(place, last).clamp(min=0))  # -1 among scores that are not finite
 
 
 class _RepetitionPenalty(LogitsProcessor):

@@ -27,13 +27,34 @@ WAITING = 32
 """Requests that may wait for a place."""
 STOPPED_S = 5.0
 """Of silence of a stopped process, which is certain evidence."""
-_RESTARTS = 1
+RESTARTS = 3
+"""Of the process within RESTARTS_WITHIN_S; after one more death the server ends."""
+RESTARTS_WITHIN_S = 600.0
 _TICK_S = 0.2  # between looks at a process whose pipe is silent
 _ASK_S = 1.0  # of silence, after which the process is asked for a sign of life
 _STACK_S = 1.0  # in which a process that hangs writes its stack
 _PATIENCE_S = 60.0
 _WHOLE_PROMPT = 10  # times as patient with a model that reads a long prompt in one forward
 _USUAL_S = 5.0  # of an answer, before the first one has been timed
+_REMEDY = {
+    "rank_killed": (
+        "find out who sent the signal: `journalctl -k` or `dmesg` shows kills by the kernel; a container, a service manager or `kill` are other senders",
+    ),
+    "host_oom_killed": (
+        "give it more memory, or serve a smaller or a quantized model",
+        "`unisono doctor` shows the memory limit of this container or service",
+    ),
+    "cuda_oom": (
+        "free the GPU's memory (`nvidia-smi` shows who uses it), or serve a smaller or a quantized model",
+    ),
+    "rank_stopped": ("`kill -CONT PID` continues a stopped process; find out who stopped it",),
+    "io_blocked": ("check the disk or network file system that holds the model",),
+    "user_code_stuck": ("the stack shows where it hangs; report it with the versions of `unisono doctor`",),
+    "user_code_error": (
+        "the evidence shows the exception; report it with the versions of `unisono doctor`, and the kind of request that was answered",
+    ),
+}
+"""What helps a server, by cause."""
 _STATUS = {"length": (413, "context_length_exceeded")}
 """Of a refusal of the task, by its problem; others are 400."""
 
@@ -69,6 +90,26 @@ class Silence:
     def limit_s(self) -> float:
         """Seconds of silence after which a process that is not stopped hangs."""
         return max(self.least_s, 10 * self.longest_s)
+
+
+@dataclass
+class RestartLimit:
+    """How often a process may be started again. Pure.
+
+    Attributes:
+        most: restarts within `within_s` seconds.
+    """
+
+    most: int
+    within_s: float
+    _deaths: deque[float] = field(default_factory=deque)
+
+    def admit(self, now: float) -> bool:
+        """Notes a death at `now`, in seconds of any clock; whether the process may be started again."""
+        self._deaths.append(now)
+        while now - self._deaths[0] > self.within_s:
+            self._deaths.popleft()
+        return len(self._deaths) <= self.most
 
 
 @dataclass(eq=False)
@@ -123,15 +164,17 @@ class ModelProcess:
         on_restart: Callable[[RankDied], None],
         programs: Programs | None = None,
         patience_s: float = _PATIENCE_S,
+        restarts: int = RESTARTS,
     ) -> None:
         """A process that is started with `start`.
 
         Args:
             request: what to load, for the task.
-            on_message: gets the messages while it is loaded.
+            on_message: gets the messages while it is loaded, and those of requests that failed.
             on_restart: gets the reason of a restart.
             programs: to start; tests pass different ones.
             patience_s: of silence that is no hang in any case.
+            restarts: at most, within RESTARTS_WITHIN_S.
         """
         self._patience_s = patience_s
         self._load_s: float | None = None
@@ -139,7 +182,7 @@ class ModelProcess:
         self._on_message = on_message
         self._on_restart = on_restart
         self._programs = programs
-        self._restarts = 0
+        self._restarts = RestartLimit(restarts, RESTARTS_WITHIN_S)
         self._numbers = itertools.count(1)
         self._waiting: deque[Ask] = deque()
         self._running: dict[int, Ask] = {}
@@ -163,6 +206,7 @@ class ModelProcess:
         self._kills_before = oom_kills() or 0
         self._task = TaskProcess("serve", self._request, has_input=True, programs=self._programs)
         self._fd = self._task.fileno
+        self._writer_fd: int | None = None
         loop = asyncio.get_running_loop()
         if self._fd is not None:
             loop.add_reader(self._fd, self._read)
@@ -202,7 +246,7 @@ class ModelProcess:
             if ask in self._waiting:
                 self._waiting.remove(ask)
             elif self._running.pop(ask.id, None) is not None:
-                self._task.send({"kind": "drop", "id": ask.id})
+                self._send({"kind": "drop", "id": ask.id})
         self._fill()
 
     def end(self) -> None:
@@ -222,12 +266,29 @@ class ModelProcess:
             ask = self._waiting.popleft()
             self._running[ask.id] = ask
             ask.since = time.monotonic()
-            self._task.send({"kind": "ask", "id": ask.id, **ask.body})
+            self._send({"kind": "ask", "id": ask.id, **ask.body})
         if not self._running and not self._waiting:
             self.idle.set()
 
+    def _send(self, message: Message) -> None:
+        """Sends a message. What the process does not take at once, e.g. of a prompt of megabytes, it gets as soon as it does."""
+        self._task.send(message)
+        if self._writer_fd is None and (fd := self._task.unsent_fileno) is not None:
+            self._writer_fd = fd
+            asyncio.get_running_loop().add_writer(fd, self._write)
+
+    def _write(self) -> None:
+        if self._read() and self._task.unsent_fileno is None:  # reading sends, too
+            self._stop_writing()
+
+    def _stop_writing(self) -> None:
+        if self._writer_fd is not None:
+            with contextlib.suppress(OSError, ValueError):  # the pipe may be closed already
+                asyncio.get_running_loop().remove_writer(self._writer_fd)
+            self._writer_fd = None
+
     def _tick(self) -> None:
-        """Looks at the process even if its pipe is silent, and sends what the pipe did not take."""
+        """Looks at the process even if its pipe is silent."""
         self._timer = asyncio.get_running_loop().call_later(_TICK_S, self._tick)
         now = time.monotonic()
         self._silence.pass_time(now - self._looked_at)
@@ -253,7 +314,7 @@ class ModelProcess:
             return
         if self._is_ready and not silence.is_asked:
             silence.is_asked = True
-            self._task.send({"kind": "ping"})
+            self._send({"kind": "ping"})
         stat = read_stat(self._task.pid)
         if stat is None:
             return
@@ -269,7 +330,7 @@ class ModelProcess:
         if self._silence.seconds < _ASK_S:  # it has answered after all
             self._tick()
             return
-        verdict = name_task_hang(
+        hang = name_task_hang(
             "serve",
             state=state,
             waits_in=wait_channel(self._task.pid),
@@ -277,6 +338,7 @@ class ModelProcess:
             printed=self._task.tail,
             host=read_machine(no_gpus).host,
         )
+        verdict = _of_serving(hang)
         self._died(RankDied.of(verdict.summary, fix=verdict.fix[0] if verdict.fix else ""), verdict)
 
     def _take(self, message: Message) -> None:
@@ -293,7 +355,7 @@ class ModelProcess:
                     self._running[number].messages.put_nowait({"kind": "piece", "text": text})
         elif kind == "begun" and message["id"] in self._running:
             self._running[message["id"]].messages.put_nowait(message)
-        elif kind in ("answered", "refused_ask"):
+        elif kind in ("answered", "refused_ask", "failed_ask"):
             self._finish(message)
         elif not self.ready.is_set():
             self._on_message(message)
@@ -305,6 +367,9 @@ class ModelProcess:
         if message["kind"] == "answered":
             self._answer_s += 0.2 * (time.monotonic() - ask.since - self._answer_s)
             ask.messages.put_nowait(message)
+        elif message["kind"] == "failed_ask":
+            self._on_message(message)
+            ask.messages.put_nowait(ApiError(500, message["text"], code="model_error"))
         else:
             status, code = _STATUS.get(message["problem"], (400, "invalid_value"))
             text = f"{message['text']}; {message['fix']}" if message["fix"] else message["text"]
@@ -315,15 +380,19 @@ class ModelProcess:
         self._fill()
 
     def _died(self, error: UnisonoError, verdict: Verdict | None) -> None:
-        """Restarts the process once; then, or if it refused the model, the server ends."""
+        """Restarts the process, unless it dies too often or refused the model: then the server ends."""
         self._stop_reading()
         died = RankDied(*error.problems, verdict=verdict) if verdict is not None else None
         self._task.close(patience_s=0)
         running, self._running = list(self._running.values()), {}
         for ask in running:
             ask.messages.put_nowait(_lost())
-        if died is not None and self._restarts < _RESTARTS and self.ready.is_set() and not self.is_ending:
-            self._restarts += 1
+        if (
+            died is not None
+            and self.ready.is_set()
+            and not self.is_ending
+            and self._restarts.admit(time.monotonic())
+        ):
             self._on_restart(died)
             self.start()
             return
@@ -332,7 +401,7 @@ class ModelProcess:
         self.ended.set()
 
     def _verdict_on_death(self) -> Verdict:
-        return name_task_death(
+        verdict = name_task_death(
             "serve",
             returncode=self._task.returncode or 0,
             crash=self._task.crash,
@@ -340,6 +409,7 @@ class ModelProcess:
             oom_killed=(oom_kills() or 0) > self._kills_before,
             host=read_machine(no_gpus).host,
         )
+        return _of_serving(verdict)
 
     def _refuse_all(self, error: ApiError) -> None:
         for ask in (*self._running.values(), *self._waiting):
@@ -350,10 +420,18 @@ class ModelProcess:
 
     def _stop_reading(self) -> None:
         self._timer.cancel()
+        self._stop_writing()
         if self._fd is not None:
             with contextlib.suppress(OSError, ValueError):  # the pipe may be closed already
                 asyncio.get_running_loop().remove_reader(self._fd)
             self._fd = None
+
+
+def _of_serving(verdict: Verdict) -> Verdict:
+    """The verdict on a process that serves: that of a task has the remedies of training, which has rows and steps."""
+    summary = verdict.summary.replace("the task serve", "the process of the model", 1)
+    fix = _REMEDY.get(verdict.cause, verdict.fix)
+    return verdict.model_copy(update={"summary": summary, "fix": fix})
 
 
 def _ending() -> ApiError:

@@ -11,9 +11,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from unisono.files import parse_json
 from unisono.text import one_line
 
 _MOST_PROMPTS = 16
+_MOST_MESSAGES = 10_000
+_MOST_TOOLS = 1_024
+_MOST_STOP_CHARACTERS = 1_000  # each token is compared with the end of an answer that is as long
 _USUAL_TOKENS = 16  # of a completion, as in OpenAI's API
 
 
@@ -61,6 +65,15 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
+# Numbers beyond these bounds overflow 64 bits, or float32 once logits are divided by them.
+_Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+_Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
+_TopK = Annotated[int, Field(ge=0, le=2**31 - 1)]
+_Penalty = Annotated[float, Field(ge=0.01, le=100.0)]
+_Stop = Annotated[str, Field(min_length=1, max_length=_MOST_STOP_CHARACTERS)]
+_Share = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
 class _StreamOptions(_Strict):
     include_usage: bool = False
     include_obfuscation: bool | None = None
@@ -91,11 +104,6 @@ class _Message(BaseModel):
     tool_calls: list[Any] | None = None
 
 
-Text = Annotated[str, Field(min_length=1)]
-Share = Annotated[float, Field(ge=0.0, le=1.0)]
-_Count = Annotated[int, Field(ge=1)]
-
-
 class _Request(_Strict, ABC):
     """What both kinds of requests have. Parameters without effect here are accepted with their default only."""
 
@@ -103,12 +111,12 @@ class _Request(_Strict, ABC):
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     temperature: Annotated[float, Field(ge=0.0, le=2.0)] | None = None
-    top_p: Share | None = None
-    top_k: Annotated[int, Field(ge=0)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0.0, le=100.0)] | None = None
+    top_p: _Share | None = None
+    top_k: _TopK | None = None
+    repetition_penalty: _Penalty | None = None
     max_tokens: _Count | None = None
-    stop: Text | Annotated[list[Text], Field(max_length=16)] | None = None
-    seed: int | None = None
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=16)] | None = None
+    seed: _Seed | None = None
     user: str | None = None
     n: Literal[1] | None = None
     presence_penalty: Annotated[float, Field(ge=0.0, le=0.0)] | None = None
@@ -135,9 +143,9 @@ class _Request(_Strict, ABC):
 class ChatRequest(_Request):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[_Message], Field(min_length=1)]
+    messages: Annotated[list[_Message], Field(min_length=1, max_length=_MOST_MESSAGES)]
     max_completion_tokens: _Count | None = None
-    tools: list[_Tool] | None = None
+    tools: Annotated[list[_Tool], Field(max_length=_MOST_TOOLS)] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: bool | None = None
     response_format: _ResponseFormat | None = None
@@ -209,9 +217,11 @@ def read_request(kind: type[_Request], data: bytes, *, model: str) -> Any:
         ApiError: if it is not JSON, a parameter is not valid, or it is for a different model.
     """
     try:
-        value = json.loads(data)
-    except (ValueError, RecursionError):
-        raise ApiError(400, "the body is not valid JSON", code="invalid_json") from None
+        value = parse_json(data.decode())
+        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()  # refuses NaN and unpaired surrogates
+    except ValueError as error:
+        why = one_line(str(error), limit=100)
+        raise ApiError(400, f"the body is not valid JSON: {why}", code="invalid_json") from None
     if not isinstance(value, dict):
         raise ApiError(400, "the body is not a JSON object", code="invalid_json")
     try:

@@ -11,20 +11,19 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
-from uvicorn import Config, Server
-from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from unisono.errors import UsageError
 from unisono.facts.network import bind_listener
 from unisono.files import open_given
+from unisono.http_server import Connection, host_name, origin_host, running_server
 from unisono.serve.model_process import Ask, ModelProcess
 from unisono.serve.protocol import (
     ApiError,
@@ -40,10 +39,11 @@ from unisono.text import one_line
 
 LOCAL = ("127.0.0.1", "localhost")
 _BODY_BYTES = 16 << 20
+_LARGE_BYTES = 1 << 16
 _BODY_S = 30.0
-_HEADERS_S = 10.0
+_SEND_S = 30.0  # in which a client must take a part of its answer
+_LOADING_S = 2
 _KEEP_ALIVE_S = 30
-_CONNECTIONS = 512
 _KEY_BYTES = 1 << 16
 _CLOSE_S = 2  # for the last bytes of answers, once all have ended
 _PEER_GONE_MS = 60_000  # without an acknowledgement: a machine that vanished, or a cut network
@@ -69,7 +69,12 @@ def read_keys(file: Path | None, from_environment: str | None, *, warn: Callable
         UsageError: if the file cannot be read, or has none.
     """
     if file is None:
-        return Keys((from_environment.encode(),) if from_environment else ())
+        key = (from_environment or "").strip()
+        if from_environment and not key:
+            raise UsageError.of(
+                "UNISONO_SERVE_KEY is blank", where="environment", fix="set a key, or unset it"
+            )
+        return Keys((key.encode(),) if key else ())
     try:
         with open_given(file.expanduser()) as stream:
             mode = stat.S_IMODE(file.expanduser().stat().st_mode)
@@ -92,7 +97,7 @@ def read_keys(file: Path | None, from_environment: str | None, *, warn: Callable
 
 
 def listen(host: str, port: int | None, keys: Keys) -> socket.socket:
-    """A socket bound to the address of the server, which does not accept connections yet.
+    """A socket that listens on the address of the server.
 
     Args:
         host: a name or address of this machine.
@@ -100,7 +105,7 @@ def listen(host: str, port: int | None, keys: Keys) -> socket.socket:
         keys: required on every address but 127.0.0.1.
 
     Raises:
-        UsageError: if it cannot be bound, or other machines could reach it without a key.
+        UsageError: if it is taken or not an address of this machine, or other machines could reach it without a key.
     """
     if host not in LOCAL and not keys.values:
         raise UsageError.of(
@@ -109,18 +114,12 @@ def listen(host: str, port: int | None, keys: Keys) -> socket.socket:
             why="every machine that reaches it could use the model; without a key only 127.0.0.1 is served",
             fix="python3 -c 'import secrets; print(secrets.token_urlsafe(32))' > key; chmod 600 key; and add --key-file key",
         )
-    bound = bind_listener(host, port)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # connections inherit these three
+    listener = bind_listener(host, port)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # connections inherit these three
     with contextlib.suppress(OSError, AttributeError):
-        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30)
-        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _PEER_GONE_MS)
-    return bound
-
-
-def address_of(bound: socket.socket, host: str) -> str:
-    """The URL of the server."""
-    name = f"[{host}]" if ":" in host else host
-    return f"http://{name}:{bound.getsockname()[1]}"
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _PEER_GONE_MS)
+    return listener
 
 
 class Api:
@@ -131,22 +130,34 @@ class Api:
         self._name = name
         self._keys = keys
         self._created = created
-        self.app = Starlette(
+        self._parsing = asyncio.Semaphore(1)
+        self._app = Starlette(
             routes=[
                 Route("/v1/models", self._models, methods=["GET"]),
                 Route("/v1/models/{model:path}", self._one_model, methods=["GET"]),
                 Route("/v1/chat/completions", self._chat, methods=["POST"]),
                 Route("/v1/completions", self._complete, methods=["POST"]),
             ],
-            exception_handlers={ApiError: _show_error, HTTPException: _show_http_error},
+            exception_handlers={
+                ApiError: _show_error,
+                HTTPException: _show_http_error,
+                Exception: _show_defect,
+            },
         )
 
-    async def _models(self, request: Request) -> Response:
-        self._check(request)
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request."""
+        try:
+            self._admit(Headers(scope=scope))
+        except ApiError as error:
+            await _error_response(error)(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    async def _models(self, _: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._description()]})
 
     async def _one_model(self, request: Request) -> Response:
-        self._check(request)
         if request.path_params["model"] != self._name:
             raise unknown_model(request.path_params["model"], self._name)
         return JSONResponse(self._description())
@@ -154,31 +165,32 @@ class Api:
     def _description(self) -> dict[str, Any]:
         return {"id": self._name, "object": "model", "created": self._created, "owned_by": "unisono"}
 
-    def _check(self, request: Request) -> None:
-        """Refuses strangers.
+    def _admit(self, headers: Headers) -> None:
+        """Refuses strangers, and everybody until the model is loaded.
 
         Without a key, a web page that the user visits must not reach the model through the user's browser: its origin would be a
         different one, and with DNS rebinding the host, too.
 
         Raises:
-            ApiError: 401 without a valid key, 403 from a web page.
+            ApiError: 400 for a host that is not valid, 503 while the model is loaded, 401 without a valid key, 403 from a web page.
         """
+        host, origin = host_name(headers.get("host")), headers.get("origin")
+        if host is None:
+            raise ApiError(400, "the Host header is not a valid name or address", code="invalid_host")
+        if not self._model.ready.is_set():
+            raise ApiError(503, "the model is being loaded", code="loading", retry_after_s=_LOADING_S)
         if self._keys.values:
-            if not self._keys.admit(request.headers.get("authorization")):
+            if not self._keys.admit(headers.get("authorization")):
                 raise ApiError(
                     401,
                     "the key is missing or wrong; send it as `Authorization: Bearer KEY`",
                     code="invalid_api_key",
                 )
             return
-        origin = request.headers.get("origin")
-        for name in (request.url.hostname, urlsplit(origin).hostname if origin else LOCAL[0]):
+        for name in (host, host_name(origin_host(origin)) if origin is not None else host):
             if name not in LOCAL:
-                raise ApiError(
-                    403,
-                    f"requests for or from {one_line(str(name), limit=100)} need a key",
-                    code="origin_refused",
-                )
+                shown = one_line(name or origin or "", limit=100)
+                raise ApiError(403, f"requests for or from {shown} need a key", code="origin_refused")
 
     async def _chat(self, request: Request) -> Response:
         return await self._answer(request, ChatRequest)
@@ -186,9 +198,26 @@ class Api:
     async def _complete(self, request: Request) -> Response:
         return await self._answer(request, CompletionRequest)
 
+    async def _read(self, kind: Any, request: Request) -> Any:
+        """The request in a body. A large one is parsed in a thread, and one at a time, since its values need many times its size.
+
+        Raises:
+            ApiError: if it is not JSON, by its type or content, or not a valid request.
+        """
+        # The types that a web page can send to any server without its consent (no-cors) are not among these.
+        kind_sent = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind_sent != "application/json":
+            raise ApiError(
+                415, "the body must be JSON, with `Content-Type: application/json`", code="content_type"
+            )
+        data = await _body(request)
+        if len(data) <= _LARGE_BYTES:
+            return read_request(kind, data, model=self._name)
+        async with self._parsing:
+            return await asyncio.to_thread(read_request, kind, data, model=self._name)
+
     async def _answer(self, request: Request, kind: Any) -> Response:
-        self._check(request)
-        wanted = read_request(kind, await _body(request), model=self._name)
+        wanted = await self._read(kind, request)
         asks = self._model.submit(wanted.asks())
         answer = _Answer(
             asks,
@@ -382,68 +411,38 @@ def _nobody(model: ModelProcess, asks: list[Ask]) -> Response:
     return Response(status_code=499)
 
 
-async def _show_error(request: Request, error: Exception) -> Response:
-    del request
-    assert isinstance(error, ApiError)
+def _error_response(error: ApiError) -> JSONResponse:
     headers = {"retry-after": str(error.retry_after_s)} if error.retry_after_s is not None else None
     return JSONResponse(error.body(), status_code=error.status, headers=headers)
 
 
+async def _show_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return _error_response(error)
+
+
 async def _show_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    path = one_line(request.url.path, limit=100)
-    what = f"{request.method} {path}: {error.detail}"
-    return await _show_error(request, ApiError(error.status_code, what))
+    what = f"{request.method} {one_line(request.scope['path'], limit=100)}: {error.detail}"
+    return _error_response(ApiError(error.status_code, what))
 
 
-class _Protocol(H11Protocol):
-    """HTTP that drops a client which does not send the head of a request in time."""
-
-    _timer: asyncio.TimerHandle | None = None
-    _before: object = None  # the request before the head that the timer waits for
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._expect_head()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self._is_between() and (self._timer is None or self._before is not self.cycle):
-            self._expect_head()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def _expect_head(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._before = self.cycle
-        self._timer = self.loop.call_later(_HEADERS_S, self._drop_if_silent)
-
-    def _drop_if_silent(self) -> None:
-        self._timer = None
-        if self.cycle is self._before and self._is_between():
-            self.transport.close()
-
-    def _is_between(self) -> bool:
-        """Whether no request is being answered."""
-        cycle: RequestResponseCycle | None = self.cycle  # None before the first request
-        return cycle is None or cycle.response_complete
+async def _show_defect(_: Request, error: Exception) -> Response:
+    """For the client; the traceback is on the server's terminal."""
+    return _error_response(ApiError(500, f"the server failed: {type(error).__name__}", code="server_error"))
 
 
-class _Server(Server):
-    """uvicorn's server without its own handlers of signals."""
+class _Connection(Connection):
+    """A connection of a client."""
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
+    refusal = _error_response(
+        ApiError(503, "all connections of this server are in use", code="connections", retry_after_s=1)
+    )
 
 
 async def serve(
     model: ModelProcess,
-    bound: socket.socket,
+    listener: socket.socket,
     *,
     name: str,
     keys: Keys,
@@ -451,58 +450,51 @@ async def serve(
     on_ready: Callable[[], None],
     created: int,
 ) -> None:
-    """Loads the model and serves until a signal comes, or the model's process cannot be restarted.
+    """Loads the model and serves until a signal comes, or the model's process cannot be restarted. Until it is loaded, requests get 503.
 
     Args:
         model: not started yet.
-        bound: from `listen`.
+        listener: from `listen`.
         name: of the model, for clients.
         keys: that clients may send.
         grace_s: seconds that running answers have after SIGTERM or Ctrl-C; a second signal ends them at once.
-        on_ready: called when requests are accepted.
+        on_ready: called when the model is loaded, and a request to the server's own address has reached it.
         created: seconds since 1970, for clients.
 
     Raises:
-        UnisonoError: if the model is refused, or its process died twice.
+        UnisonoError: if the model is refused, its process died too often, or a different program answers on the port.
     """
     signals: asyncio.Queue[int] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signals.put_nowait, number)
     stop = asyncio.create_task(signals.get())
-    model.start()
+    api = Api(model, name=name, keys=keys, created=created)
+    settings = {"timeout_keep_alive": _KEEP_ALIVE_S, "timeout_graceful_shutdown": _CLOSE_S}
     try:
-        await _first(stop, model.ready.wait(), model.ended.wait())
-        if model.failure is not None:
-            raise model.failure
-        if stop.done():
-            return
-        app = Api(model, name=name, keys=keys, created=created).app
-        config = Config(
-            app, http=_Protocol, ws="none", lifespan="off", loop="asyncio", log_config=None, access_log=False,
-            server_header=False, timeout_keep_alive=_KEEP_ALIVE_S, limit_concurrency=_CONNECTIONS,
-            timeout_graceful_shutdown=_CLOSE_S,
-        )  # fmt: skip
-        server = _Server(config)
-        serving = asyncio.create_task(server.serve(sockets=[bound]))
-        while not server.started and not serving.done():
-            await asyncio.sleep(0.01)
-        on_ready()
-        await _first(stop, model.ended.wait())
-        if model.failure is None:
-            model.end()
-            second = asyncio.create_task(signals.get())
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(_first(second, model.idle.wait(), model.ended.wait()), grace_s)
-            second.cancel()
-        model.close()
-        server.should_exit = True
-        await serving
+        async with running_server(api, listener, connection=_Connection, send_s=_SEND_S, **settings):
+            model.start()
+            await _first(stop, model.ready.wait(), model.ended.wait())
+            if model.failure is None and not stop.done():
+                on_ready()
+                await _first(stop, model.ended.wait())
+                await _complete(model, signals, grace_s)
+            model.close()
     finally:
         model.close()
         stop.cancel()
     if model.failure is not None and not model.is_ending:
         raise model.failure
+
+
+async def _complete(model: ModelProcess, signals: "asyncio.Queue[int]", grace_s: float) -> None:
+    """Waits until running answers are complete, the time is over, or a second signal comes."""
+    if model.failure is None:
+        model.end()
+        second = asyncio.create_task(signals.get())
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(_first(second, model.idle.wait(), model.ended.wait()), grace_s)
+        second.cancel()
 
 
 async def _first(task: "asyncio.Task[int]", *others: Any) -> None:

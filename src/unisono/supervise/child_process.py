@@ -241,7 +241,7 @@ class ChildProcess:
             with contextlib.suppress(OSError, AttributeError):
                 fcntl.fcntl(self._process.stdin, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
             os.set_blocking(self._process.stdin.fileno(), False)  # this end alone
-        self._unsent = b""
+        self._unsent = bytearray()
         self._fd = read_end
         self._open = True
         self._rest = b""
@@ -284,6 +284,12 @@ class ChildProcess:
         """The pipe of its messages, readable also when it ends; None once that is closed."""
         return self._fd if self._open else None
 
+    @property
+    def unsent_fileno(self) -> int | None:
+        """The child's stdin while it has not taken all that was sent; else None."""
+        stdin = self._process.stdin
+        return stdin.fileno() if self._unsent and stdin is not None and not stdin.closed else None
+
     def send(self, message: Message) -> None:
         """Writes a message to the child's stdin, as a line. `read` notices a child that is gone.
 
@@ -297,11 +303,11 @@ class ChildProcess:
         stdin = self._process.stdin
         while self._unsent and stdin is not None and not stdin.closed:
             try:
-                self._unsent = self._unsent[os.write(stdin.fileno(), self._unsent) :]
+                del self._unsent[: os.write(stdin.fileno(), self._unsent)]
             except BlockingIOError:
                 return
             except OSError:  # the child is gone
-                self._unsent = b""
+                self._unsent.clear()
 
     def close_input(self) -> None:
         """Closes the child's stdin: nothing more will be sent."""

@@ -23,7 +23,7 @@ from unisono.errors import (
     UnisonoError,
     UsageError,
 )
-from unisono.events import Message
+from unisono.events import MODEL_CODE, Message, own_frame
 from unisono.facts import no_gpus, read_environment, read_machine
 from unisono.supervise.child_process import ChildProcess, Programs, child_environment, task_command
 from unisono.supervise.fork_server import shared_fork_server
@@ -102,7 +102,9 @@ class TaskProcess:
         self.crash: Message | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="unisono-")  # mode 0700: requests hold prompts
         path = Path(self._folder.name) / "request.json"
-        path.write_text(json.dumps(request, ensure_ascii=False), encoding="utf-8")
+        text = json.dumps(request, ensure_ascii=False)
+        self._trusts_code = '"trust_remote_code": true' in text
+        path.write_text(text, encoding="utf-8")
         self._printed: IO[bytes] = (printed or Path(self._folder.name) / "printed").open("w+b")
         started = programs or Programs()
         variables = environment or _environment()
@@ -160,7 +162,9 @@ class TaskProcess:
             raise refusal(message)
         if message["kind"] == "crashed":
             self.crash = message
-            raise self._died(f"{message['error']} ({message.get('where', '')})")
+            raise self._died(
+                f"{message['error']} ({message.get('where', '')})", str(message.get("traceback"))
+            )
         return message
 
     @property
@@ -182,6 +186,11 @@ class TaskProcess:
     def tail(self) -> str:
         """The end of its output."""
         return tail_of(self._printed)
+
+    @property
+    def unsent_fileno(self) -> int | None:
+        """The task's stdin while it has not taken all that was sent; else None."""
+        return self._child.unsent_fileno
 
     def send(self, message: Message) -> None:
         """Sends a JSON line to the task's stdin; needs `has_input=True`."""
@@ -212,11 +221,16 @@ class TaskProcess:
             )
         return self._died(how_it_ended(self._child.returncode or 0))
 
-    def _died(self, how: str) -> RankDied:
+    def _died(self, how: str, traceback: str = "") -> RankDied:
+        origin = own_frame(traceback or tail_of(self._printed), MODEL_CODE)
+        if not (origin or traceback) and self._trusts_code and (self._child.returncode or 0) >= 0:
+            (origin,) = MODEL_CODE.values()  # nothing of ours ends without a last message
         return RankDied.of(
             f"the task {self.name} ended: {one_line(how, limit=300)}",
             why=one_line(tail_of(self._printed), limit=2000),
-            fix="run it again with --debug, and report it unless memory or disk is the cause",
+            fix=f"fix its likely origin, {origin}"
+            if origin
+            else "run it again with --debug, and report it unless memory or disk is the cause",
         )
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from unisono.data import BadRow, RawRow, RowError, RowFile
-from unisono.data.encode import TextEncoder
 from unisono.data.readers import kind_of, read_rows
 from unisono.data.template import ChatTemplate
 from unisono.errors import DataError, Problem, UsageError
@@ -22,6 +21,7 @@ from unisono.task.inference import (
     TextStream,
     cut_at_stop,
     decode,
+    encode_prompt,
     open_requested,
     prompt_ids,
 )
@@ -135,9 +135,13 @@ def _ids_of(
     return prompt_ids(opened.tokenizer, template, [*before, *turns])
 
 
-def tokens_of_text(opened: InferenceModel, text: str) -> list[int]:
-    """The tokens of a complete text: with the tokenizer's special tokens, but no end of sequence."""
-    ids = list(TextEncoder(opened.tokenizer).encode([text], special=True, ranges=False)[0].ids)
+def tokens_of_text(opened: InferenceModel, text: str, *, most: int | None = None) -> list[int]:
+    """The tokens of a complete text: with the tokenizer's special tokens, but no end of sequence.
+
+    Raises:
+        TooManyTokens: as `encode_prompt`.
+    """
+    ids = encode_prompt(opened.tokenizer, text, special=True, most=most)
     end = opened.tokenizer.eos_token_id
     while len(ids) > 1 and ids[-1] == end:
         ids.pop()

@@ -46,6 +46,8 @@ from unisono.rundir.records import is_image_model
 from unisono.task.target import Target, requested_target, verify_target
 from unisono.text import library_words
 
+_PART_CHARACTERS = 65_536
+_CUT_TOKENS = 16  # that the cuts at both ends of a part can add
 _DEFAULT_CONTEXT = 4096  # tokens, of a model that does not say its own
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _MISSING_KEYS = "Found missing adapter keys"  # peft's warning; the tensors would stay as they were drawn
@@ -196,7 +198,12 @@ def template_of(target: Target, tokenizer: Any) -> ChatTemplate | None:
 
 
 def prompt_ids(
-    tokenizer: Any, template: ChatTemplate, messages: Sequence[Message], tools: list[Any] | None = None
+    tokenizer: Any,
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    tools: list[Any] | None = None,
+    *,
+    most: int | None = None,
 ) -> list[int]:
     """The tokens of a conversation with the generation prompt: what the model continues.
 
@@ -205,14 +212,50 @@ def prompt_ids(
         template: for a conversation.
         messages: the conversation.
         tools: schemas of functions.
+        most: tokens; None: any number.
 
     Raises:
         RowError: if the template refuses the messages.
+        TooManyTokens: as `encode_prompt`; templates of LLaMA-Factory give all their tokens.
     """
     if isinstance(template, LfChatTemplate):
         return template.prompt_ids(messages, tools)
     text = template.render(messages, tools, prompt=True)
-    return list(TextEncoder(tokenizer).encode([text], special=False, ranges=False)[0].ids)
+    return encode_prompt(tokenizer, text, special=False, most=most)
+
+
+class TooManyTokens(Exception):  # noqa: N818 - named for what happened
+    """A text has more tokens than the model reads.
+
+    Attributes:
+        least: number of its tokens up to a place in the text, or a few less.
+    """
+
+    def __init__(self, least: int) -> None:
+        super().__init__(least)
+        self.least = least
+
+
+def encode_prompt(tokenizer: Any, text: str, *, special: bool, most: int | None = None) -> list[int]:
+    """The tokens of a text. A long one is counted in parts first, so that one that is far too long takes no longer than one that fits.
+
+    Args:
+        tokenizer: of transformers.
+        text: any.
+        special: whether the tokenizer adds its special tokens.
+        most: tokens; None: any number.
+
+    Raises:
+        TooManyTokens: for a long text with more; a short one is encoded as a whole.
+    """
+    encoder = TextEncoder(tokenizer)
+    least = 0
+    for start in range(0, len(text), _PART_CHARACTERS) if most and len(text) > _PART_CHARACTERS else ():
+        part = text[start : start + _PART_CHARACTERS]
+        least += max(0, len(encoder.encode([part], special=False, ranges=False)[0].ids) - _CUT_TOKENS)
+        if most is not None and least > most:
+            raise TooManyTokens(least)
+    return list(encoder.encode([text], special=special, ranges=False)[0].ids)
 
 
 def stops_of(target: Target, tokenizer: Any, template: ChatTemplate | None) -> set[int]:

@@ -11,23 +11,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from unisono.data import RowError
-from unisono.data.formats import messages_of
+import torch
+
 from unisono.data.template import ChatTemplate
-from unisono.errors import DataError, UnisonoError
+from unisono.errors import DataError
 from unisono.events import Message, Reporter
 from unisono.model.engine import Answer, Engine
 from unisono.model.generate import Sampling
-from unisono.task.generation import tokens_of_text
-from unisono.task.inference import InferenceModel, StopStrings, TextStream, open_requested, prompt_ids
-
-_ROLES = {"developer": "system"}
-"""Roles of OpenAI's protocol that no template knows, and what they mean."""
-_PROBE = [{"role": "user", "content": "hello"}]
-_PROBE_TOOL = {
-    "type": "function",
-    "function": {"name": "find", "description": "", "parameters": {"type": "object", "properties": {}}},
-}
+from unisono.task.inference import InferenceModel, StopStrings, TextStream, open_requested
+from unisono.task.prompts import PromptProcess, PromptReader, describe_failure
 
 
 def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
@@ -41,15 +33,17 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
         ping  answered by `pong` between two forwards: a sign of life
 
     It sends `ready` (facts: description, context, note, in_parts: whether long prompts are read in parts), and for each request `begun` (id, prompt_tokens) or `refused_ask` (id, problem,
-    text, fix), then `pieces` (pieces: [id, text] of all requests that got one), and `answered` (id, tokens, ended: stop | length).
+    text, fix), then `pieces` (pieces: [id, text] of all requests that got one), and `answered` (id, tokens, ended: stop | length),
+    or in the place of any of these `failed_ask` (id, text): an exception ends the request that it came from, and no other.
     """
     with contextlib.suppress(OSError, ValueError):  # without it only a verdict on a hang lacks the stack
         faulthandler.register(signal.SIGUSR2, file=2)
     opened = open_requested(request, report)
     template, note = (opened.template, "") if opened.template else _fallback(opened)
     lines: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+    prompts = PromptProcess(PromptReader(opened, template), lines)
     threading.Thread(target=_read, args=(lines,), name="requests", daemon=True).start()
-    with opened.ready() as model:
+    with contextlib.closing(prompts), opened.ready() as model:
         engine = Engine(
             model,
             stop_ids=opened.stops(template),
@@ -57,7 +51,8 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
             rows=request["rows"],
             together=not opened.forward.rows_apart,
         )
-        desk = _Desk(opened, template, engine, report)
+        desk = _Desk(opened, engine, prompts, report)
+        engine.on_failure = desk.fail
         with engine.ready():
             facts = {
                 "description": opened.target.description,
@@ -84,18 +79,6 @@ def _fallback(opened: InferenceModel) -> tuple[ChatTemplate | None, str]:
         return None, error.problems[0].what
 
 
-class _Refused(Exception):  # noqa: N818 - named for what happened
-    """A request that cannot be answered.
-
-    Attributes:
-        problem: messages, tools or prompt: the part of the request; `length`: its number of tokens.
-    """
-
-    def __init__(self, problem: str, text: str, fix: str = "") -> None:
-        super().__init__(text)
-        self.problem, self.text, self.fix = problem, text, fix
-
-
 @dataclass
 class _Place:
     """A request that is being answered."""
@@ -115,14 +98,14 @@ class _Desk:
     """
 
     def __init__(
-        self, opened: InferenceModel, template: ChatTemplate | None, engine: Engine, report: Reporter
+        self, opened: InferenceModel, engine: Engine, prompts: PromptProcess, report: Reporter
     ) -> None:
         self._opened = opened
-        self._template = template
         self._engine = engine
+        self._prompts = prompts
         self._report = report
+        self._unread: set[int] = set()  # requests whose prompts are being read
         self._places: dict[int, _Place] = {}
-        self._has_tools: bool | None = None
         self.answered = 0
 
     def take(self, lines: "queue.SimpleQueue[Message | None]") -> bool:
@@ -137,21 +120,35 @@ class _Desk:
             if message["kind"] == "ping":
                 self._report.send("pong")
             elif message["kind"] == "drop":
-                place = self._places.pop(message["id"], None)
-                if place is not None:
-                    place.answer.ended = "dropped"
+                self._drop(message["id"])
+            elif message["kind"] == "ask":
+                self._unread.add(message["id"])
+                self._prompts.submit(message)
             else:
-                self._ask(message)
+                self._begin(message)
 
-    def _ask(self, ask: Message) -> None:
-        try:
-            ids = self._ids_of(ask)
-            room = self._room_after(ids)
-        except _Refused as refused:
-            self._report.send(
-                "refused_ask", id=ask["id"], problem=refused.problem, text=refused.text, fix=refused.fix
-            )
+    def _drop(self, number: int) -> None:
+        self._unread.discard(number)
+        place = self._places.pop(number, None)
+        if place is not None:
+            place.answer.ended = "dropped"
+
+    def _begin(self, prepared: Message) -> None:
+        """Begins an answer whose prompt has been read."""
+        ask = prepared["ask"]
+        if ask["id"] not in self._unread:
             return
+        self._unread.remove(ask["id"])
+        if "refused" in prepared:
+            problem, text, fix = prepared["refused"]
+            self._report.send("refused_ask", id=ask["id"], problem=problem, text=text, fix=fix)
+        elif "failed" in prepared:
+            self._fail(ask["id"], prepared["failed"])
+        else:
+            self._add(ask, prepared["ids"])
+
+    def _add(self, ask: Message, ids: Sequence[int]) -> None:
+        room = self._opened.context - len(ids)
         limit = min(room, ask["max_tokens"] or room)
         answer = Answer(ids, limit, Sampling.of(ask), place=ask["place"])
         tokenizer, stops = self._opened.tokenizer, ask["stop"]
@@ -162,68 +159,19 @@ class _Desk:
         self._engine.add(answer)
         self._report.send("begun", id=ask["id"], prompt_tokens=len(ids))
 
-    def _room_after(self, ids: Sequence[int]) -> int:
-        """The tokens that an answer to a prompt can have.
+    def fail(self, answers: Sequence[Answer], error: Exception) -> None:
+        """Ends answers that could not be computed; the others continue.
 
         Raises:
-            _Refused: if there is room for none.
+            Exception: the same, if the device computes nothing any more.
         """
-        room = self._opened.context - len(ids)
-        if room < 1:
-            what = f"the prompt has {len(ids)} tokens, and the model reads {self._opened.context}"
-            raise _Refused("length", what, "shorten it")
-        return room
+        torch.zeros(1, device=self._opened.device).item()  # raises after an error that leaves a GPU unusable
+        for number in [number for number, place in self._places.items() if place.answer in answers]:
+            del self._places[number]
+            self._fail(number, describe_failure(error))
 
-    def _ids_of(self, ask: Message) -> Sequence[int]:
-        """The tokens that the model continues.
-
-        Raises:
-            _Refused: if there are none.
-        """
-        prompt = ask.get("prompt")
-        if ask.get("messages") is not None:
-            return self._ids_of_chat(ask["messages"], ask.get("tools"))
-        ids = tokens_of_text(self._opened, prompt) if isinstance(prompt, str) else list(prompt or ())
-        vocabulary = self._opened.forward.loaded.base.get_input_embeddings().weight.shape[0]
-        odd = next((i for i in ids if not 0 <= i < vocabulary), None)
-        if odd is not None:
-            raise _Refused(
-                "prompt", f"the model has no token {odd}", f"it has those from 0 to {vocabulary - 1}"
-            )
-        if not ids:
-            raise _Refused("prompt", "the prompt is empty", "write one")
-        return ids
-
-    def _ids_of_chat(self, messages: list[Any], tools: list[Any] | None) -> Sequence[int]:
-        if self._template is None:
-            raise _Refused(
-                "messages",
-                "the model has no chat template, and no token that could end an answer",
-                "use /v1/completions",
-            )
-        if tools and not self._writes_tools():
-            raise _Refused("tools", "the model's chat template does not write tools", "omit them")
-        try:
-            turns = [
-                turn | {"role": _ROLES.get(turn["role"], turn["role"])}
-                for turn in messages_of(messages, "messages")
-            ]
-            return prompt_ids(self._opened.tokenizer, self._template, turns, tools)
-        except RowError as error:
-            raise _Refused("messages", error.why, error.fix) from error
-        except UnisonoError as error:
-            raise _Refused("messages", error.problems[0].what, error.problems[0].fix) from error
-
-    def _writes_tools(self) -> bool:
-        """Whether the chat template writes the schemas of functions; found by trying."""
-        if self._has_tools is None:
-            assert self._template is not None
-            try:
-                text = self._template.render(_PROBE, [_PROBE_TOOL], prompt=True)
-                self._has_tools = text != self._template.render(_PROBE, prompt=True)
-            except (RowError, UnisonoError):
-                self._has_tools = False
-        return self._has_tools
+    def _fail(self, number: int, text: str) -> None:
+        self._report.send("failed_ask", id=number, text=text)
 
     def step(self) -> None:
         """Computes one token of each answer, and sends what is new."""
@@ -231,10 +179,14 @@ class _Desk:
             self._engine.step()
         pieces: list[tuple[int, str]] = []
         ended: list[int] = []
-        for number, place in self._places.items():
-            piece = self._new_text(place)
+        for number, place in list(self._places.items()):
+            try:
+                piece = self._new_text(place)
+            except Exception as error:  # noqa: BLE001 - the edge of a request: it fails alone
+                place.answer.ended = "failed"
+                self.fail([place.answer], error)
+                continue
             if place.answer.ended is not None:
-                piece += place.stream.close()
                 ended.append(number)
             if piece:
                 pieces.append((number, piece))
@@ -254,4 +206,4 @@ class _Desk:
             place.shown += 1
             if place.stops is not None and place.stops(0, answer.tokens):
                 answer.ended = "stop"
-        return text
+        return text if answer.ended is None else text + place.stream.close()
