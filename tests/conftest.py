@@ -34,6 +34,7 @@ with loading_modules():
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+    from unisono.launch.train_request import read_objective
     from unisono.plan import (
         DataSummary,
         DeviceChoice,
@@ -287,7 +288,7 @@ def training_in(folder: Path, *, model_dir: Path, rows_file: Path) -> Callable[.
                 device=DeviceChoice(kind="cpu", name="cpu", memory_bytes=10**10, bfloat16=True),
                 model=ModelFacts.model_validate(prepared["model"]), data=DataSummary.model_validate(prepared["data"]),
                 resume=ResumePoint(step=resume[0], path=str(resume[1])) if resume else None, resume_reason="",
-                faults=faults or {},
+                faults=faults or {}, objective_digest="".join(read_objective(config).values()),
             )
         )  # fmt: skip
         result = run_plan(plan, report, stop, snapshot_fd=snapshot_fd)

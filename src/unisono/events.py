@@ -33,10 +33,11 @@ Kinds, and their fields besides `kind` and `time` (UTC, seconds):
 
 import json
 import os
+import re
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TextIO
 
@@ -186,6 +187,25 @@ def describe_crash(error: BaseException) -> dict[str, Any]:
         "traceback": "".join(traceback.format_exception(error)),
         "peer_lost": is_peer_loss(error),
     }
+
+
+_FRAME = re.compile(r'^ +File "(.+)", line (\d+)', re.MULTILINE)
+MODEL_CODE = {"/transformers_modules/": "the model's own code (model.trust_remote_code)"}
+"""Python code of a model's repository: its name, by the folder to which transformers copies it."""
+
+
+def own_frame(text: str, code: Mapping[str, str]) -> str:
+    """Name and file:line of the innermost frame of the user's own code in a traceback or a stack by faulthandler; empty if there is none.
+
+    Args:
+        code: see `RunPlan.own_code`.
+    """
+    frames = _FRAME.findall(text)
+    if "(most recent call first)" not in text:
+        frames.reverse()
+    return next(
+        (f"{name}, {file}:{line}" for file, line in frames for part, name in code.items() if part in file), ""
+    )
 
 
 def is_peer_loss(error: BaseException) -> bool:

@@ -194,6 +194,29 @@ def test_an_exception_in_the_loss_is_a_verdict_with_its_line(place: Place) -> No
     assert f"{place.file}:24" in str(result.verdict.to_json())
 
 
+@pytest.mark.parametrize(
+    ("change", "line", "said"),
+    [
+        (("import torch\n", "import os\nos._exit(0)\n"), "", "exit status 0, without a final message, while it executed"),
+        (("return unisono.Part(loss, sums)", "import os; os._exit(0)"), "", "whose likely origin is"),
+        (("return unisono.Part(loss, sums)", "return None"), ":22", "loss of the objective gives NoneType"),
+    ],
+    ids=["ends at import", "ends in the loss", "gives nothing"],
+)  # fmt: skip
+def test_a_rank_that_its_file_ends_has_a_verdict_summary_and_fix_about_the_file(
+    place: Place, change: tuple[str, str], line: str, said: str
+) -> None:
+    place.file.write_text(OURS.replace(*change))
+    result = place.train("out", restarts=0)
+    assert result.exit_code == 5
+    assert result.verdict is not None
+    assert result.verdict.cause == "user_code_error"
+    assert said in result.verdict.summary
+    assert f"{place.file}{line}" in result.verdict.summary
+    assert len(result.verdict.fix) == 1
+    assert f"{place.file}{line}" in result.verdict.fix[0]
+
+
 def test_the_file_of_the_how_to_trains_and_is_not_needed_to_load_the_result(place: Place) -> None:
     page = (Path(__file__).parents[2] / "docs" / "how-to" / "python.md").read_text()
     (focal,) = re.findall(r"```python\n(# focal.py\n.*?)```", page, re.DOTALL)

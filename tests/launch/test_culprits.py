@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tests.watch.run_views import run_view, view
 from unisono.causes import Verdict
+from unisono.config import RunConfig
 from unisono.launch.run_records import ending_of
 from unisono.plan import DeviceChoice, NodePlace, RankPlace, RunPlan
 from unisono.supervise.decision import Decider, Decision, NodeLoss, first_cause
@@ -42,6 +43,7 @@ def plan(world_size: int, per_node: int = 2) -> RunPlan:
         "resume": None,
         "total_steps": 10,
         "last_step": None,
+        "config": RunConfig.model_validate({"model": "m", "data": {"train": "x"}, "output_dir": "o"}),
     }
     return RunPlan.model_construct(**looked_at)
 

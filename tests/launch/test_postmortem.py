@@ -9,6 +9,7 @@ import pytest
 
 from tests.watch.run_views import places, run_view, view
 from unisono.control.connection import Left
+from unisono.events import MODEL_CODE
 from unisono.supervise.decision import NodeLoss
 from unisono.supervise.local_ranks import RankEnd
 from unisono.supervise.postmortem import apart, name_death, name_loss
@@ -37,7 +38,7 @@ def test_what_gloo_printed_names_the_cause_where_no_rank_was_seen_in_a_collectiv
         "terminate called after throwing an instance of 'gloo::EnforceNotMet'\n  what():  [enforce fail at /gloo/transport/tcp/pair.cc:456] "
         "op.preamble.length <= op.nbytes. 664 vs 660. Received data size doesn't match expected size. Is there a distributed collective mismatch in your code?\n"
     )
-    plan: Any = SimpleNamespace(ranks=places(3))
+    plan: Any = SimpleNamespace(ranks=places(3), own_code={})
     found = name_death(replace(ABORTED, tail=printed), plan)
     assert (found.cause, found.ranks, found.step) == ("collective_mismatch", (), 7)
     assert "received data of a different size than expected in phase train after step 7" in found.summary
@@ -62,7 +63,7 @@ def test_an_exception_that_tells_of_the_device_is_named_so_whatever_code_raised_
     error: str, cause: str
 ) -> None:
     """Only the trial of the longest batch and the steps have a verdict of their own; a model, for example, is loaded before."""
-    plan: Any = SimpleNamespace(ranks=places(2))
+    plan: Any = SimpleNamespace(ranks=places(2), own_code={})
     crash = {"kind": "crashed", "error": error, "where": "load.py:1"}
     found = name_death(RankEnd(1, 5, crash, "load_model", 0), plan)
     assert (found.cause, found.ranks) == (cause, (1,))
@@ -106,3 +107,53 @@ def test_a_closed_connection_is_the_other_sides_end() -> None:
     assert name_loss(NodeLoss.at_head(Left(1, "b", gone, False)), head="a").hosts == ("b",)
     own = NodeLoss.at_node(Left(0, "a", gone, False), node_rank=1, host="b")
     assert name_loss(own, head="a").hosts == ("a",)
+
+
+OWN = {"/home/u/own.py": "the objective"}
+
+
+def _death_of(end: RankEnd, code: dict[str, str]) -> tuple[str, tuple[str, ...]]:
+    plan: Any = SimpleNamespace(ranks=places(2), own_code=code)
+    found = name_death(end, plan)
+    return found.summary, found.fix
+
+
+def test_a_rank_that_ends_with_status_0_and_no_result_is_named_with_the_users_code_that_it_executes() -> None:
+    summary, fix = _death_of(RankEnd(0, 0, None, "objective", 0), OWN)
+    assert "exit status 0, without a final message, while it executed the objective /home/u/own.py" in summary
+    assert "/home/u/own.py" in fix[0]
+    summary, fix = _death_of(RankEnd(0, 0, None, "train", 3), OWN)
+    assert "whose likely origin is the objective /home/u/own.py" in summary
+    assert "/home/u/own.py" in fix[0]
+    summary, fix = _death_of(RankEnd(0, 0, None, "load_data", 0), MODEL_CODE)
+    assert "the model's own code (model.trust_remote_code)" in summary
+    assert "traceback" not in fix[0]
+    summary, fix = _death_of(RankEnd(0, 0, None, "train", 3), {})
+    assert summary.endswith("exit status 0, without a final message")
+    assert "dataset" not in fix[0]
+    assert "log" in fix[0]
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        RankEnd(
+            0, 5, {"kind": "crashed", "error": "KeyError: 'x'", "where": "torch/x.py:1", "traceback":
+            'Traceback (most recent call last):\n  File "/a/loop.py", line 1, in f\n  File "/home/u/own.py", line 7, in loss\n  File "torch/x.py", line 1, in g\n'},
+            "train", 3,
+        ),
+        RankEnd(
+            0, -signal.SIGSEGV, None, "train", 3, tail="Fatal Python error: Segmentation fault\n\nCurrent thread 0x00007f0000000000 (most recent call first):\n"
+            '  File "/lib/ctypes.py", line 5 in string_at\n  File "/home/u/own.py", line 7 in loss\n  File "/home/u/own.py", line 90 in outer\n',
+        ),
+    ],
+    ids=["an exception", "a fault in native code"],
+)  # fmt: skip
+def test_a_death_in_the_users_code_is_blamed_on_its_innermost_line(end: RankEnd) -> None:
+    summary, fix = _death_of(end, OWN)
+    assert summary.endswith("the likely origin is the objective, /home/u/own.py:7")
+    assert fix == ("Fix the objective, /home/u/own.py:7.",)
+    summary, fix = _death_of(end, {"/home/u/other.py": "the objective"})
+    assert "likely origin" not in summary
+    killed = replace(end, returncode=-signal.SIGKILL, last=None, tail="")
+    assert "likely origin" not in _death_of(killed, OWN)[0], "a signal from outside is not the file's doing"

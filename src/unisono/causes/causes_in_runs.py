@@ -338,6 +338,9 @@ RUN_CAUSES: tuple[Cause, ...] = (
             "Lower the learning rate, optim.lr, by a factor of 3 to 10, and lengthen optim.warmup.",
             "Use bfloat16 (bf16) or float32 instead of float16: model.dtype.",
             "Clip gradients: keep optim.max_grad_norm at 1.0 or lower.",
+            OwnRunOnly(
+                "With `objective: FILE.py:CLASS`, check the loss in that file first; `objective: sft` trains without it."
+            ),
         ),
         exit_code=4,
         retry_helps=False,

@@ -10,10 +10,11 @@ from pydantic import ValidationError
 from unisono.causes import resume_hint
 from unisono.causes.signatures import match_line
 from unisono.causes.verdict import Evidence, Verdict
+from unisono.config.sections import own_objective
 from unisono.diagnose.judge import Diagnosis
 from unisono.diagnose.lines import shown
 from unisono.diagnose.run_facts import Event, EventKind, Origin, RankFacts, RunFacts
-from unisono.events import Message, read_message
+from unisono.events import MODEL_CODE, Message, own_frame, read_message
 from unisono.files import iterate_lines, objects_of, parse_json, read_object, read_text
 from unisono.rundir import RunDir
 from unisono.rundir.lock import read_holder
@@ -244,7 +245,7 @@ def diagnose_run(root: Path, read_logs: Callable[[], Diagnosis] | None = None) -
         _running(run, facts)
         or _stored_verdict(run)
         or _ended_with_result(run, facts)
-        or _crashed(reports, facts)
+        or _crashed(run, reports, facts)
         or _logs(read_logs, reports, facts)
         or _ended_badly(run, facts)
         or _silent(reports, facts)
@@ -382,7 +383,7 @@ def _ended_badly(run: RunDir, facts: RunFacts) -> Verdict | None:
     return Verdict(cause="undetermined", when="after", summary=summary)
 
 
-def _crashed(reports: Sequence[RankEvents], facts: RunFacts) -> Verdict | None:
+def _crashed(run: RunDir, reports: Sequence[RankEvents], facts: RunFacts) -> Verdict | None:
     """The verdict on a rank's own exception, the first in time."""
     crashes = [(one, *one.crash) for one in reports if one.crash]
     if not crashes:
@@ -390,18 +391,25 @@ def _crashed(reports: Sequence[RankEvents], facts: RunFacts) -> Verdict | None:
     one, event, message = min(crashes, key=lambda found: found[1].time or 0.0)
     problems = message.get("problems") or [{}]
     error = shown(one_line(str(message.get("error") or problems[0].get("what") or "an exception"), limit=400))
-    trace = [line for line in str(message.get("traceback") or "").splitlines() if line.strip()][-_MOST_TRACE:]
+    text = str(message.get("traceback") or "")
+    trace = [line for line in text.splitlines() if line.strip()][-_MOST_TRACE:]
+    config = read_object(run.plan).get("config")
+    own = own_objective(str(config.get("objective"))) if isinstance(config, dict) else None
+    code = {**MODEL_CODE, **({str(own[0]): "the objective"} if own else {})}
+    origin = shown(own_frame(text, code)) if facts.framework == "unisono" else ""
     known = [signature.cause for signature in match_line(error) if signature.cause]
     evidence = (_evidence(event), *(Evidence(where=event.where, text=shown(line.strip())) for line in trace))
     return Verdict(
         cause=known[0] if known else "user_code_error",
         when="after",
-        summary=f"{_rank(one)} ended with an exception: {error}",
+        summary=f"{_rank(one)} ended with an exception: {error}"
+        + (f"; the likely origin is {origin}" if origin else ""),
         ranks=(one.rank,),
         hosts=(one.host,) if one.host else (),
         phase=one.phase or None,
         step=facts.step,
         evidence=evidence,
+        fix=(f"Fix {origin}.",) if origin else (),
     )
 
 

@@ -33,6 +33,7 @@ class ProgramJob:
     nodes: Sequence[NodePlace]
     ranks: Sequence[RankPlace]
     total_steps: int = 0
+    own_code: None = None
 
     @property
     def world_size(self) -> int:

@@ -11,6 +11,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from unisono.config.schema import RunConfig
+from unisono.config.sections import own_objective
+from unisono.events import MODEL_CODE
 
 
 class Part(BaseModel):
@@ -254,6 +256,13 @@ class RunPlan(Part):
         """A copy of the plan with that rank's device and host."""
         place = self.ranks[rank]
         return self.model_copy(update={"device": place.device, "host": place.host})
+
+    @property
+    def own_code(self) -> dict[str, str]:
+        """The user's own code that the ranks execute: its name for people, by a part of the paths of its files."""
+        own = own_objective(self.config.objective)
+        model = MODEL_CODE if self.config.model.trust_remote_code else {}
+        return {**({str(own[0]): "the objective"} if own else {}), **model}
 
     @property
     def answers(self) -> bool:

@@ -48,6 +48,11 @@ class Job(Protocol):
         """Steps of the whole job; 0 if unknown."""
         ...
 
+    @property
+    def own_code(self) -> Mapping[str, str] | None:
+        """The user's own code that the ranks execute, as in RunPlan; None: the whole program is."""
+        ...
+
     def on_node(self, node_rank: int) -> Sequence[RankPlace]:
         """The ranks of one node."""
         ...

@@ -1,14 +1,14 @@
 """Verdicts on starts of ranks that ended without a result. Pure."""
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from unisono.agree.membership import refused_node
 from unisono.causes import Evidence, Verdict, find_cause
 from unisono.causes.signatures import match_line
 from unisono.causes.verdict import OwnRunOnly
-from unisono.events import Message
+from unisono.events import Message, own_frame
 from unisono.plan import RankPlace
 from unisono.supervise.decision import Decision, NodeLoss, is_victim
 from unisono.supervise.local_ranks import Job, RankEnd
@@ -83,6 +83,7 @@ def name_death(
     where = place.label
     at = f"in phase {end.phase}" + (f" after step {end.step}" if end.step else " before step 1")
     cause, what, evidence = _how(end, where)
+    origin, fix = _own_origin(end, cause, plan.own_code)
     view = seen.views.get(end.rank) if seen is not None else None
     if view is not None and view.beat is not None:
         evidence.append(Evidence(where=where, text=f"last sign of life: {describe_activity(view)}"))
@@ -91,17 +92,34 @@ def name_death(
     return Verdict(
         cause=cause,
         when="during",
-        summary=f"{where} {what.format(at=at)}",
+        summary=f"{where} {what.format(at=at)}{origin}",
         ranks=() if cause == "collective_mismatch" else (place.rank,),  # which of both is wrong is not known
         hosts=(place.host,),
         phase=end.phase,
         step=end.step or None,
         evidence=tuple(evidence),
-        fix=known.remedy if known else (),
+        fix=fix or (known.remedy if known else ()),
         named_after_s=after_s,
     )
 
 
+def _own_origin(end: RankEnd, cause: str, code: Mapping[str, str] | None) -> tuple[str, tuple[str, ...]]:
+    """How the summary continues and the fix, where the user's own code is the origin, or likely is; empty otherwise."""
+    if cause not in ("user_code_error", "rank_killed") or code is None:
+        return "", ()
+    frame = own_frame(str((end.last or {}).get("traceback", "")), code) or own_frame(end.tail, code)
+    if frame:
+        return f"; the likely origin is {frame}", (f"Fix {frame}.",)
+    if end.last is not None or (end.returncode < 0 and end.phase != "objective"):
+        return "", ()
+    files = " or ".join(f"{name} {part}" if part.endswith(".py") else name for part, name in code.items())
+    if files:
+        does = "while it executed" if end.phase == "objective" else "whose likely origin is"
+        return f", {does} {files}", (f"Remove os._exit, exit or a signal to itself from {files}.",)
+    return "", () if "Traceback" in end.tail else (_NO_TRACEBACK,)
+
+
+_NO_TRACEBACK = "Read the end of its log: without a traceback, exit() or os._exit() in a library ended it."
 _OF_DEVICES = frozenset({
     "cuda_oom", "no_cuda_build", "driver_too_old", "cuda_arch_unsupported", "ecc_error", "gpu_fell_off", "duplicate_gpu",
 })  # fmt: skip
@@ -301,6 +319,8 @@ def _lost_peer(end: RankEnd, place: RankPlace) -> Evidence:
 
 def _tail(end: RankEnd, where: str) -> list[Evidence]:
     """The last lines of its log, unless a final message has the traceback already."""
+    if stack := main_thread_of_faulthandler(end.tail):
+        return [Evidence(where=f"{where}, stack", text=frame) for frame in stack[:_STACK_FRAMES]]
     lines = [line for line in end.tail.splitlines() if line.strip()]
     if end.last is not None or not lines:
         return []

@@ -18,6 +18,7 @@ import torch
 
 from unisono.causes import Verdict
 from unisono.model.forward import Rows
+from unisono.objectives import OwnPart
 from unisono.rundir.records import best_key
 from unisono.train import faults
 from unisono.train.evaluation import evaluate_rows, exact_match_share, first_sum, show_samples, with_pictures
@@ -275,9 +276,9 @@ def optimizer_step(run: Run, batches: StepBatches) -> StepOutcome:
     run.optimizers.set_factor(factor)
     run.gradient_sync.begin()
     known = _known_first(run, batches)
-    total, sums, data_time = _add_up(run, batches, known=known)
+    total, sums, origin, data_time = _add_up(run, batches, known=known)
     faults.corrupt_gradient(run.plan, batches.step, next(iter(run.forward.loaded.trainable.values())))
-    summed = run.gradient_sync.finish(_scalars(run, total, sums))
+    summed = run.gradient_sync.finish(_scalars(run, total, sums, origin))
     norm = _norm(run)
     # The only wait for the device after the backward: these figures decide whether the update is made, and whether it is the last.
     run.gradient_sync.wait_for_own_part()
@@ -298,7 +299,8 @@ def optimizer_step(run: Run, batches: StepBatches) -> StepOutcome:
         step_time_s=time.perf_counter() - began,
         cpu_time_s=time.process_time() - cpu_began,
         comm_time_s=comm_time,
-        odd_ranks=[rank for rank, is_odd in enumerate(odd) if is_odd],
+        odd_ranks=[rank for rank, figure in enumerate(odd) if figure % 2],
+        origin_of_nan=int(max(odd)) // 2,
         metrics=run.objective.figures(found, known=known),
     )
 
@@ -328,11 +330,16 @@ def _known_first(run: Run, batches: StepBatches) -> float:
     return run.group.figures(summed)[0] / batches.counts.units
 
 
-def _add_up(run: Run, batches: StepBatches, *, known: float) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Runs forward and backward on this rank's micro batches; gives the sums of their losses and metrics, and seconds spent on data."""
+def _add_up(
+    run: Run, batches: StepBatches, *, known: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
+    """Runs forward and backward on this rank's micro batches.
+
+    Gives the sums of their losses and metrics, the origin of NaN (see `OwnPart.origin_of_nan`), and seconds spent on data.
+    """
     micros = _micros(run, batches)
     objective = run.objective
-    total = torch.zeros((), device=run.device)
+    total, origin = torch.zeros((), device=run.device), torch.zeros((), device=run.device)
     sums = torch.zeros(2 * len(objective.metrics), device=run.device)
     data_time = 0.0
     for number, group in enumerate(micros, start=1):
@@ -363,7 +370,9 @@ def _add_up(run: Run, batches: StepBatches, *, known: float) -> tuple[torch.Tens
                 sums += part.sums
             loss.backward()
             total += loss.detach()
-    return total, sums, data_time
+            if isinstance(part, OwnPart):
+                origin = torch.maximum(origin, part.origin_of_nan())
+    return total, sums, origin, data_time
 
 
 def _with_noise(run: Run, rows: Rows, sequences: list[int], places: list[int]) -> Rows:
@@ -391,13 +400,16 @@ def _tokens_of(run: Run, rows: Rows, sequences: list[int]) -> list[int]:
     return [sum(rows.lengths[first:end]) for first, end in pairwise(ends.tolist())]
 
 
-def _scalars(run: Run, total: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
-    """(3 + ranks + sums,) float32: the loss, the stop request, for each rank whether its own loss is NaN or infinite, and sums of metrics."""
+def _scalars(run: Run, total: torch.Tensor, sums: torch.Tensor, origin: torch.Tensor) -> torch.Tensor:
+    """(3 + ranks + sums,) float32: the loss, the stop request, a figure of each rank, and sums of metrics.
+
+    A rank's figure is 1 if its own loss is NaN or infinite, plus twice the origin of that.
+    """
     own = torch.zeros(scalars_of_a_step(run.group.world_size, metrics=len(sums) // 2), device=run.device)
     own[0] = total
     if run.stop.outcome is not None:
         own[1:FIXED_SCALARS] = torch.tensor(flags_of(run.stop.outcome))
-    own[FIXED_SCALARS + run.group.rank] = ~torch.isfinite(total)
+    own[FIXED_SCALARS + run.group.rank] = ~torch.isfinite(total) + 2 * origin
     own[FIXED_SCALARS + run.group.world_size :] = sums
     return own
 

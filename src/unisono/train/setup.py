@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from unisono.config.sections import DIFFUSION
+from unisono.config.sections import DIFFUSION, own_objective
 from unisono.data.token_table import TokenTable
 from unisono.events import Reporter
 from unisono.facts import identity_of
@@ -42,9 +42,12 @@ def set_up(plan: RunPlan, place: RankPlace, report: Reporter, stop: StopRequest,
     device = _bind_device(plan)
     check_device(place, device)
     torch.set_num_threads(plan.threads)
+    if own := own_objective(plan.config.objective):
+        report.phase("objective", f"executing {own[0]}")
+        beats.enter("objective")
+    objective = objective_of(plan.config, digest=plan.objective_digest)
     report.phase("load_model", f"loading {plan.config.model.path}")
     beats.enter("load_model")
-    objective = objective_of(plan.config, digest=plan.objective_digest)
     # Weights that will be sharded are first loaded into host memory: they may not fit on one device.
     loaded = _load_model(plan, place, torch.device("cpu") if plan.strategy == "fsdp" else device)
     report.phase("load_data", "mapping the token table")

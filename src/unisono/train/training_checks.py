@@ -14,7 +14,8 @@ import xxhash
 from unisono.causes import Evidence, Verdict
 from unisono.errors import RankDied
 from unisono.model.load import odd_parameters
-from unisono.objectives.objective import Counts, Micro
+from unisono.objectives import MODEL, OBJECTIVE, OwnObjective
+from unisono.objectives.objective import Counts, Micro, Objective
 from unisono.plan import estimate_memory
 from unisono.plan.run_plan import has_one_backward
 from unisono.text import show_bytes
@@ -41,6 +42,8 @@ class StepOutcome:
     """Seconds spent waiting for the other ranks' gradients."""
     odd_ranks: list[int]
     """Ranks whose own part of the loss is NaN or infinite."""
+    origin_of_nan: int
+    """MODEL or OBJECTIVE for an objective of the user's own; 0: nobody knows."""
     metrics: dict[str, float]
     """Those of the objective."""
 
@@ -55,7 +58,19 @@ def note_skipped_step(run: Run, batches: StepBatches, outcome: StepOutcome) -> N
     run.state.skipped = [step for step in run.state.skipped if step > batches.step - SKIP_WINDOW] + [
         batches.step
     ]
-    what = "loss" if outcome.loss != outcome.loss or abs(outcome.loss) == float("inf") else "gradient"
+    what = "gradient" if math.isfinite(outcome.loss) else "loss"
+    rows = run.data.row_ids(batches.sequences)
+    if origin := _of_objective(run, outcome, what=what):
+        text = f"step {batches.step} was skipped: {origin}"
+        run.report.send(
+            "warning",
+            code="nan_step",
+            step=batches.step,
+            rows=rows,
+            fix=_objective_fix(run.objective)[0],
+            text=text,
+        )
+        return
     if _is_model(run, outcome.odd_ranks):
         run.report.send(
             "warning",
@@ -66,7 +81,6 @@ def note_skipped_step(run: Run, batches: StepBatches, outcome: StepOutcome) -> N
             text=f"step {batches.step} was skipped: NaN or infinite {what} before any update; the loaded model is the cause, not a row",
         )
         return
-    rows = run.data.row_ids(batches.sequences)
     shown = ", ".join(rows[:16]) + (f" and {len(rows) - 16} more" if len(rows) > 16 else "")
     run.report.send(
         "warning",
@@ -95,11 +109,14 @@ def too_many_skipped(run: Run, batches: StepBatches, outcome: StepOutcome) -> Ve
     is_last = run.state.step == run.plan.total_steps
     if len(run.state.skipped) < MAX_SKIPPED and not (is_last and made_no_update(run)):
         return None
-    if _is_model(run, outcome.odd_ranks):
+    origin = _of_objective(run, outcome)
+    if not origin and _is_model(run, outcome.odd_ranks):
         return model_verdict(run)
     where = run.where
     # A gradient can overflow although every loss is finite; no rank is blamed then.
     culprits = outcome.odd_ranks if run.group.world_size > 1 else [0]
+    if origin and len(outcome.odd_ranks) in (0, run.group.world_size):
+        culprits = []
     steps = ", ".join(map(str, run.state.skipped))
     among = (
         f"{len(run.state.skipped)} of the last {SKIP_WINDOW} steps"
@@ -113,7 +130,9 @@ def too_many_skipped(run: Run, batches: StepBatches, outcome: StepOutcome) -> Ve
         hosts=tuple(dict.fromkeys(run.plan.ranks[rank].host for rank in culprits)),
         phase="train",
         step=batches.step,
-        summary=f"NaN or infinite loss or gradient in {among} ({steps}){_on_ranks(run, outcome)}",
+        summary=f"NaN or infinite loss or gradient in {among} ({steps}){_on_ranks(run, outcome)}"
+        if not origin
+        else f"{origin}, in {among} ({steps})",
         evidence=(
             Evidence(
                 where=where,
@@ -124,7 +143,9 @@ def too_many_skipped(run: Run, batches: StepBatches, outcome: StepOutcome) -> Ve
                 text=f"rows of step {batches.step}: {', '.join(run.data.row_ids(batches.sequences)[:8])}",
             ),
         ),
-        fix=(
+        fix=_objective_fix(run.objective)
+        if origin
+        else (
             f"restart with a smaller learning rate, e.g. optim.lr={run.plan.config.optim.lr / 4:g}",
             "check the pictures in the warnings"
             if run.pictures is not None
@@ -132,6 +153,25 @@ def too_many_skipped(run: Run, batches: StepBatches, outcome: StepOutcome) -> Ve
             "if model.dtype is float16, use bfloat16 or float32",
         ),
     )
+
+
+def _objective_fix(objective: Objective) -> tuple[str, str]:
+    where = objective.where if isinstance(objective, OwnObjective) else ""
+    return (
+        f"fix the loss in {where}: e.g. a division by 0, or log, sqrt or a power of 0, whose gradient is infinite",
+        "torch.autograd.set_detect_anomaly(True) in that file makes the rank's log show the line; with objective: sft model and data are tried without it",
+    )
+
+
+def _of_objective(run: Run, outcome: StepOutcome, *, what: str = "loss or gradient") -> str:
+    """That NaN came from an objective of the user's own, certainly or likely; empty for ours, and if the model's outputs had it."""
+    own = run.objective
+    if not isinstance(own, OwnObjective) or outcome.origin_of_nan == MODEL:
+        return ""
+    on = _on_ranks(run, outcome)
+    if outcome.origin_of_nan == OBJECTIVE:
+        return f"the objective {own.where} gives a NaN or infinite {what}{on}, and all outputs of the model are finite"
+    return f"NaN or infinite {what}{on}, whose likely origin is the objective {own.where}"
 
 
 def _is_model(run: Run, odd_ranks: list[int]) -> bool:
@@ -147,6 +187,7 @@ def model_verdict(run: Run) -> Verdict:
     """The verdict on a run whose steps gave NaN or infinity before any update was made."""
     steps = ", ".join(map(str, run.state.skipped))
     model = run.plan.config.model.path
+    own = f" with the objective {run.objective.where}" if isinstance(run.objective, OwnObjective) else ""
     odd = odd_parameters(run.forward.loaded.model)
     if odd:
         found = f"{odd[0]} has NaN or infinite values" + (
@@ -154,6 +195,8 @@ def model_verdict(run: Run) -> Verdict:
         )
     else:
         found = f"all weights are finite, so values overflow in the computation with {run.plan.dtype}"
+        if run.plan.config.model.trust_remote_code:
+            found += ", or the model's own Python code makes them NaN"
     return Verdict(
         cause="nan_loss",
         when="during",
@@ -161,7 +204,7 @@ def model_verdict(run: Run) -> Verdict:
         hosts=(),
         phase="train",
         step=run.state.step,
-        summary=f"the model {model} gives a NaN or infinite loss or gradient before any update (steps {steps}): nothing was trained",
+        summary=f"the model {model}{own} gives a NaN or infinite loss or gradient before any update (steps {steps}): nothing was trained",
         evidence=(
             Evidence(where=run.where, text=found),
             Evidence(
@@ -169,15 +212,18 @@ def model_verdict(run: Run) -> Verdict:
                 text="no update was made, so neither the learning rate nor a row is the cause; all ranks have the same weights",
             ),
         ),
-        fix=(_model_fix(run),),
+        fix=(_model_fix(run), *_objective_fix(run.objective)) if own else (_model_fix(run),),
     )
 
 
 def _model_fix(run: Run) -> str:
     model = run.plan.config.model
+    fix = f"use different weights than those of {model.path}"
+    if model.trust_remote_code:
+        fix = f"fix the model's own Python code, or {fix}"
     if run.plan.dtype == "float32":
-        return f"use different weights than those of {model.path}, or download them again"
-    return f"set model.dtype to float32 (now {run.plan.dtype}); if that does not help, use different weights than those of {model.path}"
+        return f"{fix}, or download them again"
+    return f"set model.dtype to float32 (now {run.plan.dtype}); if that does not help, {fix}"
 
 
 # ---- Memory

@@ -83,6 +83,7 @@ class Phase:
 
 PHASES: tuple[Phase, ...] = (
     Phase("start", "starting"),
+    Phase("objective", "executing the file of the objective"),
     Phase("load_model", "loading the model"),
     Phase("load_data", "opening the data"),
     Phase("agree.ranks", "waiting until all ranks agree", waits=True),
