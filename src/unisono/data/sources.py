@@ -14,6 +14,7 @@ from unisono.errors import DataError, Problem
 from unisono.facts import read_environment
 from unisono.facts.environment import check_hub_answers, hub_silence, read_hub
 from unisono.files import expand, fault_of, read_json, whole_file, write_json
+from unisono.plan import STORAGE_PACKAGES
 from unisono.text import nearest, one_line, redact
 
 _URL = re.compile(r"^([a-z][a-z0-9+.-]*)://", re.IGNORECASE)
@@ -170,20 +171,6 @@ def _find_glob(text: str, path: Path, key: str) -> list[RowFile]:
     return [RowFile(match, str(match), kind_of(match.name)) for match in found]
 
 
-# Packages that fsspec's own file systems need; the packages of all others follow from their class.
-_PACKAGES = {
-    "http": "aiohttp",
-    "https": "aiohttp",
-    "sftp": "paramiko",
-    "ssh": "paramiko",
-    "smb": "smbprotocol",
-    "github": "requests",
-    "gist": "requests",
-    "libarchive": "libarchive-c",
-    "webhdfs": "requests",
-    "jupyter": "requests",
-    "git": "pygit2",
-}
 # Metadata that identifies the version of a remote file, under the names that storages use.
 _IDENTITY = (
     "ETag",
@@ -256,7 +243,7 @@ def open_storage(url: str, key: str) -> tuple[Any, str]:
         return url_to_fs(url)
     except ImportError as error:
         module = entry["class"].partition(".")[0]
-        package = _PACKAGES.get(scheme, module) if module == "fsspec" else module
+        package = STORAGE_PACKAGES.get(scheme, module)
         raise DataError.of(
             f"{scheme}:// needs the package {package}",
             where=key,

@@ -13,7 +13,7 @@ from unisono.launch.node_report import checkpoints_bytes
 from unisono.launch.planning import prepare
 from unisono.launch.preparation import plan_start
 from unisono.launch.train_request import with_overwriting
-from unisono.plan import RunPlan
+from unisono.plan import RunPlan, needed_packages
 from unisono.plan.placement import lay_out
 from unisono.rundir import RunDir
 from unisono.rundir.lock import read_holder
@@ -134,26 +134,12 @@ PACKAGES = Check(
     "config.packages",
     "packages that this run needs",
     "a missing package for one option fails only when that option is first used",
-    "The packages for `track`, the storage's package for `checkpoint.storage` and URLs of data (fail if missing), py-spy for stacks of unresponsive ranks (warns).",
+    "The packages for `track`, `model.quantize` and images, the storage's package for `checkpoint.storage` and URLs of data (fail if missing), py-spy for stacks of unresponsive ranks (warns).",
     ("missing_dependency",),
 )
 CATALOGUE: tuple[Check, ...] = (START, MODEL, DATA, MEMORY, DISK, PACKAGES, HUB)
 
 _TIGHT = 0.9
-_STORAGES = {
-    "s3": "s3fs",
-    "s3a": "s3fs",
-    "gs": "gcsfs",
-    "gcs": "gcsfs",
-    "az": "adlfs",
-    "abfs": "adlfs",
-    "abfss": "adlfs",
-    "sftp": "paramiko",
-    "ssh": "paramiko",
-    "smb": "smbprotocol",
-    "http": "aiohttp",
-    "https": "aiohttp",
-}
 
 
 @dataclass(frozen=True)
@@ -314,12 +300,7 @@ def judge_disk(need: int, free: int, *, where: str) -> Finding:
 def _check_packages(facts: Surroundings, loaded: LoadedConfig) -> list[Finding]:
     """Findings on packages that this config needs."""
     config, installed = loaded.config, facts.probes.packages()
-    urls = [section.path for _, section in sources_of(config.data)] + [config.checkpoint.storage or ""]
-    wanted: dict[str, str] = {name: f"track: [{name}]" for name in config.track}
-    for url in urls:
-        scheme, is_url, _ = url.partition("://")
-        if is_url and scheme.lower() in _STORAGES:
-            wanted[_STORAGES[scheme.lower()]] = f"{scheme}://"
+    wanted = {package: needed.words for needed in needed_packages(config) for package in needed.names}
     missing = [
         found(
             PACKAGES,

@@ -21,6 +21,7 @@ from unisono.launch.train_request import (
     load_requested,
     read_objective,
     refuse_live_launcher,
+    refuse_missing_packages,
     show_notes,
 )
 from unisono.plan import RunPlan
@@ -118,7 +119,12 @@ def _look(request: TrainRequest, environment: Environment) -> tuple[LoadedConfig
         loaded = load_requested(request)
         read_objective(loaded.config)
         refuse_live_launcher(environment, request)
-        return loaded, look_around(request, loaded, read_machine(request.probes.devices), environment)
+        local_node = look_around(request, loaded, read_machine(request.probes.devices), environment)
+        if (
+            local_node.topology.is_head
+        ):  # it alone keeps curves and copies; all others read data and model themselves
+            refuse_missing_packages(loaded, request.probes.packages())
+        return loaded, local_node
 
 
 def _refuse_random_base(config: RunConfig) -> None:

@@ -5,6 +5,7 @@ import glob
 import hashlib
 import os
 import shlex
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,11 +17,12 @@ from unisono.causes import Verdict
 from unisono.config import LoadedConfig, RunConfig, is_llamafactory, load_config
 from unisono.config.sections import DIFFUSION, own_objective
 from unisono.config.yaml_file import read_yaml
-from unisono.errors import ConfigError, UnisonoError, UsageError
+from unisono.errors import ConfigError, Problem, UnisonoError, UsageError
 from unisono.events import Show, notify
 from unisono.facts import Environment, Probes
 from unisono.facts.environment import all_variables
 from unisono.facts.slurm import SlurmStep
+from unisono.plan import needed_packages
 from unisono.plan.placement import device_words
 from unisono.plan.topology import TopologyRequest, parse_hosts
 from unisono.remote_checkpoint.verification import ReadingRate
@@ -237,6 +239,23 @@ def refuse_code(config: RunConfig, *, where: str) -> None:
             why="each rank would execute the file, with your rights",
             fix="read it, and pass --trust-code (in Python: trust_code=True) on every node",
         )
+
+
+def refuse_missing_packages(loaded: LoadedConfig, installed: Collection[str]) -> None:
+    """Refuses a config with options whose packages are missing, which would fail when they are first used.
+
+    Raises:
+        ConfigError: with the command that installs them.
+    """
+    problems = []
+    for needed in needed_packages(loaded.config):
+        missing = [name for name in needed.names if name not in installed]
+        if missing:
+            what = f"{needed.words} needs the package{'s' * (len(missing) > 1)} {' and '.join(missing)}"
+            where = loaded.origins.get(needed.key, needed.key)
+            problems.append(Problem(what, where, "not installed here", f"pip install {' '.join(missing)}"))
+    if problems:
+        raise ConfigError(*problems)
 
 
 def read_objective(config: RunConfig) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """The decisions of a run, made once before the start. Pure: values in, values out; no torch, no clock, no disk."""
 
-from unisono.plan.resolve import PlanInputs, resolve_plan
+from unisono.plan.resolve import STORAGE_PACKAGES, PlanInputs, needed_packages, resolve_plan
 from unisono.plan.run_plan import (
     DataSummary,
     DeviceChoice,
@@ -21,6 +21,7 @@ from unisono.plan.run_plan import (
 )
 
 __all__ = [
+    "STORAGE_PACKAGES",
     "DataSummary",
     "DeviceChoice",
     "MemoryEstimate",
@@ -35,6 +36,7 @@ __all__ = [
     "Stream",
     "deal",
     "estimate_memory",
+    "needed_packages",
     "order_by_group",
     "permutation",
     "resolve_plan",

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from unisono.config.schema import BatchSection, RunConfig, config_digest
+from unisono.config.schema import BatchSection, RunConfig, config_digest, sources_of
 from unisono.config.sections import DIFFUSION, Section
 from unisono.errors import ConfigError
 from unisono.plan.run_plan import (
@@ -35,6 +35,41 @@ _SMALL = 192
 _LARGEST_BATCH = 1_000_000  # as in the schema
 FUSED_TYPES = frozenset({"hrm_text"})
 """Model types whose files fuse several tensors of the model: transformers needs all of them together to write one."""
+
+
+STORAGE_PACKAGES = {
+    "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs", "adl": "adlfs",
+    "http": "aiohttp", "https": "aiohttp", "sftp": "paramiko", "ssh": "paramiko", "smb": "smbprotocol", "webhdfs": "requests",
+    "github": "requests", "gist": "requests", "jupyter": "requests", "git": "pygit2", "libarchive": "libarchive-c", "oss": "ossfs",
+    "box": "boxfs", "dropbox": "dropboxdrivefs", "dvc": "dvc", "gdrive": "gdrive-fsspec", "lakefs": "lakefs-spec", "oci": "ocifs",
+    "ocilake": "ocifs", "tos": "tosfs", "tosfs": "tosfs", "wandb": "wandbfs", "webdav": "webdav4",
+}  # fmt: skip
+"""The package with which fsspec opens URLs, by their scheme."""
+
+
+@dataclass(frozen=True)
+class NeededPackages:
+    """Packages beside unisono's own dependencies, the key that needs them, and the words of it."""
+
+    key: str
+    words: str
+    names: tuple[str, ...]
+
+
+def needed_packages(config: RunConfig) -> list[NeededPackages]:
+    """The packages that a config needs beside unisono's own dependencies."""
+    found = [NeededPackages("track", f"track: [{name}]", (name,)) for name in config.track]
+    if quantize := config.model.quantize:
+        words = f"model.quantize: {quantize}"
+        found.append(NeededPackages("model.quantize", words, ("bitsandbytes", "accelerate")))
+    if config.objective == DIFFUSION:
+        found.append(NeededPackages("objective", "objective: diffusion", ("diffusers", "pillow")))
+    urls = [(key, section.path) for key, section in sources_of(config.data)]
+    for key, url in [*urls, ("checkpoint.storage", config.checkpoint.storage or "")]:
+        scheme, is_url, _ = url.partition("://")
+        if is_url and scheme.lower() in STORAGE_PACKAGES:
+            found.append(NeededPackages(key, f"{scheme}://", (STORAGE_PACKAGES[scheme.lower()],)))
+    return found
 
 
 @dataclass(frozen=True)
