@@ -67,7 +67,7 @@ class UnisonoError(Exception):
     def __init__(self, *problems: Problem, verdict: Verdict | None = None) -> None:
         self.problems = problems
         self.verdict = verdict
-        super().__init__("; ".join(problem.what for problem in problems))
+        super().__init__(plain("; ".join(problem.what for problem in problems)))  # Python shows it as it is
 
     @classmethod
     def of(

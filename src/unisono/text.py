@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 # C0 and C1 controls, DEL, and the bidirectional and zero-width marks that can hide or reorder text.
+_MARKS = r"\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u202a-\u202e\u2028\u2029\u2066-\u2069\ufeff"
 _CONTROL = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]"  # a complete CSI sequence, not only its first byte
-    r"|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?"  # OSC: titles, links, clipboard
-    r"|[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u202a-\u202e\u2028\u2029\u2066-\u2069\ufeff]"
+    r"|\x1b\][^\x07\x1b\n]*(?:\x07|\x1b\\)"  # OSC: titles, links, clipboard; one without an end takes nothing with it
+    rf"|[{_MARKS}]"
 )
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 
@@ -19,6 +20,11 @@ _SURROGATE = re.compile(r"[\ud800-\udfff]")
 def plain(text: str) -> str:
     """`text` without control characters; newlines and tabs stay."""
     return _SURROGATE.sub("\ufffd", _CONTROL.sub("", text))
+
+
+def escape_json(text: str) -> str:
+    """JSON of the same value, with escapes for the characters that `plain` removes."""
+    return re.sub(rf"[{_MARKS}\ud800-\udfff]", lambda sign: f"\\u{ord(sign[0]):04x}", text)
 
 
 def one_line(text: str, *, limit: int = 0) -> str:

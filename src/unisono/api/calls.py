@@ -19,6 +19,7 @@ from unisono.diagnose.reading import diagnose_paths
 from unisono.doctor.check import Finding, findings_of
 from unisono.errors import ConfigError, UsageError
 from unisono.launch.train_request import config_yaml
+from unisono.text import one_line
 
 _log = logging.getLogger("unisono")
 
@@ -187,7 +188,7 @@ def train(config: RunConfig | str | PathLike[str], **options: Unpack[TrainOption
     with stream(config, **options) as events:
         for event in events:
             if isinstance(event, Notice):
-                _log.log(logging.WARNING if event.is_warning else logging.INFO, "%s", event.text)
+                _log.log(logging.WARNING if event.is_warning else logging.INFO, "%s", one_line(event.text))
             elif isinstance(event, Failed):
                 _log.error("%s [%s]", event.verdict.summary, event.verdict.cause)
         return events.result()

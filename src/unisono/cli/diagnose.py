@@ -37,9 +37,8 @@ def diagnose(
     """Read the logs of a failed run of any tool, or a bug report, and show the cause, the culprit, the evidence and the fix."""
     from unisono.cli.terminal import ReadingLine
     from unisono.diagnose.reading import diagnose_paths
-    from unisono.text import plain
 
-    found = diagnose_paths(paths, reading=ReadingLine, on_refused=lambda text: output().warn(plain(text)))
+    found = diagnose_paths(paths, reading=ReadingLine, on_refused=output().warn)
     _show(found, every=every, timeline=timeline)
     if ask:
         _ask(found)
@@ -56,8 +55,8 @@ def _show(found: "Diagnosis", *, every: bool, timeline: bool) -> None:
         printer.result(redacted(line))
     if timeline:
         printer.result("")
-        for line in _drawn(found):  # contains labels only, and colours
-            printer.verbatim(line)
+        for line in _drawn(found):
+            printer.drawing(line)
     printer.notify(f"More on it: unisono explain {found.verdict.cause}")
 
 
@@ -195,12 +194,9 @@ def logs(
 ) -> None:
     """Show the output, the events and the verdicts of all ranks, labelled, in order of time."""
     from unisono.rundir.merged_logs import followed_logs, merged_logs
-    from unisono.text import plain
 
     printer = output()
-    for line in (followed_logs if follow else merged_logs)(
-        run, on_skip=lambda text: printer.warn(plain(text))
-    ):
+    for line in (followed_logs if follow else merged_logs)(run, on_skip=printer.warn):
         if rank is not None and line.rank != rank:
             continue
         if printer.json:
@@ -216,7 +212,7 @@ def logs(
             )
             continue
         clock = time.strftime("%H:%M:%S", time.localtime(line.time)) if line.time else "--:--:--"
-        printer.quote(f"{clock} [{plain(line.label)}] {plain(line.text)}")
+        printer.quote(f"{clock} [{line.label}] {line.text}")
 
 
 _WIDEST = 110

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from unisono.cli.app import refuse_unwritable
-from unisono.cli.output import output, silence, terminal_width
+from unisono.cli.output import output, silence, styled, terminal_width
 
 if TYPE_CHECKING:
     from unisono.cli.terminal import Progress
@@ -285,7 +285,6 @@ def _hand_over(answers: list[dict[str, Any]], *, out: Path | None, single: bool)
     import json
 
     from unisono.files import write_text
-    from unisono.text import plain
 
     printer = output()
     if out is not None:
@@ -296,7 +295,7 @@ def _hand_over(answers: list[dict[str, Any]], *, out: Path | None, single: bool)
             printer.emit({"schema": 1, **answer})
     elif out is None and not single:  # a single answer was streamed
         for answer in answers:
-            printer.quote(f"{answer['where']}\n{plain(answer['answer'])}\n")
+            printer.quote(f"{answer['where']}\n{answer['answer']}\n")
     if single and answers[0]["ended"] == "length":
         printer.notify(f"(cut at {answers[0]['tokens']} tokens; --max-tokens sets the limit)")
 
@@ -500,10 +499,10 @@ class AnswerWriter:
 
 
 def _write_raw(text: str) -> None:
-    """Writes to stdout. A closed pipe is not an error."""
-    encoding = sys.stdout.encoding or "ascii"
+    """Writes what `AnswerWriter` leaves of an answer to stdout. A closed pipe is not an error."""
+    encoding, stream = sys.stdout.encoding or "ascii", styled(sys.stdout)
     try:
-        sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
-        sys.stdout.flush()
+        stream.write(text.encode(encoding, "replace").decode(encoding))
+        stream.flush()
     except BrokenPipeError:
         silence(sys.stdout)

@@ -267,8 +267,9 @@ def _show(found: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from unisono.cli.output import output, terminal_width
+    from unisono.cli.output import output, styled, terminal_width
     from unisono.facts import read_environment
+    from unisono.text import plain
 
     width = terminal_width(sys.stdout)
     coloured = sys.stdout.isatty() and read_environment().colour and not output().json
@@ -276,12 +277,14 @@ def _show(found: dict[str, Any]) -> None:
         for line in preview_lines(found, width=width):
             output().quote("".join(f"⟦{part}⟧" if loss else part for part, loss in line))
         return
-    console = Console(width=width or None, file=sys.stdout, highlight=False, markup=False, emoji=False)
+    console = Console(
+        width=width or None, file=styled(sys.stdout), highlight=False, markup=False, emoji=False
+    )
     for line in preview_lines(found, width=width):
         if not any(loss for _, loss in line):
             output().quote("".join(part for part, _ in line))
             continue
-        console.print(Text.assemble(*((part, "bold green" if loss else "") for part, loss in line)))
+        console.print(Text.assemble(*((plain(part), "bold green" if loss else "") for part, loss in line)))
 
 
 Line = list[tuple[str, bool]]

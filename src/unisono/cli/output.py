@@ -1,4 +1,9 @@
-"""Output of the command line: results to stdout, messages to stderr; with `--json` only JSON on stdout."""
+"""Output of the command line: results to stdout, messages to stderr; with `--json` only JSON on stdout.
+
+Names, logs and answers of others are in what is printed, and control characters in them would command the terminal. So everything that is
+written loses them, here and in the streams of the program. Only what `styled` writes keeps its colours and cursor movements: they are our
+own, and the text between them has been made plain before.
+"""
 
 import errno
 import io
@@ -9,9 +14,9 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
-from unisono.text import wrapped
+from unisono.text import escape_json, plain, wrapped
 
 GLOBAL_FLAGS = {
     "--json": "Write JSON, and nothing else, to stdout.",
@@ -31,7 +36,7 @@ _READER_CLOSED = (errno.EPIPE, errno.EIO)
 
 
 class _Stream(io.TextIOWrapper):
-    """stdout or stderr of the program. A failed write does not raise: a run must not fail because of its output.
+    """stdout or stderr of the program, also for libraries. A failed write does not raise: a run must not fail because of its output.
 
     Attributes:
         lost: the error of a failed write, unless the reader was gone.
@@ -40,6 +45,10 @@ class _Stream(io.TextIOWrapper):
     lost: OSError | None = None
 
     def write(self, text: str) -> int:
+        return self.write_styled(plain(text))
+
+    def write_styled(self, text: str) -> int:
+        """Writes text with control characters of our own."""
         try:
             return super().write(text)
         except OSError as error:
@@ -56,6 +65,23 @@ class _Stream(io.TextIOWrapper):
         silence(self)
         if error.errno not in _READER_CLOSED:
             self.lost = self.lost or error
+
+
+class _Styled:
+    """A stream whose text is written as it is."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.write = stream.write_styled if isinstance(stream, _Stream) else stream.write
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def styled(stream: TextIO) -> TextIO:
+    """stdout or stderr for text with our own colours and cursor movements. All words of others in it must be `plain`."""
+    # while a line is redrawn in place, rich has its own stream in place of ours
+    return cast("TextIO", _Styled(getattr(stream, "rich_proxied_file", stream)))
 
 
 def open_streams() -> None:
@@ -105,24 +131,28 @@ class Output:
     def notify(self, text: str) -> None:
         """Writes a line to stderr, unless `--quiet`."""
         if not self.quiet:
-            _write(sys.stderr, text)
+            _say(sys.stderr, text)
 
     def warn(self, text: str) -> None:
         """Writes a line to stderr, also with `--quiet`."""
-        _write(sys.stderr, text)
+        _say(sys.stderr, text)
 
     def result(self, text: str) -> None:
         """Writes a line of a result to stdout; with `--json` to stderr, as stdout is for JSON."""
-        _write(sys.stderr if self.json else sys.stdout, text)
+        _say(sys.stderr if self.json else sys.stdout, text)
 
     def quote(self, text: str) -> None:
         """Like `result`, for the words of others, e.g. a model's answer or a log: they stay in their language."""
         stream = sys.stderr if self.json else sys.stdout
-        _write(stream, wrapped(text, terminal_width(stream)), wrap=False)
+        _write(stream, wrapped(plain(text), terminal_width(stream)))
 
     def verbatim(self, text: str) -> None:
         """Like `result`, for files and drawings: a terminal gets the same lines as a pipe."""
-        _write(sys.stderr if self.json else sys.stdout, text, wrap=False)
+        _write(sys.stderr if self.json else sys.stdout, text)
+
+    def drawing(self, text: str) -> None:
+        """Like `verbatim`, for a line with our own colours, in which the words of others are `plain`."""
+        _write(styled(sys.stderr if self.json else sys.stdout), text)
 
     def emit(self, value: Any) -> None:
         """Writes a JSON value as a line to stdout. NaN and infinities become null, since JSON cannot represent them."""
@@ -130,7 +160,7 @@ class Output:
             text = json.dumps(value, ensure_ascii=False, allow_nan=False)
         except ValueError:
             text = json.dumps(_finite(value), ensure_ascii=False, allow_nan=False)
-        _write(sys.stdout, text, wrap=False)
+        _write(sys.stdout, escape_json(text))
 
 
 _current = Output()  # set once by main, before the command runs
@@ -214,9 +244,14 @@ def _finite(value: Any) -> Any:
     return [_finite(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
-def _write(stream: TextIO, text: str, *, wrap: bool = True) -> None:
-    """Writes a line, wrapped at words on a terminal. If the reader is gone (`| head`), further output is discarded."""
-    text = wrapped(shown(text), terminal_width(stream)) if wrap else text
+def _say(stream: TextIO, text: str) -> None:
+    """Writes a line in the language of the command, wrapped at words on a terminal."""
+    _write(stream, wrapped(shown(plain(text)), terminal_width(stream)))
+
+
+def _write(stream: TextIO, text: str) -> None:
+    """Writes a line. If the reader is gone (`| head`), further output is discarded."""
+    text = text if isinstance(stream, _Styled) else plain(text)
     try:
         stream.write(text + "\n")
         stream.flush()

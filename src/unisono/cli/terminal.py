@@ -15,11 +15,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from unisono.cli.output import Output, output, shown, terminal_width
+from unisono.cli.output import Output, output, shown, styled, terminal_width
 from unisono.config import RunConfig
 from unisono.facts import read_environment
 from unisono.plan import NodePlace, RunPlan
-from unisono.text import fitting, one_line, show_bytes, show_count, wrapped
+from unisono.text import fitting, one_line, plain, show_bytes, show_count, wrapped
 
 _LONGEST_BAR = 24
 _USUAL_WIDTH = 80
@@ -34,7 +34,9 @@ class LiveLine:
     """
 
     def __init__(self) -> None:
-        self._console = Console(file=sys.stderr, no_color=not read_environment().colour, highlight=False)
+        self._console = Console(
+            file=styled(sys.stderr), no_color=not read_environment().colour, highlight=False
+        )
         self._live: Live | None = None
         self._drawn = 0.0
 
@@ -45,7 +47,7 @@ class LiveLine:
             return
         self._drawn = now
         self._console.width = terminal_width(sys.stderr) or _USUAL_WIDTH
-        row = self._row(shown(text), share, self._console.width)
+        row = self._row(shown(plain(text)), share, self._console.width)
         with contextlib.suppress(OSError):
             if self._live is None:
                 self._live = Live(console=self._console, auto_refresh=False, transient=True)
@@ -69,7 +71,7 @@ class LiveLine:
     def above(self, text: str) -> None:
         """Prints a permanent line, wrapped at words."""
         style = "yellow" if text.startswith("warning:") else ""
-        lines = wrapped(shown(text), terminal_width(sys.stderr))
+        lines = wrapped(shown(plain(text)), terminal_width(sys.stderr))
         with contextlib.suppress(OSError):
             self._console.print(Text(lines, style=style), soft_wrap=True)
 

@@ -34,7 +34,7 @@ from unisono.plan.topology import Topology
 from unisono.rendezvous.meeting_rules import end_message
 from unisono.rendezvous.meeting_sides import hold_meeting, join_meeting
 from unisono.rendezvous.party import ChannelFacts, MakeReport, Party, read_token
-from unisono.text import one_line
+from unisono.text import one_line, plain
 
 _ANSWER_READ_S = 60.0  # it polls 50 times a second, on a possibly loaded machine
 
@@ -206,7 +206,7 @@ def _show(message: Message) -> None:
 
 
 def _print(line: str) -> None:
-    sys.stderr.write(line + "\n")
+    sys.stderr.write(plain(line) + "\n")
     sys.stderr.flush()
 
 
