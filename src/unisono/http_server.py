@@ -33,12 +33,16 @@ def host_name(header: str | None) -> str | None:
 
 
 def origin_host(header: str) -> str | None:
-    """The Host header that a request from this Origin would have to its own server; None if it is not an origin of HTTP (RFC 6454)."""
+    """The Host header that a request from this Origin would have to its own server, `null` for other schemes; None if it is not valid (RFC 6454)."""
+    if header == "null":
+        return header
     try:
         parts = urlsplit(header)
     except ValueError:
         return None
-    return parts.netloc if parts.scheme in ("http", "https") and host_name(parts.netloc) else None
+    if not host_name(parts.netloc) or header != f"{parts.scheme}://{parts.netloc}":
+        return None
+    return parts.netloc if parts.scheme in ("http", "https") else "null"
 
 
 def address_of(listener: socket.socket, host: str) -> str:

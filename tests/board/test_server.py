@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import psutil
 import pytest
@@ -90,6 +91,52 @@ def test_other_names_origins_and_methods_are_refused(board: RunningBoard) -> Non
         assert (answer.status, answer.getheader("Allow")) == (405, "GET, HEAD")
     head = board.ask("/api/runs", method="HEAD")
     assert (head.status, head.text) == (200, "")  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("header", "value"),
+    [("Host", "a{b}.evil.com"), ("Host", "[::1"), ("Host", "127.0.0.1@evil"), ("Host", "\xff"), ("Origin", "http://["), ("Origin", "http://a{b}")],
+)  # fmt: skip
+def test_headers_that_cannot_be_parsed_are_refused(board: RunningBoard, header: str, value: str) -> None:
+    assert board.ask("/api/runs", **{header: value}).status == 400
+
+
+def test_a_name_that_is_no_file_name_is_refused_without_a_traceback(board: RunningBoard) -> None:
+    assert board.ask("/static/" + "a" * 5000).status == 400
+    assert board.ask("/static/" + "%ff" * 5000).status == 400
+
+
+def test_runs_of_any_name_are_listed_under_a_name_that_leads_to_them(tmp_path: Path) -> None:
+    names = [
+        "a?b",
+        "c#d",
+        "e\x1b[31mred",
+        "f\ng",
+        "h%2fi",
+        "j k",
+        "\u202eo",
+        "p'\"<q>",
+        "..r",
+        "%3f",
+        "s" * 200,
+    ]
+    for name in names:
+        make_run(tmp_path / "runs" / name)
+    make_run(tmp_path / "runs" / "z")
+    os.rename(tmp_path / "runs" / "z", os.fsencode(tmp_path / "runs") + b"/z\xff\xfe")  # noqa: PTH104 - not UTF-8
+    (tmp_path / "runs" / "e").mkdir()
+    with board_of(tmp_path / "runs" / "e" / "..") as made:
+        listed = [run["name"] for run in made.json("/api/runs")["runs"]]
+        assert len(set(listed)) == len(names) + 1
+        for name in listed:
+            assert made.json(f"/api/runs/{quote(name, safe='')}/status")["schema"] == 1
+
+
+def test_a_run_named_by_a_path_that_ends_in_dots_is_called_as_its_directory(tmp_path: Path) -> None:
+    make_run(tmp_path / "demo")
+    (tmp_path / "demo" / "logs").mkdir(exist_ok=True)
+    with board_of(tmp_path / "demo" / "logs" / "..") as made:
+        assert [run["name"] for run in made.json("/api/runs")["runs"]] == ["demo"]
 
 
 def test_every_answer_has_a_strict_policy(board: RunningBoard) -> None:

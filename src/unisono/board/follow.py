@@ -16,6 +16,7 @@ from unisono.rundir import RunDir
 from unisono.rundir.lock import Holder, watched_holder
 from unisono.rundir.merged_logs import Clocks, LogLine, LogSources, is_time
 from unisono.rundir.records import parse_metrics_line
+from unisono.text import one_line
 
 _CHUNK_BYTES = 4 << 20
 _MARK_BYTES = 64
@@ -442,7 +443,10 @@ def _shows_a_run(path: Path) -> bool:
 
 
 def find_runs(paths: list[Path]) -> list[tuple[str, Path]]:
-    """The runs at some paths, with unique names; a directory of runs stands for those in it."""
+    """The runs at some paths, with unique names; a directory of runs stands for those in it.
+
+    A name is what is shown, and what leads to the run: the directory's, without control characters.
+    """
     roots: list[Path] = []
     for path in paths:
         inner = sorted(item for item in path.iterdir() if _shows_a_run(item)) if not is_run(path) else []
@@ -451,10 +455,10 @@ def find_runs(paths: list[Path]) -> list[tuple[str, Path]]:
     named: list[tuple[str, Path]] = []
     taken: set[str] = set()
     for root in roots:
-        whole = root.absolute()
-        name = whole.name or "run"
+        whole = Path(os.path.normpath(root.absolute()))  # a browser removes `..` from an address
+        name = one_line(whole.name) or "run"
         if name in taken:
-            name = f"{whole.parent.name}-{whole.name}"
+            name = one_line(f"{whole.parent.name}-{whole.name}")
         base, number = name, 2
         while name in taken:
             name, number = f"{base}-{number}", number + 1

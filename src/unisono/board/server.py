@@ -33,6 +33,7 @@ _HEARTBEAT_S = 2.0
 _SEND_S = 10.0
 _ENDING_S = 0.5
 _KEEP_ALIVE_S = 10
+_MOST_NAME = 255  # characters of a file name
 MOST_CONNECTIONS = 64
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _POLICY = (
@@ -165,9 +166,10 @@ def build_app(board: Board, follower: _Follower, **gate: Any) -> ASGIApp:
         return _html(page_html(_language(request)))
 
     async def show_static(request: Request) -> Response:
-        path = static.get(request.path_params["name"])
+        name = request.path_params["name"]
+        path = static.get(name)
         if path is None:
-            return PlainTextResponse("there is no such file", 404)
+            return PlainTextResponse("there is no such file", 404 if len(name) <= _MOST_NAME else 400)
         return Response(path.read_bytes(), media_type=_TYPES[path.suffix])
 
     async def show_runs(request: Request) -> Response:
@@ -247,13 +249,12 @@ class Gate:
 
     def _refusal(self, request: Request) -> Response | None:
         host = request.headers.get("host", "")
-        name = host_name(host)
-        if name is None:
-            return PlainTextResponse("the Host header is not a valid name or address", 400)
+        name, origin = host_name(host), origin_host(request.headers.get("origin", "null"))
+        if name is None or origin is None:
+            return PlainTextResponse("the header Host or Origin is not valid", 400)
         if name not in self._hosts:
             return PlainTextResponse("this server is not called by that name", 421)
-        origin = request.headers.get("origin")
-        if origin is not None and origin_host(origin) != host:
+        if "origin" in request.headers and origin != host:
             return PlainTextResponse("another site may not ask this server", 403)
         if request.method not in ("GET", "HEAD"):
             return PlainTextResponse("only GET and HEAD", 405, {"Allow": "GET, HEAD"})

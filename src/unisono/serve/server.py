@@ -172,11 +172,12 @@ class Api:
         different one, and with DNS rebinding the host, too.
 
         Raises:
-            ApiError: 400 for a host that is not valid, 503 while the model is loaded, 401 without a valid key, 403 from a web page.
+            ApiError: 400 for headers that are not valid, 503 while the model is loaded, 401 without a valid key, 403 from a web page.
         """
-        host, origin = host_name(headers.get("host")), headers.get("origin")
-        if host is None:
-            raise ApiError(400, "the Host header is not a valid name or address", code="invalid_host")
+        host = host_name(headers.get("host"))
+        origin = origin_host(headers["origin"]) if "origin" in headers else host
+        if host is None or origin is None:
+            raise ApiError(400, "the header Host or Origin is not valid", code="invalid_host")
         if not self._model.ready.is_set():
             raise ApiError(503, "the model is being loaded", code="loading", retry_after_s=_LOADING_S)
         if self._keys.values:
@@ -187,10 +188,9 @@ class Api:
                     code="invalid_api_key",
                 )
             return
-        for name in (host, host_name(origin_host(origin)) if origin is not None else host):
+        for name in (host, host_name(origin)):
             if name not in LOCAL:
-                shown = one_line(name or origin or "", limit=100)
-                raise ApiError(403, f"requests for or from {shown} need a key", code="origin_refused")
+                raise ApiError(403, f"requests for or from {name} need a key", code="origin_refused")
 
     async def _chat(self, request: Request) -> Response:
         return await self._answer(request, ChatRequest)

@@ -168,22 +168,31 @@ class PromptProcess:
 
     def _answer(self, ask: Message) -> Message:
         """What the process makes of a request; a process that has ended is replaced."""
+        if not self._process.is_alive():
+            self._restart()
+        is_late = False
         try:
             self._connection.send(ask)
-            if self._connection.poll(_WALL_S):
+            is_late = not self._connection.poll(_WALL_S)
+            if not is_late:
                 answer: Message = self._connection.recv()
                 return answer
             self._process.kill()
         except (EOFError, OSError):
             pass
+        returncode = self._restart()
+        if is_late or returncode in (-child.TEMPLATE_HAS_NO_END, -signal.SIGXCPU):
+            part = "messages" if ask.get("messages") else "prompt"
+            return {"refused": (part, f"to read it took more than {_CPU_S:g} s of CPU time", "shorten it")}
+        return {"failed": f"the process that reads prompts ended: {how_it_ended(returncode)}"}
+
+    def _restart(self) -> int:
+        """Starts a new process after the end of the last, whose exit code it gives."""
         self._process.join()
         returncode = self._process.exitcode or 0
         self._connection.close()
         self._start()
-        if returncode in (-child.TEMPLATE_HAS_NO_END, -signal.SIGXCPU, -signal.SIGKILL):
-            what = f"reading the prompt took more than {_CPU_S:g} s of CPU time, or too much memory"
-            return {"refused": ("messages" if ask.get("messages") else "prompt", what, "shorten it")}
-        return {"failed": f"the process that reads prompts ended: {how_it_ended(returncode)}"}
+        return returncode
 
 
 def _read_prompts(reader: PromptReader, connection: Connection, parents: Connection, parent: int) -> None:

@@ -67,8 +67,10 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
 
 
 def _read(lines: "queue.SimpleQueue[Message | None]") -> None:
-    for line in sys.stdin:
-        lines.put(json.loads(line))
+    # Not sys.stdin, whose lock this thread would hold whenever a process is forked, which then could not close it.
+    with open(sys.stdin.fileno(), encoding="utf-8", closefd=False) as stream:
+        for line in stream:
+            lines.put(json.loads(line))
     lines.put(None)
 
 
