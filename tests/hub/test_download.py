@@ -254,7 +254,7 @@ def test_a_commit_that_is_not_a_digest_is_refused_and_shown_without_control_char
     hub.described["sha"] = sha
     done = download(hub, tmp_path / "home", "a/model")
     assert done.returncode == 2, done.stderr
-    assert "a/model" in done.stderr or "leads out of the cache" in done.stderr
+    assert "a/model" in done.stderr or "cannot be a file in the cache" in done.stderr
     assert "Traceback" not in done.stderr
     assert not set(done.stderr) & {"\x1b", "\x07"}
     assert not list(tmp_path.rglob("*out*"))
@@ -267,9 +267,17 @@ def test_huggingface_hub_gets_no_path_out_of_the_cache_from_a_header(
     hub.headers[header] = '"../../../../written"' if header != "X-Repo-Commit" else "../../../../written"
     done = download(hub, tmp_path / "home", "a/model")
     assert done.returncode == 2, done.stderr
-    assert "the hub gives a name that leads out of the cache" in done.stderr
+    assert "the hub gives a name that cannot be a file in the cache" in done.stderr
     assert "Traceback" not in done.stderr
     assert not list(tmp_path.rglob("written*"))
+
+
+def test_a_warning_in_a_header_is_shown_without_control_characters(hub: Hub, tmp_path: Path) -> None:
+    hub.headers["X-HF-Warning"] = "topic; use \x9b31mthe new version\x7f"
+    done = download(hub, tmp_path, "a/model")
+    assert done.returncode == 0, done.stderr
+    assert "the new version\n" in done.stderr
+    assert not set(done.stderr) & {"\x9b", "\x7f"}
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """Output of the command line: results to stdout, messages to stderr; with `--json` only JSON on stdout.
 
-Names, logs and answers of others are in what is printed, and control characters in them would command the terminal. So everything that is
-written loses them, here and in the streams of the program. Only what `styled` writes keeps its colours and cursor movements: they are our
-own, and the text between them has been made plain before.
+Names, logs and answers of others are in what is printed, and control characters in them would command the terminal. So
+all that is written loses them, here and in the streams of the program. Only what `styled` writes keeps its colours and
+cursor movements: they are our own, and the text between them has been made plain before.
 """
 
 import errno
@@ -36,7 +36,7 @@ _READER_CLOSED = (errno.EPIPE, errno.EIO)
 
 
 class _Stream(io.TextIOWrapper):
-    """stdout or stderr of the program, also for libraries. A failed write does not raise: a run must not fail because of its output.
+    """stdout or stderr of the program, also for libraries. A failed write does not raise: no run may fail because of it.
 
     Attributes:
         lost: the error of a failed write, unless the reader was gone.
@@ -79,7 +79,7 @@ class _Styled:
 
 
 def styled(stream: TextIO) -> TextIO:
-    """stdout or stderr for text with our own colours and cursor movements. All words of others in it must be `plain`."""
+    """stdout or stderr for text with our own colours and cursor movements. Words of others in it must be `plain`."""
     # while a line is redrawn in place, rich has its own stream in place of ours
     return cast("TextIO", _Styled(getattr(stream, "rich_proxied_file", stream)))
 

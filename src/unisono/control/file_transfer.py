@@ -2,7 +2,7 @@
 
 A node:                                                     The head:
 
-    sender = FileSender(link)                               places = {"shard": place}   # Offer -> (directory, name), or raises Refused
+    sender = FileSender(link)                               places = {"shard": place}   # Offer -> (directory, name)
     sender.send(path, {"kind": "shard", ...}, content)      with FileReceiver(server, places):
     sender.send(buffer, {"kind": "snapshot", ...})              for event in server.receive(...):
     select([..., sender.fileno()], ...)                             match event:
@@ -358,8 +358,8 @@ class _Incoming:
 
 
 PlacementRule = Callable[[Offer], tuple[Path, str]]
-"""The target of an offered file: a directory that exists and that is not a link, and the name in it. Called in a thread of the transfer.
-Raises Refused where it may not go anywhere."""
+"""The target of an offered file: a directory that exists and that is not a link, and the name in it. Called in a thread
+of the transfer. Raises Refused where it may not go anywhere."""
 
 
 class FileReceiver:

@@ -359,7 +359,10 @@ def hub_silence(hub: Hub) -> str:
 
 @cache
 def check_hub_answers() -> None:
-    """Makes huggingface_hub refuse answers with ETags or commits that are not file names: it joins them to paths of its cache as they are (2.4)."""
+    """Makes huggingface_hub refuse ETags and commits that cannot be file names.
+
+    It joins them to paths of its cache as they are (2.4), so that a hub could write anywhere.
+    """
     from huggingface_hub import set_client_factory
     from huggingface_hub.utils._http import default_client_factory
 
@@ -377,7 +380,7 @@ def _refuse_paths(answer: Any) -> None:
             path_below(Path(), name)
     except ValueError as error:
         raise ModelError.of(
-            "the hub gives a name that leads out of the cache",
+            "the hub gives a name that cannot be a file in the cache",
             where=f"{answer.url.host}{answer.url.path}",
             why=str(error),
             fix="use a hub or mirror that you trust: HF_ENDPOINT names it",

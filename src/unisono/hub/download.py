@@ -32,7 +32,7 @@ _ATTEMPTS = 3
 _WAIT_S = 1.0
 _CHUNK = 4 << 20
 _DATASETS = "datasets/"
-_COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+_DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _MOST_BYTES = 1 << 50
 
 
@@ -175,7 +175,7 @@ def _remote_repo(name: str, kind: str, info: Any) -> RemoteRepo:
     Raises:
         ValueError: if its commit is not a digest, a name leads out of the cache, or a size is impossible.
     """
-    if not _COMMIT.fullmatch(str(info.sha)):
+    if not _DIGEST.fullmatch(str(info.sha)):
         raise ValueError(f"its commit {str(info.sha)[:80]!r} is not a digest")
     return RemoteRepo(name, kind, info.sha, tuple(map(_remote_file, info.siblings or ())))
 
@@ -356,7 +356,7 @@ def _compare(file: Path, name: str, digest: str, size: int | None, found: CacheC
         return
     if size is not None and length != size:
         found.damaged.append(f"{name}: it has {length} bytes, and should have {size}")
-    elif not (is_known := re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", digest)):
+    elif not (is_known := _DIGEST.fullmatch(digest)):
         found.unverified.append(name)
     elif digest_of(file, git=len(is_known[0]) == 40) != digest:
         found.damaged.append(f"{name}: its content does not have the digest {digest[:12]}…")
@@ -377,7 +377,7 @@ def digest_of(file: Path, *, git: bool) -> str:
 
 
 def _remove(file: Path) -> None:
-    """Removes a cached file, and what it leads to: its blob, and that in the store that repositories share. Nothing outside the cache."""
+    """Removes a cached file, and what it links to in the cache: its blob, and that in the store of all repositories."""
     cache = read_environment().hub_cache.resolve()
     with contextlib.suppress(OSError):
         while (file.parent.resolve() / file.name).is_relative_to(cache):

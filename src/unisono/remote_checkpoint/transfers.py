@@ -393,7 +393,7 @@ class ShardArrivals:
         self._given_up.add(temporary)
 
     def place(self, offer: Offer) -> tuple[Path, str]:
-        """The directory and name of an offered shard, inside a checkpoint in progress and with a name of one of its node's ranks.
+        """The directory and name of an offered shard: of a checkpoint in progress, and of one of its node's ranks.
 
         Raises:
             Refused: for any other.
