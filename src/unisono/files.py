@@ -28,6 +28,12 @@ from typing import Any
 
 MOST_BYTES = 256 << 20
 """Limit for a file that is read completely."""
+SETTINGS_BYTES = 16 << 20
+"""Limit of a file of settings: JSON may need fifty times its size in memory. The largest of a model has some hundred kilobytes."""
+TEMPLATE_BYTES = 1_000_000
+"""Limit of a chat template. The longest in use have about ten thousand."""
+SOURCE_BYTES = 1 << 20
+"""Limit of TOML, which is parsed slowly, and of the user's Python code, whose syntax tree needs two hundred times its size in memory."""
 MOST_LINE_BYTES = 1 << 20
 """Limit for a line; a longer one is read in pieces."""
 MOST_DEPTH = 100
@@ -604,6 +610,24 @@ def decode_text(data: bytes, name: str) -> str | tuple[Fault, str]:
 
 
 def not_utf8(name: str, byte: int, sample: bytes) -> Fault:
+def read_given(path: Path, name: str, *, most_bytes: int) -> str | tuple[Fault, str]:
+    """The text of a UTF-8 file given by the user; or the fault and its place: `FILE` or `FILE:LINE:BYTE`.
+
+    Args:
+        path: on this machine; a regular file.
+        name: as given by the user.
+        most_bytes: a larger file is not read.
+    """
+    fault = fault_of(path, name)
+    if fault is not None:
+        return fault, name
+    try:
+        return decode_text(read_bytes(path, most_bytes=most_bytes), name)
+    except OSError as error:
+        why = error.strerror or str(error)
+        return Fault(f"{name} cannot be read", why, "check the file and its permissions"), name
+
+
     """The fault of text with an invalid UTF-8 byte, with its likely encoding."""
     guess = guess_encoding(sample)
     fix = "save the file as UTF-8" if guess is None else conversion(name, guess)

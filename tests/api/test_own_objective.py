@@ -163,13 +163,14 @@ def test_without_trust_it_is_refused_before_anything_is_executed(place: Place) -
         (("class Focal(unisono.Objective):", "class Focal(unisono.Objective:"), "Focal", 12, "not Python"),
         (("", ""), "Fokal", 0, "no class Fokal"),
         (("class Focal(unisono.Objective)", "class Focal"), "Focal", 12, "is not an objective"),
+        (("import torch", f"x = 1{' + 1' * 200_000}\nimport torch"), "Focal", 0, "nested too deep"),
         (("import torch", "import torch_that_is_not_there"), "Focal", 1, "ModuleNotFoundError"),
         (("    def loss(", "    def losses("), "Plain", 5, "has no loss"),
         (("known=0.0):\n        log_probs = forward.log_probs(micro.rows)\n        loss", "):\n        loss"), "Plain", 6, "other arguments"),
         (("power=2 + config.seed", "power=config.nothing"), "Focal", 20, "AttributeError"),
         (("    metrics = (", "    sides = (0, 1)\n    metrics = ("), "Focal", 12, "needs pairs"),
     ],
-    ids=["syntax", "no-class", "no-objective", "import", "no-loss", "arguments", "of", "pairs"],
+    ids=["syntax", "no-class", "no-objective", "terms", "import", "no-loss", "arguments", "of", "pairs"],
 )  # fmt: skip
 def test_a_bad_file_is_refused_with_its_line(
     place: Place, change: tuple[str, str], name: str, line: int, what: str

@@ -15,12 +15,11 @@ from typing import Any
 from unisono.config.problems import find_secrets
 from unisono.config.yaml_file import KeyPath, KeyPlaces
 from unisono.errors import ConfigError, Problem
-from unisono.files import decode_text, fault_of, parse_json, path_below, read_bytes
+from unisono.files import SETTINGS_BYTES, fault_of, parse_json, path_below, read_given
 from unisono.text import nearest, one_line
 
 _FILE = "dataset_info.json"
 _REMOTE = "REMOTE:"
-_MOST_BYTES = 16 << 20
 _SOURCES = ("hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name", "file_name")
 _TYPES: dict[str, tuple[type, str]] = {
     **dict.fromkeys((*_SOURCES, "formatting", "subset", "split", "folder"), (str, "text")),
@@ -173,17 +172,11 @@ def _read_info(dataset_dir: str, where: str) -> _Info:
 
 
 def _read_text(path: Path, name: str, where: str) -> str:
-    fault = fault_of(path, name)
-    if fault is None:
-        try:
-            text = decode_text(read_bytes(path, most_bytes=_MOST_BYTES), name)
-        except OSError as error:
-            raise ConfigError.of(
-                f"{name} cannot be read", where=where, why=error.strerror or str(error), fix="check the file"
-            ) from error
-        if isinstance(text, str):
-            return text
-        fault, where = text
+    text = read_given(path, name, most_bytes=SETTINGS_BYTES)
+    if isinstance(text, str):
+        return text
+    fault, place = text
+    where = where if place == name else place
     fix = "set dataset_dir to the directory that has it" if fault.is_missing else fault.fix
     raise ConfigError.of(fault.what, where=where, why=fault.why, fix=fix)
 

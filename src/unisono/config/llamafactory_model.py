@@ -3,7 +3,6 @@
 What LLaMA-Factory does by default and we do not is written out, so that the config says all of it.
 """
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from unisono.config.dataset_info import read_datasets
 from unisono.config.lf_template import find_lf_template, template_names
 from unisono.config.llamafactory_keys import PREFERENCE_STAGES, Draft
 from unisono.errors import ConfigError, DataError, Problem
+from unisono.files import read_object
 from unisono.text import nearest
 
 
@@ -280,9 +280,6 @@ def _mix(draft: Draft) -> None:
 def _stored_settings(adapter: str) -> dict[str, Any]:
     """The settings of an adapter on this machine, or of that in a run; empty if there is none, which is refused when it is loaded."""
     for folder in (Path(adapter).expanduser(), Path(adapter).expanduser() / "adapter"):
-        try:
-            found = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            continue
-        return found if isinstance(found, dict) else {}
+        if found := read_object(folder / "adapter_config.json"):
+            return found
     return {}

@@ -1,15 +1,14 @@
 """Objective, optimizer, duration, evaluation, checkpoints and machine of a LLaMA-Factory file, in our config."""
 
-import json
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, get_args
 
 from unisono.config.llamafactory_keys import KEYS, PREFERENCE_STAGES, Draft, Values
 from unisono.config.schema import RunConfig
 from unisono.config.sections import keys_of
 from unisono.errors import Problem
+from unisono.files import SETTINGS_BYTES, expand, parse_json, read_given
 
 
 def fill_training(draft: Draft) -> None:
@@ -405,13 +404,12 @@ def _read_fsdp(values: Values) -> tuple[str, str]:
 def _mapping(value: Any, key: str) -> dict[str, Any]:
     """The mapping itself, or that in the JSON file of this name."""
     if isinstance(value, str):
+        text = read_given(expand(value), value, most_bytes=SETTINGS_BYTES)
+        if not isinstance(text, str):
+            fault, _ = text
+            raise _Refused(f"{key}: {fault.what}", fault.why, fault.fix)
         try:
-            value = json.loads(Path(value).expanduser().read_text(encoding="utf-8"))
-        except OSError as error:
-            why = error.strerror or "it cannot be read"
-            raise _Refused(
-                f"{key}: {value} cannot be read", why, "paths are relative to the working directory"
-            ) from None
+            value = parse_json(text)
         except ValueError as error:
             raise _Refused(f"{key}: {value} is not JSON", str(error), "fix the file") from None
     if not isinstance(value, dict):

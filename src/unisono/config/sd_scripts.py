@@ -15,7 +15,7 @@ from unisono.config.llamafactory_keys import Draft, Table, Values
 from unisono.config.schema import RunConfig
 from unisono.config.yaml_file import KeyPath, KeyPlaces, parse_value
 from unisono.errors import ConfigError, Problem
-from unisono.files import read_text
+from unisono.files import SETTINGS_BYTES, SOURCE_BYTES, read_given, read_text
 from unisono.text import one_line
 
 TOOL = "sd-scripts"
@@ -135,12 +135,13 @@ def read_toml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
     Raises:
         ConfigError: if it cannot be read.
     """
+    text = read_given(path, str(path), most_bytes=SOURCE_BYTES)
+    if not isinstance(text, str):
+        fault, where = text
+        raise ConfigError.of(fault.what, where=where, why=fault.why, fix=fault.fix)
     try:
-        text = read_text(path).removeprefix("\ufeff")
         raw = tomllib.loads(text)
-    except FileNotFoundError:
-        raise ConfigError.of(f"there is no file {path}", where=str(path), fix="check the path") from None
-    except (OSError, ValueError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError.of(
             f"{path} cannot be read", where=str(path), why=one_line(str(error)), fix="fix the file"
         ) from error
@@ -428,7 +429,8 @@ def _prompts(draft: Draft, path: Path) -> list[str]:
         )
         return []
     try:
-        lines = read_text(file, errors="replace").splitlines()[:_MOST_LINES] if file else [value]
+        text = read_text(file, most_bytes=SETTINGS_BYTES, errors="replace") if file else value
+        lines = text.splitlines()[:_MOST_LINES] if file else [value]
     except OSError as error:
         draft.refuse(
             given, f"{file} cannot be read: {error.strerror or error}", "make it readable, or give a prompt"

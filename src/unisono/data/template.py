@@ -21,7 +21,7 @@ from typing import Any
 from unisono.data import Conversation, Message, RowError
 from unisono.data.formats import all_text, holds_surrogate
 from unisono.errors import DataError
-from unisono.files import decode_text, expand, fault_of, read_json
+from unisono.files import TEMPLATE_BYTES, expand, read_given, read_json
 from unisono.text import one_line
 
 # For tokenizers without a template. END is the end-of-turn token, or else the end-of-sequence token.
@@ -31,7 +31,6 @@ _CHATML = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-_LIMIT_BYTES = 1_000_000
 _MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _FILE = "the file "
 _QUESTION, _ANSWER = "unisonoquestion", "unisonoanswer"
@@ -392,31 +391,11 @@ def _read_text(file: str) -> str:
     Raises:
         DataError: if it cannot be read, is not UTF-8, or is too large for a template.
     """
-    path = expand(file)
-    fault = fault_of(path, file)
-    if fault is not None:
-        raise DataError.of(fault.what, where="data.template", why=fault.why, fix=fault.fix)
-    try:
-        with path.open("rb") as stream:
-            data = stream.read(_LIMIT_BYTES + 1)
-    except OSError as error:
-        raise DataError.of(
-            f"{file} cannot be read",
-            where="data.template",
-            why=error.strerror or str(error),
-            fix="check its permissions",
-        ) from error
-    if len(data) > _LIMIT_BYTES:
-        raise DataError.of(
-            f"{file} is not a chat template: it has more than {_LIMIT_BYTES:,} bytes",
-            where="data.template",
-            why="the longest templates in use have about ten thousand",
-            fix="set data.template to the template's file",
-        )
-    text = decode_text(data, file)
+    text = read_given(expand(file), file, most_bytes=TEMPLATE_BYTES)
     if not isinstance(text, str):
         fault, where = text
-        raise DataError.of(fault.what, where=where, why=fault.why, fix=fault.fix)
+        place = "data.template" if where == file else where
+        raise DataError.of(fault.what, where=place, why=fault.why, fix=fault.fix)
     return text
 
 

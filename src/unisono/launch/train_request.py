@@ -22,6 +22,7 @@ from unisono.events import Show, notify
 from unisono.facts import Environment, Probes
 from unisono.facts.environment import all_variables
 from unisono.facts.slurm import SlurmStep
+from unisono.files import SOURCE_BYTES, read_bytes
 from unisono.plan import needed_packages
 from unisono.plan.placement import device_words
 from unisono.plan.topology import TopologyRequest, parse_hosts
@@ -269,13 +270,19 @@ def read_objective(config: RunConfig) -> dict[str, str]:
         return {}
     path, name = own
     try:
-        source = path.read_bytes()
+        source = read_bytes(path, most_bytes=SOURCE_BYTES)
         tree = ast.parse(source, str(path))
     except SyntaxError as error:
         raise ConfigError.of(
             f"the objective is not Python: {error.msg}",
             where=f"{path}:{error.lineno}",
             fix="fix the file: each rank would fail to import it",
+        ) from None
+    except (RecursionError, MemoryError):  # what Python raises for thousands of brackets or terms
+        raise ConfigError.of(
+            "the objective is nested too deep for Python",
+            where=str(path),
+            fix="write it with fewer brackets and shorter sums",
         ) from None
     except (OSError, ValueError) as error:
         why = error.strerror or str(error) if isinstance(error, OSError) else str(error)

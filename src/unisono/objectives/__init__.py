@@ -24,6 +24,7 @@ from torch.nn.functional import logsigmoid
 from unisono.config.schema import RunConfig
 from unisono.config.sections import PreferenceSection, own_objective
 from unisono.errors import ConfigError, storage_words
+from unisono.files import SOURCE_BYTES, read_bytes
 from unisono.model.forward import Forward, Rows
 from unisono.objectives.objective import (
     BOTH,
@@ -396,7 +397,7 @@ def _load_own(path: Path, name: str, config: RunConfig, digest: str) -> Objectiv
         ConfigError: if it is not, or does not give an objective; with the line in the file.
     """
     try:
-        source = path.read_bytes()
+        source = read_bytes(path, most_bytes=SOURCE_BYTES)
     except OSError as error:
         raise ConfigError.of(
             "the file of the objective cannot be read",
