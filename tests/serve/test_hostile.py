@@ -4,6 +4,7 @@ import contextlib
 import json
 import shutil
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -123,14 +124,25 @@ def test_a_second_server_on_the_port_names_the_first(server: Served) -> None:
     assert "loading" not in done.stderr
 
 
-def test_a_program_that_has_bound_the_port_before_cannot_take_it_over(serve: Serve, endless: Path) -> None:
+def test_a_program_that_has_bound_the_port_before_cannot_take_it_while_the_model_is_loaded(
+    own_cache: None, endless: Path
+) -> None:
     with socket.socket() as thief:
         thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         thief.bind(("127.0.0.1", 0))
-        served = serve(endless, "--port", thief.getsockname()[1])
-        with pytest.raises(OSError, match="in use"):
-            thief.listen()
-    assert served.post(max_tokens=1).status == 200
+        port = thief.getsockname()[1]
+        command = [sys.executable, "-m", "unisono", "serve", str(endless), "--port", str(port)]
+        process = front_server.start(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        try:
+            assert process.stderr is not None
+            assert process.stdout is not None
+            assert "looking for" in process.stderr.readline()
+            with pytest.raises(OSError, match="in use"):
+                thief.listen()
+            assert process.stdout.readline().startswith("serving ")
+        finally:
+            process.kill()
+            process.communicate(timeout=LIMIT_S)
 
 
 # ---- numbers
