@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from unisono.model.engine import Answer, Engine, answer_prompts
-from unisono.model.generate import Sampling, generate
+from unisono.model.generate import Sampling, draw_tokens, generate
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 120, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -140,3 +140,80 @@ def test_many_prompts_get_the_answers_that_generate_gives(sampling: Sampling) ->
 def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
     (answer,) = generate(model, [prompt], max_new_tokens=count, stop_ids=set(), pad_id=0)
     return answer
+
+
+class RefusedError(Exception):
+    """Raised by a model for a prompt with the token 99."""
+
+
+def refuse_99(_: Any, __: Any, inputs: dict[str, Any]) -> None:
+    if (inputs["input_ids"] == 99).any():
+        raise RefusedError
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_an_exception_ends_the_answer_that_it_came_from_and_no_other(*, together: bool) -> None:
+    model = make_model("llama")
+    wanted = greedy(model, [11, 12, 13], 12)  # without the token 99
+    assert 99 not in wanted
+    model.register_forward_pre_hook(refuse_99, with_kwargs=True)
+    good, bad, later = (Answer(prompt, 12, Sampling()) for prompt in ([11, 12, 13], [14, 99], [11, 12, 13]))
+    failed: list[tuple[list[Answer], Exception]] = []
+    engine = Engine(model, stop_ids=set(), pad_id=0, rows=4, together=together)
+    engine.on_failure = lambda answers, error: failed.append((list(answers), error))
+    with engine.ready():
+        engine.add(good)
+        for answer in (bad, later):
+            engine.step()
+            engine.add(answer)
+        while not engine.is_idle:
+            engine.step()
+    ((answers, error),) = failed
+    assert (answers, bad.ended, bad.tokens) == ([bad], "failed", [])
+    assert isinstance(error, RefusedError)
+    assert good.tokens == later.tokens == wanted
+
+
+def test_without_somebody_to_report_it_to_an_exception_is_raised() -> None:
+    model = make_model("llama")
+    model.register_forward_pre_hook(refuse_99, with_kwargs=True)
+    engine = Engine(model, stop_ids=set(), pad_id=0, rows=4)
+    engine.add(Answer([14, 99], 3, Sampling()))
+    with engine.ready(), pytest.raises(RefusedError):
+        engine.step()
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0), Sampling(temperature=1e-300)])
+def test_logits_that_are_not_finite_end_their_row_alone(sampling: Sampling) -> None:
+    model = make_model("llama")
+    wanted = [alone(model, [11, 12], limit=6, sampling=sampling), greedy(model, [11, 12, 13], 6)]
+    model.register_forward_hook(lose_99, with_kwargs=True)
+    answers = [
+        Answer([11, 12], 6, sampling),
+        Answer([14, 99], 6, sampling),
+        Answer([11, 12, 13], 6, Sampling()),
+    ]
+    failed: list[Answer] = []
+    engine = Engine(model, stop_ids=STOP, pad_id=0, rows=4)
+    engine.on_failure = lambda answers, _: failed.extend(answers)
+    with engine.ready():
+        for answer in answers:
+            engine.add(answer)
+        while not engine.is_idle:
+            engine.step()
+    assert failed == [answers[1]]
+    assert [answers[0].tokens, answers[2].tokens] == wanted
+
+
+def lose_99(_: Any, __: Any, inputs: dict[str, Any], output: Any) -> Any:
+    """The logits of rows with the token 99 become NaN."""
+    output.logits[(inputs["input_ids"] == 99).any(dim=1)] = torch.nan
+    return output
+
+
+def test_the_smallest_temperatures_draw_the_most_likely_token() -> None:
+    scores = torch.randn(4, 50, generator=torch.Generator().manual_seed(0)) * 1e4
+    numbers = torch.rand(4, 1, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for temperature in (5e-324, 1e-300, 1e-30):
+        drawn = draw_tokens(scores, numbers, Sampling(temperature=temperature))
+        assert drawn[:, 0].tolist() == scores.argmax(dim=-1).tolist()
