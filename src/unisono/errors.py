@@ -7,6 +7,7 @@ import re
 import resource
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import ClassVar, Self
 
 from unisono.causes import Evidence, Verdict, find_cause
@@ -187,26 +188,41 @@ def storage_reason(error: BaseException) -> str:
     if number in FULL:
         return "the disk or the quota is full"
     if number == errno.EROFS:
-        return "the file system is read-only, e.g. after a device error"
+        return "the file system is read-only, as it was mounted or after a device error"
+    if _has_no_room_for_files(error):
+        return "that directory does not take new files"
     if number in _DENIED:
         return "this user has no write permission there"
+    if number in (errno.EEXIST, errno.ENOTDIR):
+        return "a file is where a directory is needed"
     if number in _MISSING:
-        return "it was removed, renamed or replaced while the run was using it"
+        return "it was removed, renamed or replaced while it was used"
     return "the storage failed"
+
+
+def _has_no_room_for_files(error: BaseException) -> bool:
+    """Whether a file was not made because its directory is the kernel's, as /proc: a file system without blocks."""
+    path = getattr(error, "filename", None)
+    if path is None or error_number(error) not in (errno.ENOENT, errno.EACCES, errno.EPERM):
+        return False
+    try:
+        return os.statvfs(Path(os.fsdecode(path)).parent).f_blocks == 0
+    except OSError:
+        return False
 
 
 def storage_remedy(
     error: BaseException,
     *,
     full: str = "free space there, and run the same command again",
-    else_: str = "check that file system, and run the same command again",
+    else_: str = "",
 ) -> str:
     """How to fix it.
 
     Args:
         error: of a file operation.
         full: the answer for a full disk.
-        else_: the answer if neither a limit nor a full disk is the cause.
+        else_: the answer if neither a limit nor a full disk is the cause; empty: by the error.
     """
     number = error_number(error)
     if _is_too_large(error) and file_size_limit() is not None:
@@ -215,7 +231,46 @@ def storage_remedy(
         return "raise the limit in the shell that starts the run: `ulimit -n 65536`"
     if number in FULL:
         return full
-    return else_
+    if else_:
+        return else_
+    if number == errno.EROFS:
+        return (
+            "name a directory that can be written, or mount that file system read-write (mount -o remount,rw)"
+        )
+    if number in (*_DENIED, errno.EEXIST, errno.ENOTDIR) or _has_no_room_for_files(error):
+        return "name a directory in which you may create files"
+    return "check that file system, and run the same command again"
+
+
+def require_writable(folder: Path, *, where: str, why: str, fix: str) -> None:
+    """Refuses a directory that cannot be made or used, by making a file in it, or in the nearest parent; nothing is left of it.
+
+    Permissions alone do not show it: they allow root to write in /proc and on a file system that is read-only.
+
+    Args:
+        where: the key or option with its name.
+        why: what would be in it.
+        fix: what to set instead.
+
+    Raises:
+        UsageError: if no file can be made.
+    """
+    import tempfile  # not at the top: it loads a lot, and few processes need it
+
+    there = folder
+    while not os.path.lexists(there) and there != there.parent:
+        there = there.parent
+    if not there.is_dir():
+        kind = "a file" if there.exists() else "a broken link"
+        raise UsageError.of(
+            f"{there} is {kind}", where=where, why=why, fix=f"{fix}, or a path that does not exist"
+        )
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            next(there.iterdir(), None)
+    except OSError as error:
+        what = f"{there} cannot be written: {storage_reason(error)}"
+        raise UsageError.of(what, where=where, why=why, fix=storage_remedy(error, else_=fix)) from error
 
 
 def _is_too_large(error: BaseException) -> bool:

@@ -212,7 +212,8 @@ def test_a_storage_that_cannot_be_written_ends_the_run_before_its_first_step(fro
     assert "error: file:///proc/nowhere/out cannot be written" in done.stderr
     assert "where: checkpoint.storage" in done.stderr
     assert "why:   FileNotFoundError: " in done.stderr
-    assert "check the URL, the free space there, the network and the credentials" in done.stderr
+    assert "that directory does not take new files" in done.stderr
+    assert "fix:   name a directory in which you may create files" in done.stderr
     assert "or train without copies: checkpoint.storage=null" in done.stderr
     assert not front.out.exists()
 
@@ -240,7 +241,7 @@ def test_a_storage_that_cannot_be_written_any_more_is_a_warning(
     _, reported = process.communicate(timeout=60)
     assert process.returncode == 75, reported
     assert f"was not copied to file://{copies}/out: " in reported
-    assert "check the URL, the free space there, the network and the credentials" in reported
+    assert "a file is where a directory is needed" in reported
     assert "it is complete in output_dir" in reported
 
 

@@ -28,7 +28,7 @@ def test_a_storage_that_refuses_ends_every_node_before_step_1_with_the_same_word
     verdict = refused(fronts, "node_refused", hosts=[fronts[0].host], within_s=90)
     assert verdict.summary == f"{fronts[0].label} refused: file:///proc/nowhere/out cannot be written"
     assert "FileNotFoundError" in verdict.evidence[0].text
-    assert any("check the URL" in fix for fix in verdict.fix)
+    assert any("name a directory in which you may create files" in fix for fix in verdict.fix)
     assert not (pair.out / "metrics.jsonl").exists()
 
 

@@ -635,20 +635,20 @@ def refuse_unwritable(path: Path, option: str, *, replaces: bool = False) -> Non
     Raises:
         UsageError: if it exists, or nothing can be written there.
     """
-    from unisono.errors import UsageError
+    from unisono.errors import UsageError, require_writable
 
     folder, fix = path.absolute().parent, "name a file in a directory that can be written"
     if path.is_dir():
         raise UsageError.of(f"{path} is a directory", where=option, fix=fix)
-    if path.exists() and not replaces:
+    if (path.exists() or path.is_symlink()) and not replaces:
         raise UsageError.of(
-            f"{path} exists", where=option, why="it would be overwritten", fix="name a new file"
+            f"{path} exists", where=option, why="nothing is overwritten", fix="name a new file, or remove it"
         )
-    if not folder.is_dir():
-        why = f"there is no directory {folder}"
+    if not os.path.lexists(folder):
         raise UsageError.of(
-            f"{path} cannot be written", where=option, why=why, fix=f"mkdir -p {folder}; or {fix}"
+            f"there is no directory {folder}",
+            where=option,
+            why=f"{path} would be in it",
+            fix=f"mkdir -p {folder}; or {fix}",
         )
-    if not os.access(folder, os.W_OK | os.X_OK):  # also says no on a read-only file system
-        why = f"files cannot be made in {folder}"
-        raise UsageError.of(f"{path} cannot be written", where=option, why=why, fix=fix)
+    require_writable(folder, where=option, why=f"{path} would be in it", fix=fix)

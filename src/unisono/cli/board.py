@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from unisono.cli.app import refuse_unwritable
 from unisono.cli.output import output, terminal_width
 
 if TYPE_CHECKING:
@@ -151,24 +152,10 @@ def _refuse_other_paths(runs: list[Path], example: str) -> None:
 
 def _write_file(runs: list[Path], out: Path) -> None:
     from unisono.board.page import runs_file
-    from unisono.errors import UsageError
     from unisono.files import write_text
     from unisono.text import show_bytes
 
-    if out.exists() or out.is_symlink():
-        raise UsageError.of(
-            f"{out} exists",
-            where="--out",
-            why="nothing is overwritten",
-            fix="name a different file, or remove it",
-        )
-    if not out.absolute().parent.is_dir():
-        raise UsageError.of(
-            f"{out.absolute().parent} is not a directory",
-            where="--out",
-            why="the file would be in it",
-            fix="create it, or name a file elsewhere",
-        )
+    refuse_unwritable(out, "--out")
     found, text = runs_file(runs, key=_key())
     write_text(out, text)
     printer = output()

@@ -127,6 +127,7 @@ class ChatSession:
             self._printer.warn(f"there is no command {name}; /help lists them")
 
     def _save(self, name: str) -> None:
+        from unisono.errors import storage_reason
         from unisono.files import write_text
 
         if not name:
@@ -139,7 +140,7 @@ class ChatSession:
         try:
             write_text(path, json.dumps({"messages": self._turns}, ensure_ascii=False) + "\n")
         except OSError as error:
-            self._printer.warn(f"{path} cannot be written: {error.strerror}")
+            self._printer.warn(f"{path} cannot be written: {error.strerror}; {storage_reason(error)}")
             return
         self._saved.add(path)
         self._printer.notify(f"saved {len(self._turns)} messages to {path}")

@@ -61,7 +61,8 @@ def export(
     """Write the adapter, or the whole model, with tokenizer, chat template and generation_config."""
     from unisono.cli.llamafactory_file import read_inference_file, split_prompt
     from unisono.cli.terminal import Progress
-    from unisono.errors import UsageError
+    from unisono.errors import UsageError, require_writable
+    from unisono.files import expand
     from unisono.supervise.task_process import run_task
 
     if format_ not in (None, "diffusers", "kohya", "gguf"):
@@ -76,6 +77,9 @@ def export(
         request["out"] = out
     if not request.get("out"):
         raise UsageError.of("there is no directory to write to", where="OUT", fix="add one, e.g. `merged`")
+    place = expand(str(request["out"])).absolute()
+    why, fix = f"the export would be {place}", "name a directory that you may write"
+    require_writable(place.parent, where="OUT", why=why, fix=fix)
     printer = output()
     with Progress(printer) as progress:
         asked = request | {"step": step} | (gguf if gguf is not None else {"format": format_})

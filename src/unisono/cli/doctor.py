@@ -133,23 +133,11 @@ def doctor(
 
 
 def _write(path: Path, examination: "Examination") -> None:
-    """Writes the page atomically.
-
-    Raises:
-        UsageError: if it cannot be written there.
-    """
+    """Writes the page atomically."""
     from unisono.doctor.examination import html_page
-    from unisono.errors import UsageError
     from unisono.files import write_text
 
-    try:
-        write_text(path, html_page(examination, made=time.strftime("%Y-%m-%d %H:%M:%S %Z")))
-    except OSError as error:
-        raise UsageError.of(
-            f"the report cannot be written: {error.strerror or error}",
-            where=f"--report {path}",
-            fix="name a file in a folder that can be written",
-        ) from error
+    write_text(path, html_page(examination, made=time.strftime("%Y-%m-%d %H:%M:%S %Z")))
 
 
 def drill(

@@ -218,7 +218,7 @@ def _size(size: str | None) -> dict[str, int]:
 
 def _draw(request: dict[str, Any], prompt: str | None, out: Path | None) -> None:
     """Draws pictures of a prompt into a directory."""
-    from unisono.errors import UsageError
+    from unisono.errors import UsageError, require_writable
 
     if out is None:
         raise UsageError.of(
@@ -226,6 +226,8 @@ def _draw(request: dict[str, Any], prompt: str | None, out: Path | None) -> None
         )
     if out.exists() and not out.is_dir():
         raise UsageError.of(f"{out} is not a directory", where="--out", fix="pass a directory")
+    fix = "pass a directory in which you may create files"
+    require_writable(out.absolute(), where="--out", why="the pictures would be in it", fix=fix)
     result = _run_task("draw", request | {"prompt": _prompt(prompt), "out": str(out)})
     printer = output()
     if printer.json:
@@ -397,8 +399,11 @@ def _run_task(name: str, request: dict[str, Any]) -> dict[str, Any]:
 
 def _predict(request: dict[str, Any]) -> None:
     """Answers the rows of a LLaMA-Factory file, and shows the scores."""
+    from unisono.errors import require_writable
     from unisono.text import one_line
 
+    why, fix = "the answers would be in it", "name a directory in which you may create files"
+    require_writable(Path(request["out"]).absolute(), where="output_dir", why=why, fix=fix)
     result = _run_task("predict", request)
     printer = output()
     if printer.json:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from unisono.cli.app import refuse_unwritable
 from unisono.cli.output import output
 
 if TYPE_CHECKING:
@@ -158,19 +159,10 @@ def _list_templates() -> None:
 
 def _write_new(path: Path, text: str) -> None:
     """Writes a new file; an existing one is never touched."""
-    from unisono.errors import UsageError
+    from unisono.files import write_text
 
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
-        raise UsageError.of(
-            f"{path} exists", why="nothing is overwritten", fix="choose a different name"
-        ) from None
-    except OSError as error:
-        raise UsageError.of(
-            f"{path} cannot be written", why=str(error), fix="choose a file in a writable directory"
-        ) from error
+    refuse_unwritable(path, "--out")
+    write_text(path, text)
 
 
 _COMMENT_AT = 48  # the column of comments

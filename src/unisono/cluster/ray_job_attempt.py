@@ -25,7 +25,7 @@ from unisono.cluster.ray_node_fronts import (
 )
 from unisono.config import RunConfig
 from unisono.control.protocol import new_token
-from unisono.errors import UnfitError
+from unisono.errors import UnfitError, storage_remedy
 from unisono.events import Message, Reporter, read_message
 from unisono.facts import read_environment
 from unisono.launch.train_request import config_yaml
@@ -147,7 +147,7 @@ class JobAttempt:
                 f"the run's files cannot be written: {one_line(error.strerror or str(error), limit=400)}",
                 where=str(error.filename or self.request.output_dir),
                 why="the files of the head's node are copied to output_dir during the run",
-                fix="free space there, and run the same command again: it resumes from the latest checkpoint here",
+                fix=f"{storage_remedy(error)}: it resumes from the latest checkpoint here",
             ) from error
         finally:
             self._leave()

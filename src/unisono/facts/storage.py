@@ -31,7 +31,7 @@ Result = TypeVar("Result")
 
 STUCK_S = 10.0
 _POLL_S = 0.2
-_FIX = "fix or free the storage of output_dir, then run the same command again"
+_FIX = "fix the storage of output_dir, then run the same command again"
 
 
 @dataclass(frozen=True)
@@ -272,7 +272,7 @@ class RunsDisk:
         except OSError as error:
             where = f" ({error.filename})" if error.filename else ""
             text = f"{what} cannot be written: {storage_words(error)}{where}; {storage_reason(error)}"
-            self._warn("storage_failed", text, fix=storage_remedy(error, full=_FIX, else_=_FIX))
+            self._warn("storage_failed", text, fix=storage_remedy(error, else_=_FIX))
         return None
 
     def need(self, what: str, work: Callable[[], Result]) -> Result:

@@ -16,7 +16,7 @@ from typing import Any
 from unisono.agree.agreement import Agreement
 from unisono.agree.reports import NodeReport
 from unisono.causes import Verdict
-from unisono.errors import UsageError
+from unisono.errors import UsageError, storage_reason, storage_remedy
 from unisono.events import Show, notify
 from unisono.facts import Environment, Machine, Probes
 from unisono.facts.path_probes import Identity, PathMonitor, identity_of
@@ -115,7 +115,8 @@ def run_dir(output_dir: str, *, is_head: bool, host: str, port: int = 0) -> tupl
         raise UsageError.of(
             f"{path} cannot be made: {error.strerror}",
             where="--output-dir",
-            fix="pass a different --output-dir",
+            why=storage_reason(error),
+            fix=storage_remedy(error, else_="pass a different --output-dir"),
         ) from error
     return run, lock
 

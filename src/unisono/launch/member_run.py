@@ -11,7 +11,7 @@ from typing import Any
 
 from unisono.agree.reports import NodeReport
 from unisono.config import LoadedConfig
-from unisono.errors import Disagreed, UnfitError, UsageError
+from unisono.errors import Disagreed, UnfitError, UsageError, storage_reason, storage_remedy
 from unisono.events import Show
 from unisono.facts.storage import RunsDisk, refuse_if_silent
 from unisono.files import make_private_dir, read_object, write_json
@@ -164,7 +164,10 @@ class _Member:
             raise UnfitError.of(
                 f"this node's copy of the plan cannot be written: {error.strerror or error}",
                 where=str(error.filename or plan_file),
-                fix="free disk space there, or restore its owner, or set a different output_dir",
+                why=storage_reason(error),
+                fix=storage_remedy(
+                    error, else_="restore its owner and permissions, or set a different output_dir"
+                ),
             ) from error
         self.show({"kind": "plan", "time": time.time(), **plan.to_json()})
         own = ", ".join(str(place.rank) for place in plan.on_node(node_rank))

@@ -16,7 +16,14 @@ from unisono.checkpoint.manifest import KEY_FILE, user_key
 from unisono.checkpoint.store import CheckpointStore, IntactCheckpoint, OnDamage
 from unisono.checkpoint.verify import Damage
 from unisono.config import LoadedConfig, RunConfig
-from unisono.errors import IntegrityError, UsageError
+from unisono.errors import (
+    IntegrityError,
+    UsageError,
+    require_writable,
+    storage_reason,
+    storage_remedy,
+    storage_words,
+)
 from unisono.events import Show
 from unisono.facts import Environment
 from unisono.facts.storage import refuse_if_silent
@@ -215,22 +222,17 @@ def claim(
 
 
 def _make(run: RunDir) -> None:
+    fix = "set output_dir to a directory that you may write"
     try:
         make_private_dir(run.root)
     except OSError as error:
         raise UsageError.of(
-            f"the run's directory {run.root} cannot be made",
+            f"the run's directory {run.root} cannot be made: {storage_words(error)}",
             where="output_dir",
-            why=str(error),
-            fix="set output_dir to a directory that you may write",
+            why=storage_reason(error),
+            fix=storage_remedy(error, else_=fix),
         ) from error
-    if not os.access(run.root, os.W_OK | os.X_OK):
-        raise UsageError.of(
-            f"the run's directory {run.root} cannot be written",
-            where="output_dir",
-            why="you have no permission to write there",
-            fix="set output_dir to a directory that you may write",
-        )
+    require_writable(run.root, where="output_dir", why="it is the run's directory", fix=fix)
 
 
 def _is_in_place(lock: RunLock) -> bool:

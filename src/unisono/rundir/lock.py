@@ -99,8 +99,10 @@ class RunLock:
             since = datetime.now(UTC).isoformat(timespec="seconds")
             self._holder = Holder(host, pid, secrets.token_hex(8), since, port)
             _write(fd, self._holder)
-        except BaseException:  # raised again, without the lock
+        except BaseException as error:  # raised again, without the lock
             os.close(fd)
+            if isinstance(error, OSError) and error.filename is None:  # of pwrite and fsync
+                error.filename = str(self.path)
             raise
         self._fd = fd
         self._ended.clear()

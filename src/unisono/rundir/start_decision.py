@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from unisono.config import RunConfig
 from unisono.config.schema import BatchSection, config_digest
-from unisono.errors import UsageError
+from unisono.errors import UsageError, require_writable
 from unisono.files import fsync_dir, kind_of, read_object
 from unisono.rundir import RunDir
 from unisono.rundir.config_changes import changes_between, judge_key, not_allowed, refusal
@@ -159,23 +159,12 @@ def _check_place(root: Path) -> None:
             why="everything that a run makes is below it",
             fix="set output_dir to a different path",
         ) from None
-    there = root
-    while not os.path.lexists(there) and there != there.parent:
-        there = there.parent
-    if not there.is_dir():
-        raise UsageError.of(
-            f"{there} is a file" if there.exists() else f"{there} is a broken link",
-            where="output_dir",
-            why=f"the run's directory would be {root}",
-            fix="set output_dir to a directory, or to a path that does not exist",
-        )
-    if not os.access(there, os.W_OK | os.X_OK | os.R_OK):
-        raise UsageError.of(
-            f"{there} cannot be written",
-            where="output_dir",
-            why=f"the run's directory would be {root}",
-            fix="set output_dir to a directory that you may write",
-        )
+    require_writable(
+        root,
+        where="output_dir",
+        why=f"the run's directory would be {root}",
+        fix="set output_dir to a directory that you may write",
+    )
 
 
 def _refuse_special_files(run: RunDir) -> None:

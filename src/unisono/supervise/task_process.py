@@ -22,6 +22,7 @@ from unisono.errors import (
     UnfitError,
     UnisonoError,
     UsageError,
+    storage_remedy,
 )
 from unisono.events import MODEL_CODE, Message, own_frame
 from unisono.facts import no_gpus, read_environment, read_machine
@@ -257,7 +258,7 @@ def cannot_start(name: str, error: OSError) -> RankDied:
     place = f"{error.filename}: " if error.filename else ""
     return RankDied.of(
         f"the task {name} cannot be started: {place}{error.strerror or error}",
-        fix="check the free space for temporary files, and the limits of memory and processes",
+        fix=storage_remedy(error, else_="check the limits of memory and processes"),
     )
 
 

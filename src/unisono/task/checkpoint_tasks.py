@@ -29,7 +29,15 @@ from unisono.checkpoint.manifest import MANIFEST, Manifest, ManifestError, user_
 from unisono.checkpoint.retention import Rules, measure_disk_space, record_verified
 from unisono.checkpoint.verify import read_through
 from unisono.data.sources import open_storage
-from unisono.errors import DataError, IntegrityError, Problem, UnfitError, UnisonoError
+from unisono.errors import (
+    DataError,
+    IntegrityError,
+    Problem,
+    UnfitError,
+    UnisonoError,
+    storage_reason,
+    storage_remedy,
+)
 from unisono.events import Reporter
 from unisono.facts import read_environment
 from unisono.files import open_plain, read_bytes
@@ -82,11 +90,14 @@ def run_storage(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
         raise
     except Exception as error:  # each storage package has its own errors; the message is passed on
         text = one_line(redact(str(error)), limit=300)
+        is_local = isinstance(error, OSError) and str(error.filename or "").startswith("/")
         raise UnfitError.of(
             f"{request['url']} cannot be {storage.operation if storage else 'read'}",
             where="checkpoint.storage",
-            why=f"{type(error).__name__}: {text}",
-            fix="check the URL, the free space there, the network and the credentials in the environment",
+            why=f"{type(error).__name__}: {text}" + (f"; {storage_reason(error)}" if is_local else ""),
+            fix=storage_remedy(error)
+            if is_local
+            else "check the URL, the free space there, the network and the credentials in the environment",
         ) from error
 
 

@@ -213,9 +213,7 @@ def whole_directory(out: Path) -> Iterator[Path]:
                 f"{out} cannot be written: {storage_words(error)}",
                 where=str(out),
                 why=storage_reason(error),
-                fix=storage_remedy(
-                    error, else_="free space there or choose a different directory; nothing was left behind"
-                ),
+                fix=f"{storage_remedy(error)}; nothing was left behind",
             ) from error
         raise
 

@@ -17,7 +17,7 @@ from unisono.model.gguf import DTYPES, Layout, Setting, read_back, tokenizer_set
 from unisono.task.export import free_place, has_adapter, whole_directory
 from unisono.task.inference import load_target, merge_adapter, stops_of, stored_dtype, template_of
 from unisono.task.target import Target, requested_target, verify_target
-from unisono.text import one_line
+from unisono.text import one_line, show_bytes
 
 Named = tuple[str, torch.Tensor]
 
@@ -356,5 +356,5 @@ def _quantize(tool: str, source: Path, target: Path, dtype: str) -> None:
             f"llama-quantize ended with {done.returncode}: {one_line(last[0], limit=200)}",
             where=program,
             why=f"it was to write {dtype.upper()}",
-            fix="check the type with `llama-quantize --help`, and the free space",
+            fix=f"check the type with `llama-quantize --help`; {show_bytes(shutil.disk_usage(target.parent).free)} are free in {target.parent}",
         )
