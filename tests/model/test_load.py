@@ -1,6 +1,7 @@
 """A model that lacks something is refused with the place and the remedy. Run: pytest tests/model/test_load.py"""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from unisono.config import RunConfig
 from unisono.errors import ModelError
+from unisono.files import SETTINGS_BYTES, TEMPLATE_BYTES
 from unisono.model.directory import inspect_model, locate_model, locate_tokenizer
 from unisono.model.files import read_contents
 from unisono.model.load import LoadedModel, load_for_training
@@ -107,6 +109,14 @@ def _remove(name: str) -> Change:
     return lambda path: (path / name).unlink()
 
 
+def _pipe(name: str) -> Change:
+    def change(path: Path) -> None:
+        (path / name).unlink(missing_ok=True)
+        os.mkfifo(path / name)
+
+    return change
+
+
 def _pickled(path: Path) -> None:
     (path / "model.safetensors").rename(path / "pytorch_model.bin")
 
@@ -162,6 +172,36 @@ def _index_with_a_missing_file(path: Path) -> None:
         (_edit("config.json", model_type=None), "has no model_type"),
         (_edit("config.json", num_hidden_layers="two"), "num_hidden_layers is 'two'"),
         (_edit("config.json", num_attention_heads=7), "transformers says: "),
+        (_edit("config.json", num_hidden_layers=10**6), "num_hidden_layers is 1000000"),
+        (_edit("config.json", num_hidden_layers=-1), "num_hidden_layers is -1"),
+        (_edit("config.json", vocab_size=10**12), "vocab_size is 1000000000000"),
+        (_edit("config.json", text_config={"n_head": 0}), "n_head is 0"),
+        *[
+            (_edit("config.json", **{name: size}), "config.json is that of a larger model")
+            for name, size in (
+                ("num_hidden_layers", 9999),
+                ("hidden_size", 10**9),
+                ("vocab_size", 10**9),
+                ("intermediate_size", 10**9),
+                ("head_dim", 10**9),
+            )
+        ],
+        *[
+            (_pipe(name), f"{name} is a named pipe, not a regular file")
+            for name in (
+                *("config.json", "generation_config.json", "tokenizer_config.json", "chat_template.jinja"),
+                *("tokenizer.json", "vocab.txt", "model.safetensors", "model.safetensors.index.json"),
+            )
+        ],
+        (_edit("generation_config.json", x="x" * SETTINGS_BYTES), "the maximum is 16,777,216"),
+        (_write("chat_template.jinja", b"x" * (TEMPLATE_BYTES + 1)), "the maximum is 1,000,000"),
+        (_write("model.safetensors", (2).to_bytes(8, "little") + b"{}"), "its header lists no tensors"),
+        (
+            _header(lambda header: header | {"__metadata__": {"a": "x" * 33_554_432}}),
+            "the maximum is 33,554,432",
+        ),
+        (_entry(shape=[2**62] * 100_000), "an invalid shape or offset for model.norm.weight"),
+        (_entry(shape=[2**70]), "an invalid shape or offset for model.norm.weight"),
         (
             _edit("config.json", hidden_act="gelatin"),
             "does not support 'gelatin' (hidden_act in config.json)",

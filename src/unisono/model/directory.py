@@ -23,7 +23,9 @@ from unisono.model.file_settings import (
     refuse_training,
 )
 from unisono.model.files import (
+    TensorHeader,
     WeightContents,
+    check_directory,
     check_tokenizer_files,
     odd_weights,
     read_contents,
@@ -44,6 +46,11 @@ _TOKENIZER = (
     "spiece.model",
 )
 """A tokenizer has at least one of these files."""
+_HIDDEN, _LAYERS = ("hidden_size", "n_embd", "d_model"), ("num_hidden_layers", "n_layer", "num_layers")
+_MOST_LAYERS = 10_000  # no model has a thousand; each costs milliseconds before the first weight is read
+_LARGEST = 2**31
+_PACKED = ("U8", "I8", "I32")
+_TIMES_HELD = 4  # a config may ask for this many times the weights in the files, as layers may share theirs
 _DOWNLOADED = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py")
 
 
@@ -59,6 +66,7 @@ def locate_model(path: str, revision: str | None = None, *, key: str = "model.pa
     if (directory / "plan.json").is_file() and (directory / "model" / "config.json").is_file():
         directory /= "model"
     if directory.is_dir():
+        check_directory(directory)
         if not (directory / "config.json").is_file() and not (directory / "adapter_config.json").is_file():
             raise ModelError.of(
                 f"{path} is not a model directory",
@@ -224,18 +232,13 @@ def inspect_model(
     settings = read_model_config(directory)
     refuse_other_task(directory, settings, reward=config.objective == "reward")
     text = settings.get("text_config", settings)
-    if not isinstance(text, dict):
-        raise ModelError.of(
-            "text_config in config.json is not a JSON object",
-            where=str(directory / "config.json"),
-            fix="copy it again",
-        )
     quantized = quantization_of(config.model, directory, settings)
     refuse_training(config, directory, quantized)
     if config.model.weights == "random":
         return _facts_from_config(directory, settings, text, quantized)
     files = weight_files(directory)
     headers = [header for file in files for header in read_safetensors_header(file)]
+    refuse_larger_config(directory, text, headers)
     if config.objective == "reward":  # the head of a language model is not loaded
         headers = [header for header in headers if header.name != "lm_head.weight"]
     contents = {file: read_contents(file) for file in files}
@@ -266,13 +269,10 @@ def inspect_model(
         directory=str(directory),
         model_type=str(settings.get("model_type", "unknown")),
         parameters=sum(_count(h.shape) for h in headers),
-        hidden_size=_positive_int(text, "hidden_size", "n_embd", "d_model"),
-        layers=_positive_int(text, "num_hidden_layers", "n_layer", "num_layers"),
+        hidden_size=_positive_int(text, *_HIDDEN),
+        layers=_positive_int(text, *_LAYERS),
         intermediate_size=_positive_int(
-            text,
-            "intermediate_size",
-            "n_inner",
-            default=4 * _positive_int(text, "hidden_size", "n_embd", "d_model"),
+            text, "intermediate_size", "n_inner", default=4 * _positive_int(text, *_HIDDEN)
         ),
         vocab_size=_positive_int(text, "vocab_size"),
         linear_parameters=sum(_count(shape) for shape in matrices),
@@ -289,7 +289,7 @@ def inspect_model(
 def _has_plain_mlps(text: dict[str, Any], names: list[str]) -> bool:
     """Whether each layer has an MLP with gate and up, SiLU and no bias, by config.json and the names of the weights."""
     gates = sum(name.endswith((".mlp.gate_proj.weight", ".mlp.gate_proj.qweight")) for name in names)
-    layers = _positive_int(text, "num_hidden_layers", "n_layer", "num_layers")
+    layers = _positive_int(text, *_LAYERS)
     return gates == layers and _is_silu(text) and not any(name.endswith(".gate_proj.bias") for name in names)
 
 
@@ -352,7 +352,7 @@ def read_model_config(directory: Path) -> dict[str, Any]:
     """config.json as a mapping.
 
     Raises:
-        ModelError: if it is missing or is not a JSON object, or has no model type.
+        ModelError: if it is missing or is not a JSON object, or has no model type or impossible sizes.
     """
     file = directory / "config.json"
     try:
@@ -369,7 +369,59 @@ def read_model_config(directory: Path) -> dict[str, Any]:
             why="it selects the model's code in transformers",
             fix="copy config.json of the model again",
         )
+    text = settings.get("text_config", {})
+    if not isinstance(text, dict):
+        raise ModelError.of(
+            "text_config in config.json is not a JSON object", where=str(file), fix="copy it again"
+        )
+    for part in (settings, text):
+        _refuse_odd_numbers(file, part)
     return settings
+
+
+def _refuse_odd_numbers(file: Path, settings: dict[str, Any]) -> None:
+    """Refuses sizes that no model has; some model types have a list of sizes, one for each layer."""
+    for name in (*_HIDDEN, *_LAYERS, "num_attention_heads", "n_head", "vocab_size"):
+        value, most = settings.get(name), _MOST_LAYERS if name in _LAYERS else _LARGEST
+        if (
+            value is not None
+            and not isinstance(value, list)
+            and not (type(value) is int and 0 < value < most)
+        ):
+            raise ModelError.of(
+                f"{name} in config.json of the model is not a number from 1 to {most:,}",
+                where=str(file),
+                why=f"{name} is {one_line(repr(value), limit=60)}",
+                fix="copy config.json of the model again",
+            )
+
+
+def refuse_larger_config(directory: Path, text: dict[str, Any], headers: Sequence[TensorHeader]) -> None:
+    """Refuses a config.json for a far larger model than the files hold: the rest would be allocated, and drawn at random.
+
+    Args:
+        directory: of the model.
+        text: the part of its config.json that describes the language model.
+        headers: of all its weights.
+
+    Raises:
+        ModelError: with the numbers.
+    """
+    hidden, layers = _positive_int(text, *_HIDDEN, default=1), _positive_int(text, *_LAYERS, default=1)
+    inner, vocab, head = (
+        _positive_int(text, name, default=1) for name in ("intermediate_size", "vocab_size", "head_dim")
+    )
+    heads = _positive_int(text, "num_attention_heads", "n_head", default=1)
+    least = vocab * hidden + layers * hidden * max(hidden, inner, head * heads)
+    # Packed integers hold up to four weights in a byte.
+    held = sum(4 * (h.end - h.begin) if h.dtype in _PACKED else _count(h.shape) for h in headers)
+    if least > _TIMES_HELD * held or layers > len(headers):
+        raise ModelError.of(
+            f"config.json is that of a larger model: {layers:,} layers and at least {least:,} parameters",
+            where=str(directory / "config.json"),
+            why=f"the weight files have {len(headers):,} tensors, with at most {held:,} parameters",
+            fix="use config.json and weights of the same model",
+        )
 
 
 def is_classifier(settings: dict[str, Any]) -> bool:
@@ -449,8 +501,7 @@ def facts_of_shape(settings: dict[str, Any], *, model_type: str = "llama") -> Mo
     Raises:
         ModelError: if a number is missing.
     """
-    hidden = _positive_int(settings, "hidden_size", "n_embd", "d_model")
-    layers = _positive_int(settings, "num_hidden_layers", "n_layer", "num_layers")
+    hidden, layers = _positive_int(settings, *_HIDDEN), _positive_int(settings, *_LAYERS)
     intermediate = _positive_int(settings, "intermediate_size", "n_inner", default=4 * hidden)
     vocab = _positive_int(settings, "vocab_size")
     heads = _positive_int(settings, "num_attention_heads", "n_head", default=1)

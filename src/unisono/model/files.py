@@ -1,6 +1,7 @@
 """Reads a model's files without torch: JSON, templates, headers of weight files, and weights in one pass."""
 
 import json
+import stat
 import struct
 from dataclasses import dataclass, field
 from math import prod
@@ -10,15 +11,35 @@ from typing import IO, Any
 import xxhash
 
 from unisono.errors import ModelError, Problem
-from unisono.files import open_plain, parse_json, path_below, read_bytes, read_text
+from unisono.files import (
+    MOST_BYTES,
+    SETTINGS_BYTES,
+    TEMPLATE_BYTES,
+    kind_of,
+    open_plain,
+    parse_json,
+    path_below,
+    read_bytes,
+    read_text,
+)
 from unisono.text import one_line
 
 INDEX = "model.safetensors.index.json"
-_HEADER_LIMIT = 100_000_000  # bytes; the bound of the safetensors format itself
+_HEADER_LIMIT = 32 << 20  # bytes: 200,000 tensors. JSON may need fifty times its size in memory
+_MOST_DIMS = 64  # of torch's tensors
+_LARGEST = 2**63
 _LENGTH_BYTES = 8
 _BLOCK_BYTES = 1 << 20  # stays in the cache between the digest and the search for NaN
 _SHOWN = 8
 _TOKENIZER_JSON = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+_MOST = dict.fromkeys(
+    ("config.json", "generation_config.json", "adapter_config.json", "tokenizer_config.json", "special_tokens_map.json",
+     "added_tokens.json", "processor_config.json", "preprocessor_config.json", "chat_template.json"), SETTINGS_BYTES,
+) | dict.fromkeys(
+    (INDEX, "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model",
+     "tekken.json"), MOST_BYTES,
+) | {"chat_template.jinja": TEMPLATE_BYTES, "model.safetensors": None, "adapter_model.safetensors": None}  # fmt: skip
+"""The files of a model's directory that unisono, transformers, tokenizers and peft open, with their largest size; None: any."""
 
 # Bits per item; items of F4 and F6 share bytes.
 _ITEM_BITS = {
@@ -151,6 +172,27 @@ def indexed_files(index: Path) -> list[Path]:
     return found
 
 
+def check_directory(directory: Path) -> None:
+    """Refuses the directory of a model, a tokenizer or an adapter for a file that a library would wait for, or read into memory without a limit.
+
+    Raises:
+        ModelError: with the file.
+    """
+    limits = {directory / name: most for name, most in _MOST.items()}
+    limits |= dict.fromkeys(directory.glob("additional_chat_templates/*.jinja"), TEMPLATE_BYTES)
+    for file, most in limits.items():
+        try:
+            status = file.stat()
+        except OSError:  # missing, which its reader reports if it needs it
+            continue
+        what = f"is {kind_of(status.st_mode)}, not a regular file"
+        if stat.S_ISREG(status.st_mode):
+            if most is None or status.st_size <= most:
+                continue
+            what = f"has {status.st_size:,} bytes; the maximum is {most:,}"
+        raise ModelError.of(f"{file.name} {what}", where=str(file), fix="copy or download it again")
+
+
 def read_json_object(file: Path, *, fix: str) -> dict[str, Any]:
     """The JSON object in a file of a model.
 
@@ -160,7 +202,7 @@ def read_json_object(file: Path, *, fix: str) -> dict[str, Any]:
     """
     data = b""
     try:
-        data = read_bytes(file)
+        data = read_bytes(file, most_bytes=_MOST.get(file.name) or SETTINGS_BYTES)
         value = parse_json(data)
     except FileNotFoundError:
         raise
@@ -186,6 +228,7 @@ def check_tokenizer_files(directory: Path) -> None:
     Raises:
         ModelError: with the file.
     """
+    check_directory(directory)
     for name in _TOKENIZER_JSON:
         if (directory / name).is_file():
             read_json_object(
@@ -236,15 +279,19 @@ def read_safetensors_header(file: Path) -> list[TensorHeader]:
         if len(start) < _LENGTH_BYTES:
             raise _damaged(file, "it is empty" if not start else f"it has only {size} bytes")
         (length,) = struct.unpack("<Q", start)
-        if length > min(size, _HEADER_LIMIT):
+        if length > size:
             raise _damaged(file, "it is not a safetensors file, or its first bytes are damaged")
+        if length > _HEADER_LIMIT:
+            raise _damaged(file, f"its header has {length:,} bytes; the maximum is {_HEADER_LIMIT:,}")
         text = stream.read(length)
     try:
         header = parse_json(text)
     except ValueError as error:
         raise _damaged(file, "its header is not JSON") from error
     tensors = _tensors(file, header, data=_LENGTH_BYTES + length)
-    end = max((tensor.end for tensor in tensors), default=_LENGTH_BYTES + length)
+    if not tensors:
+        raise _damaged(file, "its header lists no tensors")
+    end = tensors[-1].end
     if end != size:
         raise ModelError.of(
             "a weight file is truncated"
@@ -277,7 +324,9 @@ def _tensor(file: Path, name: str, entry: Any, data: int) -> TensorHeader:
         shape, (begin, end), dtype = tuple(entry["shape"]), entry["data_offsets"], entry["dtype"]
     except (KeyError, TypeError, ValueError) as error:
         raise _damaged(file, f"its header lacks dtype, shape or offsets of {name}") from error
-    if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
+    numbers = (*shape, begin, end)
+    # Bounded, so that their product is computed at once.
+    if len(shape) > _MOST_DIMS or not all(type(n) is int and 0 <= n < _LARGEST for n in numbers):
         raise _damaged(file, f"its header has an invalid shape or offset for {name}")
     if not isinstance(dtype, str) or dtype not in _ITEM_BITS:
         raise _damaged(
@@ -313,7 +362,7 @@ def read_contents(file: Path, *, tensors: bool = False) -> WeightContents:
     total = xxhash.xxh3_128()
     found = WeightContents(0, "")
     with open_plain(file) as stream:
-        total.update(stream.read(header[0].begin if header else file.stat().st_size))
+        total.update(stream.read(header[0].begin))
         for tensor in header:
             own = xxhash.xxh3_64() if tensors else None
             _read_tensor(stream, tensor, total, own, found)

@@ -18,9 +18,20 @@ from unisono.config.lf_template import adapt_tokenizer, lf_template_of
 from unisono.config.schema import RunConfig, TrainOnlySection
 from unisono.errors import ModelError, Problem
 from unisono.model.adapter import BaseChanges, add_adapter
-from unisono.model.directory import no_reward_model, read_model_config, refuse_other_task
+from unisono.model.directory import (
+    no_reward_model,
+    read_model_config,
+    refuse_larger_config,
+    refuse_other_task,
+)
 from unisono.model.file_settings import refuse_training
-from unisono.model.files import check_tokenizer_files, read_json_object, read_safetensors_header, weight_files
+from unisono.model.files import (
+    check_directory,
+    check_tokenizer_files,
+    read_json_object,
+    read_safetensors_header,
+    weight_files,
+)
 from unisono.model.layers import scale_rope
 from unisono.model.quantization import (
     QuantizedLoad,
@@ -206,11 +217,13 @@ def load_base(
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # the front shows the progress
+    check_directory(directory)
     _refuse_unknown_type(directory, trust_remote_code=trust_remote_code)
-    has_score = refuse_other_task(directory, read_model_config(directory), reward=reward)
+    stored = read_model_config(directory)
+    has_score = refuse_other_task(directory, stored, reward=reward)
     if not random:  # refuses damaged files with unisono's messages instead of those of safetensors
-        for file in weight_files(directory):
-            read_safetensors_header(file)
+        headers = [header for file in weight_files(directory) for header in read_safetensors_header(file)]
+        refuse_larger_config(directory, stored.get("text_config", stored), headers)
     generation = directory / "generation_config.json"
     if generation.is_file():
         read_json_object(generation, fix="copy it again, or delete it: the model works without it")

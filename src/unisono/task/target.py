@@ -14,7 +14,7 @@ from unisono.events import Reporter
 from unisono.facts import read_environment
 from unisono.files import read_json
 from unisono.model.directory import is_classifier, locate_model, read_model_config
-from unisono.model.files import read_json_object
+from unisono.model.files import check_directory, read_json_object
 from unisono.plan import RunPlan
 from unisono.rundir import RunDir
 from unisono.task.input_digests import Digested, DigestProgress, digest_files
@@ -157,11 +157,15 @@ def _find(name: str, directory: Path, step: int | None) -> Target:
             fix="pass the directory of a run, or omit --step",
         )
     if directory.is_dir():
+        check_directory(directory.resolve())
         _refuse_other_places(name, directory.resolve())
     try:
         found = locate_model(name)
-    except ModelError as error:  # its problems refer to config keys
-        raise ModelError(*(Problem(p.what, "RUN|MODEL", p.why, p.fix) for p in error.problems)) from error
+    except ModelError as error:  # its problems may refer to config keys
+        problems = (
+            replace(p, where="RUN|MODEL") if p.where.startswith("model.") else p for p in error.problems
+        )
+        raise ModelError(*problems) from error
     if (found / "adapter_config.json").is_file():
         return _of_adapter(name, found)
     return Target(name, "model", found, found, None, f"the model {name}")
