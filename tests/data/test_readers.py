@@ -6,6 +6,7 @@ Run: .venv/bin/python -m pytest tests/data/test_readers.py
 import gzip
 import json
 import os
+import resource
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from unisono.data import BadRow, RawRow, RowError, RowFile
+from unisono.data import BadRow, RawRow, RowError, RowFile, readers
 from unisono.data.formats import COLUMNS, FormatName, detect, to_example
 from unisono.data.readers import READERS, kind_of, read_rows
 from unisono.errors import DataError, Problem
@@ -318,6 +319,65 @@ def test_rows_under_a_key_of_a_json_object_are_refused_with_the_key(tmp_path: Pa
     assert "under 'data'" in refused(path).what
     path.write_text('{"messages": [{"role": "user", "content": "a"}]}', encoding="utf-8")
     assert len(read(path)) == 1
+
+
+def write_arrow(path: Path, table: pa.Table) -> Path:
+    """As written by Arrow, compressed; the kind follows from the suffix."""
+    if path.suffix == ".parquet":
+        pq.write_table(table, path, compression="zstd")
+    else:
+        with pa.ipc.new_file(
+            str(path), table.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")
+        ) as file:
+            file.write_table(table)
+    assert path.stat().st_size < 100_000
+    return path
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_a_value_that_unfolds_beyond_the_limit_is_a_bad_row_with_its_size(
+    tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readers, "_LINE_LIMIT", 1_000_000)
+    table = pa.table({"text": ["a", "b" * 3_000_000, "c"]})
+    first, long, last = read(write_arrow(tmp_path / f"rows.{suffix}", table))
+    assert isinstance(long, BadRow)
+    assert long.why == "text has 3 MB; the maximum is 1 MB"
+    assert [row.value for row in (first, last) if isinstance(row, RawRow)] == [{"text": "a"}, {"text": "c"}]
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_rows_of_few_bytes_that_unfold_into_gigabytes_are_refused_within_their_memory(
+    tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch, *, nested: bool
+) -> None:
+    monkeypatch.setattr(readers, "_ARROW_BYTES", 100 << 20)
+    values = pa.DictionaryArray.from_arrays(pa.array([0] * 30), pa.array(["a" * 10_000_000]))
+    column = pa.array([["a" * 10_000_000] * 30]) if nested else values
+    if nested and suffix == "arrow":
+        column = pa.ListArray.from_arrays(pa.array([0, 30], pa.int32()), values)
+    path = write_arrow(tmp_path / f"rows.{suffix}", pa.table({"text": column}))
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    problem = refused(path)
+    assert problem.what == f"rows.{suffix} needs too much memory"
+    assert "128 of its rows need more than 105 MB" in problem.why
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
+
+
+def test_one_batch_of_an_arrow_file_is_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readers, "_ARROW_BYTES", 300 << 20)
+    values = pa.DictionaryArray.from_arrays(pa.array([0] * 2_000), pa.array(["a" * 1_000_000]))
+    with pa.ipc.new_file(str(tmp_path / "rows.arrow"), pa.schema([("text", values.type)])) as file:
+        file.write_table(pa.table({"text": values}), max_chunksize=2_000)  # two gigabytes as one list of rows
+    rows = read_rows(RowFile(tmp_path / "rows.arrow", "rows.arrow", "arrow"))
+    assert sum(isinstance(row, RawRow) for row in rows) == 2_000
+
+
+@pytest.mark.parametrize("kind", ["csv", "txt", "jsonl"])
+def test_a_line_without_an_end_is_refused(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readers, "_LINE_LIMIT", 1 << 20)
+    (tmp_path / f"rows.{kind}").write_bytes(b"text\n" + b"a" * (1 << 20) + b"b")
+    assert refused(tmp_path / f"rows.{kind}").what == f"line 2 of rows.{kind} is longer than 1 MiB"
 
 
 @pytest.mark.parametrize(

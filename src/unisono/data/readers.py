@@ -16,17 +16,19 @@ from typing import Any
 
 from unisono.data import BadRow, Place, RawRow, Row, RowFile
 from unisono.errors import DataError
-from unisono.facts.limits import available_memory
+from unisono.facts.limits import available_memory, memory_limited
 from unisono.files import HEAD_BYTES, SAMPLE_BYTES, decode_text, foreign_contents, guess_encoding, not_utf8
 from unisono.text import one_line, show_bytes
 
-_FIELD_LIMIT = 1 << 30  # characters of one csv field; the csv module's own limit is less than a long answer
-_LINE_LIMIT = 1 << 28  # bytes; a file without line ends would fill the memory
+_LINE_LIMIT = 1 << 28  # bytes of a line or a value; a file without line ends would fill the memory
 _TIMES_IN_MEMORY = 4  # the bytes, their text, and its rows: 4.3 measured for chats
 _SMALL_DOCUMENT = 64 << 20  # read in any case
 _BINARY = ("parquet", "arrow")
 _BIG_INTEGER = "a number with too many digits"
 _ARROW_ROWS = 128  # at a time: few bytes on disk may unfold into long texts
+_ARROW_BYTES = (
+    2 << 30
+)  # of memory for these rows, beside the size of the file: its pages may be compressed a thousandfold
 
 
 def kind_of(name: str) -> str:
@@ -85,15 +87,19 @@ def _read_lines(file: RowFile) -> Iterator[tuple[Place, bytes]]:
     with file.path.open("rb") as stream:
         for number, line in enumerate(iter(partial(stream.readline, _LINE_LIMIT + 1), b""), 1):
             if len(line) > _LINE_LIMIT:
-                raise DataError.of(
-                    f"line {number} of {file.name} is longer than {_LINE_LIMIT >> 20} MiB",
-                    where=f"{file.name}:{number}",
-                    why="a row is read into memory at once",
-                    fix="write one row per line, each ended by a newline",
-                )
+                raise _too_long(file, number)
             line = line.removeprefix(codecs.BOM_UTF8)  # noqa: PLW2901 - not part of a row, also in the middle of concatenated files
             if not line.isspace() and line:
                 yield Place(file.name, number), line
+
+
+def _too_long(file: RowFile, number: int) -> DataError:
+    return DataError.of(
+        f"line {number} of {file.name} is longer than {_LINE_LIMIT >> 20} MiB",
+        where=f"{file.name}:{number}",
+        why="a row is read into memory at once",
+        fix="write one row per line, each ended by a newline",
+    )
 
 
 def _read_jsonl(file: RowFile) -> Iterator[Row]:
@@ -318,11 +324,11 @@ def _refuse_wrapped(file: RowFile, value: Any) -> None:
 
 
 def _read_csv(file: RowFile) -> Iterator[Row]:
-    csv.field_size_limit(_FIELD_LIMIT)
+    csv.field_size_limit(_LINE_LIMIT)  # the csv module's own limit is less than a long answer
     with file.path.open("rb") as raw:
         # Bytes that are not UTF-8 become surrogates, so that their row can be reported.
         stream = io.TextIOWrapper(raw, encoding="utf-8-sig", errors="surrogateescape", newline="")
-        rows = csv.reader(stream, delimiter=_separator(file), strict=True)
+        rows = csv.reader(_csv_lines(file, stream), delimiter=_separator(file), strict=True)
         names = _next_csv(rows, file, 1)
         while names == []:  # blank lines before the header
             names = _next_csv(rows, file, rows.line_num + 1)
@@ -341,6 +347,13 @@ def _read_csv(file: RowFile) -> Iterator[Row]:
                 yield cells
             elif cells:
                 yield _csv_row(Place(file.name, number), names, cells, text)
+
+
+def _csv_lines(file: RowFile, stream: io.TextIOWrapper) -> Iterator[str]:
+    for number, line in enumerate(iter(partial(stream.readline, _LINE_LIMIT + 1), ""), 1):
+        if len(line) > _LINE_LIMIT:
+            raise _too_long(file, number)
+        yield line
 
 
 def _next_csv(rows: Any, file: RowFile, number: int) -> list[str] | BadRow | None:
@@ -449,7 +462,8 @@ def read_arrow(file: RowFile) -> Iterator[Row]:
             source.seek(0)
             opened = pa.ipc.open_stream(source)
             batches = iter(opened)
-        yield from _arrow_rows(file, opened.schema.names, batches)
+        parts = (b.slice(at, _ARROW_ROWS) for b in batches for at in range(0, b.num_rows, _ARROW_ROWS))
+        yield from _arrow_rows(file, opened.schema.names, parts)
     except (pa.ArrowException, ValueError) as error:
         raise _wrong_file_type(file, error) from error
 
@@ -475,12 +489,37 @@ def _arrow_rows(file: RowFile, names: list[str], batches: Iterator[Any]) -> Iter
             why=f"the column is {one_line(repr(twice[0]), limit=60)}",
             fix="rename one of them",
         )
-    values = chain.from_iterable(_values(file, batch) for batch in batches)
+    values = chain.from_iterable(iter(partial(_next_values, file, batches), None))
     for number, value in enumerate(values, 1):
-        yield RawRow(
-            Place(file.name, number, by_line=False),
-            {name: _without_nulls(cell) for name, cell in value.items()},
+        place = Place(file.name, number, by_line=False)
+        long = next(
+            (n for n, c in value.items() if isinstance(c, str | bytes) and len(c) > _LINE_LIMIT), None
         )
+        if long is not None:
+            size = f"{one_line(long, limit=60)} has {show_bytes(len(value[long]))}"
+            yield BadRow(place, f"{size}; the maximum is {show_bytes(_LINE_LIMIT)}", "remove or split it")
+            continue
+        yield RawRow(place, {name: _without_nulls(cell) for name, cell in value.items()})
+
+
+def _next_values(file: RowFile, batches: Iterator[Any]) -> list[dict[str, Any]] | None:
+    """The rows of the next batch; None after the last one.
+
+    Raises:
+        DataError: if they need too much memory, or cannot be converted.
+    """
+    most = _ARROW_BYTES + file.path.stat().st_size
+    try:
+        with memory_limited(most):
+            batch = next(batches, None)
+            return None if batch is None else _values(file, batch)
+    except MemoryError as error:
+        raise DataError.of(
+            f"{file.name} needs too much memory",
+            where=file.name,
+            why=f"{_ARROW_ROWS} of its rows need more than {show_bytes(most)}",
+            fix="write it again with shorter values, or with fewer rows in a group",
+        ) from error
 
 
 def _values(file: RowFile, batch: Any) -> list[dict[str, Any]]:

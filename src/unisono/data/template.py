@@ -6,7 +6,6 @@ characters. CPU time, because a busy or suspended machine is not the template's 
 """
 
 import contextlib
-import os
 import re
 import resource
 import signal
@@ -21,6 +20,7 @@ from typing import Any
 from unisono.data import Conversation, Message, RowError
 from unisono.data.formats import all_text, holds_surrogate
 from unisono.errors import DataError
+from unisono.facts.limits import limit_memory
 from unisono.files import TEMPLATE_BYTES, expand, read_given, read_json
 from unisono.text import one_line
 
@@ -482,7 +482,7 @@ def bounded_rendering() -> Iterator[None]:
     """
     with timers_armed():
         if _meter.is_armed and _meter.renderings % _MEASURED_EVERY == 0:
-            _limit_memory()
+            limit_memory(MEMORY_BYTES)
         _meter.renderings += 1
         _meter.ticks = 0
         _meter.is_rendering = True
@@ -497,29 +497,6 @@ def _tick(_number: int, _frame: FrameType | None) -> None:
     _meter.ticks += 1
     if _meter.is_rendering and _meter.ticks * _TICK_S >= CPU_S:
         raise RenderingTimeout
-
-
-def _limit_memory() -> None:
-    """Lowers the limit of the address space to its present size plus MEMORY_BYTES, unless it is lower already."""
-    used = _address_space()
-    if used is None:
-        return
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    wanted = used + MEMORY_BYTES
-    if hard == resource.RLIM_INFINITY or wanted < hard:
-        resource.setrlimit(resource.RLIMIT_AS, (wanted, hard))
-
-
-def _address_space() -> int | None:
-    """Bytes mapped by this process; None on systems without /proc."""
-    try:
-        fd = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        return int(os.read(fd, 32).split()[0]) * resource.getpagesize()
-    finally:
-        os.close(fd)
 
 
 def line_in_template(error: BaseException) -> int | None:

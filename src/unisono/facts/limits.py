@@ -1,5 +1,6 @@
 """Resource limits of this process: cores, memory, /dev/shm, ulimits and control groups; OOM kills and core dumps."""
 
+import contextlib
 import os
 import resource
 from collections.abc import Iterable, Iterator
@@ -39,6 +40,40 @@ def _with_parents(root: Path, path: str) -> Iterator[Path]:
     parts = [part for part in path.split("/") if part]
     for count in range(len(parts), -1, -1):
         yield root.joinpath(*parts[:count])
+
+
+@contextlib.contextmanager
+def memory_limited(most: int) -> Iterator[None]:
+    """A context in which this process can map at most `most` bytes more; whatever asks for more gets a MemoryError."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    limit_memory(most)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def limit_memory(most: int) -> None:
+    """Lowers the limit of the address space to its present size plus `most` bytes, unless it is lower already."""
+    used = _address_space()
+    if used is None:
+        return
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    wanted = used + most
+    if hard == resource.RLIM_INFINITY or wanted < hard:
+        resource.setrlimit(resource.RLIMIT_AS, (wanted, hard))
+
+
+def _address_space() -> int | None:
+    """Bytes mapped by this process; None on systems without /proc."""
+    try:
+        fd = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        return int(os.read(fd, 32).split()[0]) * resource.getpagesize()
+    finally:
+        os.close(fd)
 
 
 _NEVER = 1 << 60  # version 1 writes "no limit" as a number near 2^63
