@@ -609,7 +609,6 @@ def decode_text(data: bytes, name: str) -> str | tuple[Fault, str]:
         return not_utf8(name, data[error.start + shift], data[:SAMPLE_BYTES]), where
 
 
-def not_utf8(name: str, byte: int, sample: bytes) -> Fault:
 def read_given(path: Path, name: str, *, most_bytes: int) -> str | tuple[Fault, str]:
     """The text of a UTF-8 file given by the user; or the fault and its place: `FILE` or `FILE:LINE:BYTE`.
 
@@ -628,6 +627,7 @@ def read_given(path: Path, name: str, *, most_bytes: int) -> str | tuple[Fault, 
         return Fault(f"{name} cannot be read", why, "check the file and its permissions"), name
 
 
+def not_utf8(name: str, byte: int, sample: bytes) -> Fault:
     """The fault of text with an invalid UTF-8 byte, with its likely encoding."""
     guess = guess_encoding(sample)
     fix = "save the file as UTF-8" if guess is None else conversion(name, guess)
