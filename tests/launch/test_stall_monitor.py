@@ -1,19 +1,22 @@
 """What the head makes of what it sees: with a clock of its own and ranks that are told. Run: pytest tests/launch/test_stall_monitor.py"""
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from tests.launch.test_culprits import plan
 from tests.watch.run_views import look, view
+from tests.watch.test_foreign import rank as foreign
 from unisono.causes import Verdict
 from unisono.config.schema import WatchSection
 from unisono.events import Message
 from unisono.supervise.evidence import RawEvidence
 from unisono.supervise.rank_monitor import StallMonitor
-from unisono.watch.views import Look, RankView
+from unisono.watch.views import Look, ProcessView, RankView
 
 
 class FakeRanks:
@@ -181,3 +184,71 @@ def test_what_was_found_stands_between_two_looks() -> None:
     assert again.cause == "rank_stopped"
     assert scene.see(nan, after_s=1.0) is None
     assert scene.see(nan, after_s=0.01) is None
+
+
+def stuck(since_s: float, *, still_s: float = 60.0, cpu_s: float = 9.0) -> list[RankView]:
+    """Rank 1 of a program hangs for so long, while rank 0 waits for it."""
+    hanging = foreign(1, idle=since_s, still=min(since_s, still_s))
+    return [
+        foreign(0, idle=since_s, pending=1),
+        replace(hanging, process=ProcessView(state="S", cpu_s=cpu_s)),
+    ]
+
+
+def see_stuck(scene: Scene, first_s: float, last_s: float, **how: float) -> None:
+    """Looks twice a second at a stall; all stacks that are requested come."""
+    since_s = first_s
+    while since_s <= last_s:
+        scene.signs.done = [look(rank, f"mine.py:9 in rank_{rank}") for rank in set(scene.signs.requested)]
+        scene.see(*stuck(since_s, **how))
+        since_s += 0.5
+
+
+def notes(scene: Scene, word: str) -> list[str]:
+    return [m["text"] for m in scene.shown if m["kind"] == "note" and word in m["text"]]
+
+
+def test_a_stall_of_ten_minutes_is_investigated_once_and_reported_whenever_its_age_has_doubled() -> None:
+    scene = Scene(2)
+    see_stuck(scene, 1.0, 590.0)
+    texts = [message["text"] for message in scene.shown if message["kind"] == "warning"]
+    ages = [float(re.findall(r" for (\d+) s", text)[0]) for text in texts]
+    assert 4 <= ages[0] <= 6
+    assert all(later == pytest.approx(2 * earlier, abs=2) for earlier, later in pairwise(ages))
+    assert len(texts) <= 8
+    assert all("mine.py:9 in rank_1" in text for text in texts)
+    assert len(notes(scene, "investigating")) == 1
+    assert notes(scene, "move again") == []
+
+
+def test_a_moment_in_which_a_rank_is_not_still_is_not_its_progress() -> None:
+    """Signals, threads of libraries and the scheduler take CPU time, too."""
+    scene = Scene(2)
+    see_stuck(scene, 1.0, 9.0)
+    for since_s in range(10, 60, 10):
+        see_stuck(scene, since_s, since_s + 4.0, still_s=0.5)
+        see_stuck(scene, since_s + 4.5, since_s + 9.5)
+    assert notes(scene, "move again") == []
+    assert len(notes(scene, "investigating")) == 1
+    see_stuck(scene, 60.0, 80.0, still_s=0.5)
+    assert notes(scene, "move again") == [], "never still, and yet it uses no processor"
+
+
+def test_work_and_heartbeats_are_progress_and_reported_once() -> None:
+    scene = Scene(2)
+    see_stuck(scene, 1.0, 9.0)
+    for tick in range(20):
+        scene.see(*stuck(10.0 + tick / 2, still_s=0.3, cpu_s=9.0 + 0.4 * tick))
+    assert len(notes(scene, "move again")) == 1
+    see_stuck(scene, 30.0, 40.0)
+    scene.see(foreign(0, idle=0.1), foreign(1, idle=0.1))
+    assert len(notes(scene, "move again")) == 2
+
+
+def test_ranks_that_end_do_not_move_again() -> None:
+    scene = Scene(2)
+    see_stuck(scene, 1.0, 9.0)
+    ended = [replace(one, has_ended=True) for one in stuck(9.5)]
+    scene.see(*ended)
+    scene.see(*ended)
+    assert notes(scene, "move again") == []

@@ -322,7 +322,8 @@ class ProgramSupervisor:
         self._report_missing(now)
         if not self._is_seen and self.verdict is None and now - self._began > _UNSEEN_S and not self._facts:
             self._notify_once(NO_RANK_SEEN)
-        if self._stall_monitor is None or self._ended_all:
+        # A program that has been asked to stop is not judged: it ends, one rank after the other, or is ended.
+        if self._stall_monitor is None or self._ended_all or self.stop_signal is not None:
             return
         found = self._if_lasting(self._stall_monitor.look(), now)
         if found is not None and self._is_undecided and self._failures.first_at is None:

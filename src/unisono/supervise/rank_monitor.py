@@ -24,7 +24,7 @@ from unisono.supervise.local_ranks import Job, NodeRanks
 from unisono.watch import PHASES, phase_named
 from unisono.watch.judge import judge
 from unisono.watch.verdicts import Pace, Patience
-from unisono.watch.views import Beat, Look, NodeView, ProcessView, RankView, RunView, Suspicion
+from unisono.watch.views import Beat, Episode, Look, NodeView, ProcessView, RankView, RunView, Suspicion
 
 if TYPE_CHECKING:
     from unisono.control.channel_ends import HeadServer
@@ -341,7 +341,7 @@ class StallMonitor:
         self._looks: dict[int, Look] = {}
         self._raw: dict[int, RawEvidence] = {}
         self._requested_at: dict[int, float] = {}
-        self._suspicion: Suspicion | None = None
+        self._episode: Episode | None = None
         self._warned: dict[
             tuple[str, tuple[int, ...]], float
         ] = {}  # seconds until the warning, by cause and ranks
@@ -368,7 +368,7 @@ class StallMonitor:
             if not own.issuperset(look.rank for look in looks):
                 raise ValueError("reports ranks that are not its own")
             raw = {int(name): RawEvidence.from_json(value) for name, value in message["raw"].items()}
-            if self._suspicion is not None:  # else the ranks move again, and the request is obsolete
+            if self._episode is not None:  # else the ranks move again, and the request is obsolete
                 self._looks |= {look.rank: look for look in looks}
                 self._raw |= {
                     rank: raw[rank]
@@ -395,15 +395,14 @@ class StallMonitor:
             self._found = self._with_first_detection(found)
             return self._found
         self._found = None
-        if found is None:
-            self._note_recovery()
-        else:
+        self._note_recovery(now)
+        if found is not None:
             self._suspect(found, now)
         self._pace.note(self._views, now)
         slow = self._pace.straggler(self.run_view)
         if slow is not None:
             self._warn(slow)
-        if self._suspicion is None and not any(view.idle_s for view in self._views.values()):
+        if self._episode is None and not any(view.idle_s for view in self._views.values()):
             self._next = now + _QUIET_EVERY_S
         return None
 
@@ -415,11 +414,11 @@ class StallMonitor:
         """Updates the picture. Nothing is known of a silent node, and no rank on it is blamed for that."""
         self._views |= {view.rank: view for view in self._monitor.views(now)}
         looks = self._monitor.looks()
-        if self._suspicion is not None:
+        if self._episode is not None:
             self._looks |= {look.rank: look for look in looks}
         silences = self._server.silences() if self._server is not None else {}
         self._report_silences(silences)
-        if self._suspicion is not None:
+        if self._episode is not None:
             self._links[0] = tuple(self._monitor.links())
         nodes = {
             node.node_rank: NodeView(
@@ -447,18 +446,17 @@ class StallMonitor:
             ],
             now,
         )
-        before = self._suspicion
-        if before is None:
+        if self._episode is None:
+            self._episode = Episode(found)
             self._notify(f"investigating: {found.verdict.summary}")
             self._mark(found.wanted or found.verdict.ranks, f"investigating: {found.verdict.summary}")
+        self._episode.take(found)
         who = (found.verdict.cause, found.verdict.ranks)
-        if found.is_named and who not in self._warned:
-            self._warned[who] = found.since_s
+        if found.is_named and (who not in self._warned or self._episode.is_due):
+            self._episode.reported_s = found.since_s
+            self._warned.setdefault(who, found.since_s)
             self._warn(found.verdict, ends_in_s=found.ends_in_s)
             self._mark(found.verdict.ranks, with_deadline(found.verdict.summary, found.ends_in_s))
-        elif before is not None and before.is_named:
-            found = before if not found.is_named else found
-        self._suspicion = found
 
     def _request_stacks(self, ranks: Sequence[int], now: float) -> None:
         """Requests stacks and flight recorder of some ranks, each from its node."""
@@ -472,15 +470,19 @@ class StallMonitor:
             elif self._server is not None:
                 self._server.send(node_rank, {"kind": "look", "ranks": of_node})
 
-    def _note_recovery(self) -> None:
-        if self._suspicion is None:
+    def _note_recovery(self, now: float) -> None:
+        """Ends the episode if one of its ranks makes progress, which is reported, or has ended, which has its own message."""
+        episode = self._episode
+        if episode is None:
             return
-        self._mark(self._suspicion.wanted or self._suspicion.verdict.ranks, "")
-        if self._suspicion.is_named:
-            self._notify(
-                f"the ranks move again after {self._suspicion.since_s:.0f} s: {self._suspicion.verdict.summary}"
-            )
-        self._suspicion = None
+        has_moved, has_ended = episode.has_moved(self._views, now), episode.has_ended(self._views)
+        if not has_moved and not has_ended:
+            return
+        self._mark(episode.ranks, "")
+        if episode.reported_s is not None and not has_ended:
+            suspicion = episode.suspicion
+            self._notify(f"the ranks move again after {suspicion.since_s:.0f} s: {suspicion.verdict.summary}")
+        self._episode = None
         for gathered in (self._looks, self._requested_at, self._raw, self._warned):
             gathered.clear()
         self._monitor.forget()

@@ -145,6 +145,7 @@ class Beats:
         self._shares = [0, 0, 0, 0]
         self._times = [[0, 0, 0] for _ in PHASES]
         self._changes = self._begun = 0
+        self._requests = (0, 0)  # of the front, as they were at the last two measurements
         self._is_first = True
         self._waiting = _Waiting(self)
         self._last = time.monotonic_ns()
@@ -223,6 +224,12 @@ class Beats:
     def take_batch(self) -> None:
         """A batch of the step was read from a loader, in a program whose rows are unknown."""
         self._micro += 1
+
+    def was_examined(self) -> bool:
+        """Whether the front has requested stacks or a dump since the call before the last. Called by one thread, once per measurement."""
+        (requested,) = WORD.unpack_from(self._memory, REQUEST_AT)
+        (earlier, last), self._requests = self._requests, (self._requests[1], requested)
+        return requested != earlier or requested != last
 
     def note_groups(self, *, begun: int, pending: int, still_ns: int) -> None:
         """Records what the sampling thread of a foreign program measured: see Beat. Called by one thread, not necessarily the main one."""

@@ -6,6 +6,7 @@ all ranks without progress are in collectives: then those that are behind, or in
 mismatch); if all are in the same one, the network is. A rank is reported and a run is stopped after different times: see pace.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -20,6 +21,7 @@ _FROZEN = ("__refrigerator", "do_freezer_trap")  # of control groups, version 1 
 _SILENT_S = 3.0
 _LAST_WORD_S = 2.0
 _WAITS_IN_TORCH = ("torch/distributed/", "torch/_C/_distributed")
+_IN_A_LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python3|<frozen ")
 _WAITING_FRAMES = 4
 _LOOK_S = 1.5
 _WAITED_S = 3.0
@@ -360,6 +362,12 @@ def _is_seen(view: RankView, run_view: RunView) -> bool:
 
 
 def _top(view: RankView, run_view: RunView) -> str:
-    """The innermost line of its stack."""
+    """The innermost line of its stack, and that of the program itself if a library is in between."""
     look = run_view.looks.get(view.rank)
-    return f", at {look.stack[0]}" if look is not None and look.stack else ""
+    if look is None or not look.stack:
+        return ""
+    top, is_foreign = look.stack[0], view.beat is not None and view.beat.is_foreign
+    line = (
+        next((frame for frame in look.stack if not _IN_A_LIBRARY.search(frame)), top) if is_foreign else top
+    )
+    return f", at {top}" + (f", called from {line}" if line != top else "")

@@ -461,3 +461,65 @@ class Suspicion:
     is_named: bool
     ends_in_s: float | None
     wanted: tuple[int, ...] = ()
+
+
+_WORKS_S = 5.0  # in which a rank of a foreign program is never still
+_WORK_SHARE = 0.1  # of a processor; threads of unisono, gloo and loggers use up to a hundredth
+_STILL_S = 2.0  # between two measurements of one that works
+
+
+class Episode:
+    """A suspected stall: it lasts until one of its ranks makes progress, not only until it looks different for a moment.
+
+    Attributes:
+        suspicion: the latest.
+        reported_s: its age at the last report, in seconds; None before the first.
+    """
+
+    def __init__(self, suspicion: Suspicion) -> None:
+        """Begins with the first suspicion."""
+        self.suspicion = suspicion
+        self.reported_s: float | None = None
+        self._idle_s: dict[int, float] = {}
+        self._works_since: dict[int, tuple[float, float]] = {}  # now, CPU seconds
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks whose progress ends it."""
+        return self.suspicion.verdict.ranks or self.suspicion.wanted
+
+    def has_moved(self, views: Mapping[int, RankView], now: float) -> bool:
+        """Whether one of its ranks has made progress: a heartbeat, or continuous work. Call it with every look at the ranks; `now` in seconds."""
+        known = [views[rank] for rank in self.ranks if rank in views]
+        beaten, working = map(self._has_beaten, known), (self._works(view, now) for view in known)
+        return sum(beaten) + sum(working) > 0  # each of them is asked: they note what they see
+
+    def has_ended(self, views: Mapping[int, RankView]) -> bool:
+        """Whether one of its ranks has ended."""
+        return any(
+            views[rank].has_ended or views[rank].reported_result for rank in self.ranks if rank in views
+        )
+
+    def take(self, suspicion: Suspicion) -> None:
+        """A later suspicion. One that is certain stays certain."""
+        if suspicion.is_named or not self.suspicion.is_named:
+            self.suspicion = suspicion
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is to be reported: once its ranks are certain, and each time that its age has doubled."""
+        if not self.suspicion.is_named:
+            return False
+        return self.reported_s is None or self.suspicion.since_s >= 2 * self.reported_s
+
+    def _has_beaten(self, view: RankView) -> bool:
+        before = self._idle_s.get(view.rank, view.idle_s)
+        self._idle_s[view.rank] = view.idle_s
+        return view.idle_s < before
+
+    def _works(self, view: RankView, now: float) -> bool:
+        if view.beat is None or not view.beat.is_foreign or view.waits or view.beat.still_s >= _STILL_S:
+            self._works_since.pop(view.rank, None)
+            return False
+        since, cpu_s = self._works_since.setdefault(view.rank, (now, view.process.cpu_s))
+        return now - since >= _WORKS_S and view.process.cpu_s - cpu_s >= _WORK_SHARE * (now - since)

@@ -27,7 +27,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 from unisono.events import describe_crash
 from unisono.integrations.border import (
@@ -267,6 +267,8 @@ _CHECKED_EVERY_S = 1.0  # whether front and subreaper live; takes 10 µs
 _LITTLE_S = (
     0.004  # of a processor, in a second: less is nothing, and a loop that polls four times a second is still
 )
+_BACKGROUND_S = 0.05  # the same for other threads (loggers, gloo) while the training thread never runs
+_BACKGROUND_TICKS = 2  # of all child processes: idle loaders wake up every few seconds
 _MUCH_BYTES = 1 << 16
 
 
@@ -333,7 +335,8 @@ class Sampling(threading.Thread):
         pending = 0
         with suppress(ValueError, LookupError, TypeError, RuntimeError):
             pending = pending_of(json.loads(dump_of_interest() or b"{}"))
-        self._beats.note_groups(begun=self._begun, pending=pending, still_ns=self._use.still_ns())
+        still_ns = self._use.still_ns(self._where()["thread"], is_examined=self._beats.was_examined())
+        self._beats.note_groups(begun=self._begun, pending=pending, still_ns=still_ns)
 
 
 def begun_of(dump: Any) -> int:
@@ -352,23 +355,62 @@ class _Use:
     """CPU and I/O use of the process and its children since their last activity."""
 
     def __init__(self) -> None:
-        self._last: tuple[float, int, int] | None = None
+        self._last: _Used | None = None
         self._since = time.monotonic_ns()
 
-    def still_ns(self) -> int:
-        """Nanoseconds in which they have used almost nothing."""
+    def still_ns(self, thread: int | None, *, is_examined: bool) -> int:
+        """Nanoseconds in which they have used almost nothing.
+
+        Args:
+            thread: that trains, by Python's number.
+            is_examined: whether the front has requested stacks or a dump since the last call, which take CPU time and write.
+        """
         now = time.monotonic_ns()
-        own_s = time.process_time() - time.thread_time()  # without the time of this thread
-        found = (own_s, _ticks_below(os.getpid()), _io_bytes())
-        last, self._last = self._last, found
-        if (
-            last is None
-            or found[0] - last[0] > _LITTLE_S
-            or found[1] != last[1]
-            or found[2] - last[2] > _MUCH_BYTES
-        ):
+        last, self._last = self._last, _Used.now(thread)
+        if last is None or (self._last.is_more_than(last) and not is_examined):
             self._since = now
         return now - self._since
+
+
+class _Used(NamedTuple):
+    """What this process has used since its start.
+
+    Attributes:
+        cpu_s: CPU seconds of its threads, without the calling one.
+        child_ticks: CPU time of its children, in kernel ticks.
+        io_bytes: read and written.
+        wakeups: how often the training thread has waited; None if unknown.
+    """
+
+    cpu_s: float
+    child_ticks: int
+    io_bytes: int
+    wakeups: int | None
+
+    @classmethod
+    def now(cls, thread: int | None) -> Self:
+        return cls(
+            time.process_time() - time.thread_time(), _ticks_below(os.getpid()), _io_bytes(), _wakeups(thread)
+        )
+
+    def is_more_than(self, last: "_Used") -> bool:
+        """Whether the process has worked since `last`, about a second before."""
+        sleeps = self.wakeups is not None and self.wakeups == last.wakeups
+        return (
+            self.cpu_s - last.cpu_s > (_BACKGROUND_S if sleeps else _LITTLE_S)
+            or self.child_ticks - last.child_ticks > _BACKGROUND_TICKS
+            or self.io_bytes - last.io_bytes > _MUCH_BYTES
+        )
+
+
+def _wakeups(thread: int | None) -> int | None:
+    """How often a thread has given up its processor to wait."""
+    number = next((one.native_id for one in threading.enumerate() if one.ident == thread), None)
+    with suppress(OSError, ValueError):
+        for line in Path(f"/proc/self/task/{number}/status").read_text().splitlines():
+            if line.startswith("voluntary_ctxt_switches:"):
+                return int(line.split()[1])
+    return None
 
 
 def _ticks_below(pid: int) -> int:
