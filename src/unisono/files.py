@@ -98,7 +98,7 @@ _SHARE = 0.12  # of Chinese or Korean text: measured 0.2 to 0.4 if right, under 
 
 
 def path_below(root: Path, name: object, *, parts: int = 32) -> Path:
-    """`root / name` for a name that a hub, another machine or a downloaded file gave. Looks at the name only, not at the disk.
+    """`root / name` for a name that a hub, another machine or a downloaded file gave. Looks at the name, not at the disk.
 
     Args:
         root: the directory.
@@ -161,7 +161,8 @@ def whole_file(path: Path, *, mode: int = 0o644) -> Iterator[Path]:
     except BaseException as error:  # Ctrl-C leaves no temporary file either; raised again
         with contextlib.suppress(OSError):  # the first error is the one to report
             temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename is None:  # e.g. from write or fsync
+        # Without a name: e.g. from write or fsync. A temporary name tells nobody anything.
+        if isinstance(error, OSError) and str(error.filename) in ("None", str(temporary)):
             error.filename = str(path)
         raise
 
