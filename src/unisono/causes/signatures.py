@@ -5,6 +5,7 @@ The tables are ordered by the program that prints the lines. They judge nothing:
 
 import functools
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -877,8 +878,11 @@ SEEN_WITH: dict[str, tuple[str, ...]] = {
 }
 """For each cause, the ids of log lines that are seen with it and do not prove it, since they have other causes, too."""
 
-_BY_HINT = [(hint, signature) for signature in ALL_SIGNATURES for hint in signature.hints]
-"""Flat, since most lines have no hint, and this search is all that they cost."""
+_BY_HINT: dict[str, list[int]] = {}
+"""The numbers of the signatures with a hint. Flat, since most lines have no hint, and this search is all that they cost."""
+for _number, _signature in enumerate(ALL_SIGNATURES):
+    for _hint in _signature.hints:
+        _BY_HINT.setdefault(_hint, []).append(_number)
 
 
 def find_signature(signature_id: str) -> Signature | None:
@@ -896,5 +900,14 @@ def match_line(line: str) -> list[Signature]:
 
 @functools.lru_cache(maxsize=256)  # several ranks print the same
 def _matching(line: str) -> tuple[Signature, ...]:
-    found = dict.fromkeys(signature for hint, signature in _BY_HINT if hint in line)
-    return tuple(signature for signature in found if compiled(signature.pattern).search(line))
+    return match_hints(line, [hint for hint in _BY_HINT if hint in line])
+
+
+def match_hints(line: str, hints: Iterable[str]) -> tuple[Signature, ...]:
+    """The signatures that match a line, in table order, where it is known which hints the line holds; others do not count."""
+    numbers = {number for hint in hints for number in _BY_HINT.get(hint, ())}
+    return tuple(
+        ALL_SIGNATURES[number]
+        for number in sorted(numbers)
+        if compiled(ALL_SIGNATURES[number].pattern).search(line)
+    )

@@ -89,6 +89,15 @@ def split_pieces(text: str, unwrap: Callable[[str], str | None] = lambda _: None
     Args:
         unwrap: the text without what a collector puts before every line of this log; None: it does not bear it.
     """
+    if not (
+        text.find("[rank", 1) >= 0
+        or "it/s]" in text
+        or "s/it]" in text
+        or "ProcessGroup" in text
+        or "\x1b[" in text
+        or "\r" in text
+    ):
+        return [text] if text else []  # nothing of _PIECES is in it
     if text.endswith("}") and '{"' in text[:_LONGEST_PREFIX] and _is_object(text):
         return [text]  # of a log collector: parsed later
     pieces: list[str] = []
@@ -153,6 +162,10 @@ class Prefilter:
         if self._often.weak:
             found += self._sampled(chunk)
         return sorted(set(found))
+
+    def is_often(self, word: bytes) -> bool:
+        """Whether a string was so frequent that no longer all its matches are given."""
+        return word in self._often.strong or word in self._often.weak
 
     def _rare(self, chunk: bytes) -> list[int]:
         """All matches of strings that are not frequent; continues with the remaining strings if one becomes frequent."""
@@ -220,6 +233,29 @@ def _finder(words: frozenset[bytes]) -> _Find:
     options.max_mem = _DFA_BYTES
     found: _Find = re2.compile(pattern, options).finditer
     return found
+
+
+class Hints:
+    """Finds which of some strings a text holds, by one pass over the text instead of one for each string."""
+
+    def __init__(self, words: Iterable[str]) -> None:
+        """Takes the strings."""
+        self._words = _encoded(frozenset(words))
+        # Of those that begin at one place the longest is found; the others are its beginnings.
+        self._beginnings = {
+            word: tuple(other.decode() for other in self._words if word.startswith(other))
+            for word in self._words
+        }
+
+    def held(self, text: str) -> tuple[str, ...]:
+        """The strings in the text; one may be given several times."""
+        data, find = text.encode("utf-8", "surrogatepass"), _finder(self._words)
+        match = next(find(data, 0, len(data)), None)
+        found: tuple[str, ...] = ()
+        while match is not None:
+            found += self._beginnings[match[0]]
+            match = next(find(data, match.start() + 1, len(data)), None)
+        return found
 
 
 SHOWN_CHARS = 600

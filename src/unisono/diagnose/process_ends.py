@@ -2,7 +2,7 @@
 
 import re
 import signal
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from unisono.diagnose.run_facts import Event, Exit, Origin, Traceback
@@ -13,7 +13,7 @@ MESSAGE_LINES = 14
 _STRANGERS = 80
 """Unindented lines that are not an exception; they end an open traceback."""
 
-_HEADER = re.compile(r"Traceback \(most recent call last\)")
+_HEADER = "Traceback (most recent call last)"
 _FRAME = re.compile(
     r'^\W{0,8}File "(?P<file>[^"]{1,500})", line (?P<line>\d{1,9})(?:, in (?P<function>.{1,120}))?'
 )
@@ -26,10 +26,10 @@ _ENDINGS = ("Error", "Exception", "Interrupt", "Exit", "Iteration", "Timeout", "
 # fmt: on
 _CAUSE = "The above exception was the direct cause"
 _HANDLING = "During handling of the above exception"
-_IGNORED = re.compile(r"^Exception ignored in|^Exception in thread|^Error in atexit|^Exception ignored on")
+_THREAD = "Exception in thread"
+_IGNORED = ("Exception ignored in", _THREAD, "Error in atexit", "Exception ignored on")
 _IN_TABLE = re.compile(r"^\s{0,8}traceback\s{0,3}: ")
 _REMOTE = re.compile(r"\(pid=(?P<pid>\d{1,10}), ip=(?P<ip>[\w.:-]{3,60})")
-_THREAD = re.compile(r"^Exception in thread")
 _PACKAGES = re.compile(
     r"/(?:site|dist)-packages/|/lib/python3|^<frozen|/(?:torch|transformers|accelerate|deepspeed|lightning|pytorch_lightning|ray)/\w|^/opt/conda/lib/"
 )
@@ -57,7 +57,6 @@ class _Closed:
 
     traceback: Traceback
     more: list[str] = field(default_factory=list)
-    over: bool = False
 
 
 class Tracebacks:
@@ -67,6 +66,7 @@ class Tracebacks:
         """With nothing read."""
         self._open: dict[str, _Open] = {}
         self._last: dict[str, _Closed] = {}
+        self._talking: set[str] = set()  # keys of the last ones whose messages may continue
         self._link: dict[str, str] = {}
         self._ignored: dict[str, int] = {}
         self._thread = False
@@ -75,21 +75,31 @@ class Tracebacks:
     @property
     def waiting(self) -> bool:
         """Whether the next lines are wanted, whatever is in them."""
-        return bool(self._open) or any(not one.over for one in self._last.values())
+        return bool(self._open or self._talking)
 
-    def feed(self, key: str, text: str, event: Event) -> bool:
-        """Takes a line without its prefixes; `key` distinguishes the processes of a log. True: it was part of a traceback."""
+    def leave(self) -> None:
+        """Waits for no more lines of those before, and links none to them."""
+        for state in (self._open, self._talking, self._link):
+            state.clear()
+
+    def feed(self, key: str, text: str, order: int, event: Callable[[], Event]) -> bool:
+        """Takes a line without its prefixes; `key` distinguishes the processes of a log. True: it was part of a traceback.
+
+        Args:
+            order: of its event.
+            event: makes it, which few lines need.
+        """
         text = text.rstrip()
         stripped = text.strip(" │|")
-        if _HEADER.search(text):
-            self._begin(key, text, event)
+        if _HEADER in text:
+            self._begin(key, text, order)
             return True
         if stripped.startswith((_CAUSE, _HANDLING)):
             self._link[key] = "cause" if stripped.startswith(_CAUSE) else "handling"
             return True
-        if _IGNORED.search(stripped):
-            self._ignored[key] = event.order
-            self._thread = _THREAD.search(stripped) is not None
+        if stripped.startswith(_IGNORED):
+            self._ignored[key] = order
+            self._thread = stripped.startswith(_THREAD)
         opened = self._open.get(key)
         if opened is None:
             return self._message(key, text)
@@ -97,29 +107,28 @@ class Tracebacks:
 
     def done(self) -> list[Traceback]:
         """The last of each chain, with the earlier ones in it, in the order of their ends."""
-        chains: list[Traceback] = []
-        for closed in self._all:
-            whole = replace(
-                closed.traceback, message="\n".join([closed.traceback.message, *closed.more]).strip()
-            )
-            if whole.linked and chains:
-                near = next((i for i in reversed(range(len(chains))) if _same(chains[i], whole)), None)
-                if near is not None:
-                    previous = chains.pop(near)
-                    earlier = (replace(previous, linked=whole.linked, earlier=()), *previous.earlier)
-                    whole = replace(whole, linked="", earlier=earlier, began=min(whole.began, previous.began))
-            chains.append(replace(whole, linked=""))
-        return chains
+        chains: dict[int, list[Traceback]] = {}
+        newest: dict[tuple[int | None, int | None], int] = {}  # the chain of each process
+        for number, closed in enumerate(self._all):
+            one = closed.traceback
+            process = one.event.who.rank, one.event.who.pid
+            chain = chains.pop(newest[process]) if one.linked and process in newest else []
+            began = min(one.began, chain[-1].began) if chain else one.began
+            message = "\n".join([one.message, *closed.more]).strip()
+            if (began, message) != (one.began, one.message):
+                one = replace(one, began=began, message=message)
+            chain.append(one)
+            chains[number], newest[process] = chain, number
+        return [_last_of(chain) for chain in chains.values()]
 
-    def _begin(self, key: str, text: str, event: Event) -> None:
-        ignored = event.order - self._ignored.pop(key, -(1 << 60)) < 400
+    def _begin(self, key: str, text: str, order: int) -> None:
+        ignored = order - self._ignored.pop(key, -(1 << 60)) < 400
         tabled = bool(_IN_TABLE.match(text))
         indent = 4 if tabled else len(text) - len(text.lstrip())
         linked = self._link.pop(key, "")
-        if key in self._last:
-            self._last[key].over = True
+        self._talking.discard(key)
         self._open[key] = _Open(
-            event.order,
+            order,
             indent,
             linked=linked,
             ignored=ignored,
@@ -127,7 +136,7 @@ class Tracebacks:
             tabled=tabled,
         )
 
-    def _inside(self, key: str, opened: _Open, text: str, event: Event) -> bool:
+    def _inside(self, key: str, opened: _Open, text: str, event: Callable[[], Event]) -> bool:
         opened.lines += 1
         frame = _FRAME.match(text) or _BOXED.match(text)
         if frame:
@@ -138,7 +147,7 @@ class Tracebacks:
             and (found := _EXCEPTION.match(text.strip()))
             and _is_exception(found)
         ):
-            self._close(key, opened, found, event)
+            self._close(key, opened, found, event())
             return True
         if text and not text[0].isspace() and text[0] not in "│|╭╰+~^":
             opened.strangers += 1
@@ -179,15 +188,15 @@ class Tracebacks:
             )
         )
         self._last[key] = closed
+        self._talking.add(key)
         self._all.append(closed)
 
     def _message(self, key: str, text: str) -> bool:
-        last = self._last.get(key)
-        if last is None or last.over:
-            return False
-        last.more.append(text)
-        if len(last.more) >= MESSAGE_LINES or _HEADER.search(text):
-            last.over = True
+        if key in self._talking:
+            more = self._last[key].more
+            more.append(text)
+            if len(more) >= MESSAGE_LINES:
+                self._talking.discard(key)
         return False
 
 
@@ -210,8 +219,13 @@ def _remote(message: str) -> Origin | None:
     return Origin(pid=int(found["pid"]), host=found["ip"]) if found else None
 
 
-def _same(one: Traceback, other: Traceback) -> bool:
-    return one.event.who.rank == other.event.who.rank and one.event.who.pid == other.event.who.pid
+def _last_of(chain: list[Traceback]) -> Traceback:
+    """The last traceback of a chain, with the earlier ones in it, the newest first; each says how the next one follows from it."""
+    if len(chain) == 1 and not chain[0].linked:
+        return chain[0]
+    links = [after.linked for after in chain[1:]]
+    earlier = [replace(one, linked=link) for one, link in zip(chain, links, strict=False)]
+    return replace(chain[-1], linked="", earlier=tuple(reversed(earlier)))
 
 
 def _shown(frame: tuple[str, int, str] | None) -> str:

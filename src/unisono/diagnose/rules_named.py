@@ -292,6 +292,7 @@ def _without_header(view: View) -> list[Event]:
     covered |= {
         (one.event.source, one.event.line) for trace in view.facts.tracebacks for one in trace.earlier
     }
+    covered |= {(one.source, one.line) for one in view.facts.events if _owned_elsewhere(view, one)}
     found = []
     for event in view.facts.of("exception"):
         parts = exception_of(_after_label(event.text))
@@ -302,16 +303,7 @@ def _without_header(view: View) -> list[Event]:
             or parts[0] in ("Error", "Exception")
         ):
             continue
-        owned = any(
-            one.line == event.line and one.source == event.source and _owned_elsewhere(view, one)
-            for one in view.facts.events
-        )
-        if (
-            not owned
-            and not view.is_victims(event)
-            and not _NCCL.search(event.text)
-            and not view.survived(event)
-        ):
+        if not view.is_victims(event) and not _NCCL.search(event.text) and not view.survived(event):
             found.append(event)
     return found
 

@@ -1,6 +1,7 @@
 """Facts of a run after its logs were read, the input of the rules; the questions about them that several rules share; and Hypothesis, the result of a rule."""
 
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -403,14 +404,18 @@ class View:
 
     def near(self, trace: Traceback) -> list[Event]:
         """The events within a traceback, its chain, and the lines of its message."""
-        return [
-            event
-            for event in self.facts.events
-            if event.source == trace.event.source
-            and trace.began <= event.order
-            and event.line <= trace.event.line + _NEAR_LINES
-            and event.rank == trace.event.rank
-        ]
+        events = self._of_rank_in_log.get((trace.event.source, trace.event.rank), [])
+        first = bisect_left(events, trace.began, key=lambda event: event.order)
+        last = bisect_right(events, trace.event.line + _NEAR_LINES, lo=first, key=lambda event: event.line)
+        return events[first:last]
+
+    @cached_property
+    def _of_rank_in_log(self) -> dict[tuple[str, int | None], list[Event]]:
+        """The events of each rank in each log, in its order."""
+        found: dict[tuple[str, int | None], list[Event]] = {}
+        for event in sorted(self.facts.events, key=lambda event: event.order):
+            found.setdefault((event.source, event.rank), []).append(event)
+        return found
 
     @cached_property
     def failing_exits(self) -> list[Exit]:

@@ -5,12 +5,14 @@ import functools
 import re
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import astuple, dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from dataclasses import fields as fields_of
 from typing import BinaryIO
 
-from unisono.causes.signatures import LINE_LIMIT, SIGNATURES, compiled, match_line
+from unisono.causes.signatures import LINE_LIMIT, SIGNATURES, compiled, match_hints
 from unisono.diagnose.line_prefixes import (
+    LOOK_CHARS,
     CollectorPrefix,
     find_rank,
     find_style,
@@ -20,7 +22,7 @@ from unisono.diagnose.line_prefixes import (
     unwrap_json,
     who_is_file,
 )
-from unisono.diagnose.lines import Chunk, Prefilter, read_chunks, shown, split_pieces
+from unisono.diagnose.lines import SHOWN_CHARS, Chunk, Hints, Prefilter, read_chunks, shown, split_pieces
 from unisono.diagnose.process_ends import Tracebacks
 from unisono.diagnose.run_facts import NO_ORIGIN, Event, EventKind, Origin, Traceback
 from unisono.text import plain
@@ -177,7 +179,11 @@ _SECTIONS = (
 """What the lines below them are: a traceback, one that Python only reports, what one rank wrote."""
 _SECTION = re.compile(r"-{4,} ?(?P<edge>Begin|End) global rank (?P<rank>\d{1,6}) STD")
 
-_MARKS_BY_HINT = [(hint, mark) for mark in MARKS for hint in mark.hints]
+_MARKS_BY_HINT: dict[str, list[int]] = {}
+for _number, _mark in enumerate(MARKS):
+    for _hint in _mark.hints:
+        _MARKS_BY_HINT.setdefault(_hint, []).append(_number)
+_HINTS = Hints({*_MARKS_BY_HINT, *(hint for one in SIGNATURES.values() for hint in one.hints)})
 STRONG = frozenset({*_SECTIONS, *(h for s in SIGNATURES.values() if s.kind != "progress" for h in s.hints)})
 WEAK = frozenset(
     {
@@ -185,6 +191,9 @@ WEAK = frozenset(
         *(h for s in SIGNATURES.values() if s.kind == "progress" for h in s.hints),
     }
 )
+
+
+_NO_FIELDS: Mapping[str, str] = {}
 
 
 @dataclass(slots=True)
@@ -221,10 +230,11 @@ class _Kept:
     """The first and the last events of one kind."""
 
     def __init__(self) -> None:
-        self.first: list[Event] = []
-        self.last: deque[Event] = deque(maxlen=LAST_KEPT)
+        self.first: list[Callable[[], Event]] = []
+        self.last: deque[Callable[[], Event]] = deque(maxlen=LAST_KEPT)
 
-    def add(self, event: Event) -> None:
+    def add(self, event: Callable[[], Event]) -> None:
+        """Takes one; it is made once it is known to stay."""
         (self.first if len(self.first) < FIRST_KEPT else self.last).append(event)
 
 
@@ -255,14 +265,16 @@ class _Reader:
         self._out.bytes += len(data)
         self._out.lines = chunk.line + data.count(b"\n") - 1
         line, counted = chunk.line, 0
-        for start, end in _segments(data, self._prefilter.hits(data), self._tracebacks):
+        hits = self._prefilter.hits(data)
+        are_often = self._prefilter.is_often(_HEADER)
+        for start, end in _segments(data, hits, self._tracebacks, are_often=are_often):
             line, counted = line + data.count(b"\n", counted, start), start
             self._look(data[start:end], chunk.offset + start, line)
         self._keep_tail(chunk)
 
     def done(self) -> Scanned:
         out = self._out
-        events = [event for kept in self._kept.values() for event in (*kept.first, *kept.last)]
+        events = [make() for kept in self._kept.values() for make in (*kept.first, *kept.last)]
         out.events = sorted(events, key=lambda event: event.order)
         out.tracebacks = self._tracebacks.done()
         line, offset = self._tail_line, self._tail_offset
@@ -295,7 +307,7 @@ class _Reader:
             for piece, order in _pieces(raw, offset, self._wrapping):
                 who, rest = self._split(piece)
                 if rest.strip():
-                    found.append(self._event("line", "fact", None, piece, line, order, who, {}))
+                    found.append(self._event(piece, line, order, who, "line", "fact", year=self._year))
             line += 1
             offset += len(raw) + 1
         return found
@@ -335,29 +347,19 @@ class _Reader:
         if who.rank is None and self._section is not None:
             who = replace(who, rank=self._section)
         bare = self._wrapping.off(split_prefix(piece, style=self._style or "")[1])
-        line_event = self._event(
-            "exception", "error", None, piece if bare is None else bare, line, order, who, {}
-        )
         around = around or (piece if bare is not None else "")
-        if line_event.time is None and around:
-            line_event = replace(line_event, time=find_time(around, year=self._year))
+        text = (piece if bare is None else bare)[: 4 * SHOWN_CHARS + 1]  # kept until the end of the log
+        make = functools.partial(
+            self._event, text, line, order, who, year=self._year, around=around[:LOOK_CHARS]
+        )
         key = f"{who.rank}/{who.local_rank}/{who.pid}/{who.host}"
-        self._tracebacks.feed(key, rest, line_event)
-        for signature in match_line(rest):
-            found = compiled(signature.pattern).search(rest[:LINE_LIMIT])
-            fields = {k: v for k, v in found.groupdict().items() if v is not None} if found else {}
-            self._add(
-                replace(
-                    line_event,
-                    signature=signature.id,
-                    kind=signature.kind,
-                    cause=signature.cause,
-                    fields=fields,
-                )
-            )
-        for mark, fields in _marks(rest):
-            kind: EventKind = mark.kind  # type: ignore[assignment]
-            self._add(replace(line_event, signature=mark.id, kind=kind, cause=None, fields=fields))
+        self._tracebacks.feed(key, rest, order, make)
+        rank = who.rank if who.rank is not None else who.local_rank
+        for match in _matches(rest[:LINE_LIMIT]):
+            kept = self._kept.get((match[0], rank))
+            if kept is None:
+                kept = self._kept[match[0], rank] = _Kept()
+            kept.add(functools.partial(make, *match))
 
     def _split(self, piece: str) -> tuple[Origin, str]:
         """Whom the prefixes of a line name, and the line without them and without what a collector put before it."""
@@ -366,59 +368,67 @@ class _Reader:
         if bare is None:
             return who, rest
         inner, rest = split_prefix(bare, style=self._inner_style)
-        return Origin(
-            *(
-                own if own is not None else outer
-                for own, outer in zip(astuple(inner), astuple(who), strict=True)
-            )
-        ), rest
+        return _joined(inner, who), rest
 
     @staticmethod
     def _names_itself(rest: str) -> bool:
         """Whether a rank in the words of a line is the one that speaks: torch's and trainers' own lines."""
         return "[Rank " in rest or "Rank " in rest[:160] or "rank" in rest[:60]
 
-    def _add(self, event: Event) -> None:
-        key = (event.signature, event.who.rank if event.who.rank is not None else event.who.local_rank)
-        self._kept.setdefault(key, _Kept()).add(event)
-
     def _event(
         self,
-        signature: str,
-        kind: EventKind,
-        cause: str | None,
         piece: str,
         line: int,
         order: int,
         who: Origin,
-        fields: dict[str, str],
+        signature: str = "exception",
+        kind: EventKind = "error",
+        cause: str | None = None,
+        fields: Mapping[str, str] = _NO_FIELDS,
+        *,
+        year: int | None,
+        around: str = "",
     ) -> Event:
-        return Event(
-            self._name,
-            line,
-            order,
-            signature,
-            kind,
-            cause,
-            shown(piece),
-            who,
-            find_time(piece, year=self._year),
-            fields,
-        )
+        """The event of a line; its time may be in what is `around` it."""
+        time = find_time(piece, year=year)
+        if time is None and around:
+            time = find_time(around, year=year)
+        return Event(self._name, line, order, signature, kind, cause, shown(piece), who, time, fields)
 
 
-def _segments(data: bytes, offsets: list[int], tracebacks: Tracebacks) -> Iterator[tuple[int, int]]:
-    """The lines that are looked at, as (start, end): those with a hit, and all while a traceback is open."""
+def _segments(
+    data: bytes, offsets: list[int], tracebacks: Tracebacks, *, are_often: bool
+) -> Iterator[tuple[int, int]]:
+    """The lines that are looked at, as (start, end): those with a hit, and all while a traceback is open.
+
+    Args:
+        are_often: whether there are so many tracebacks that their beginnings are no hits, except for the first and the last in the chunk:
+            others are left out, and the line before one of these tells whether Python only reports it.
+    """
     place = 0
     while place < len(data):
         if not tracebacks.waiting:
             index = bisect_left(offsets, place)
             if index == len(offsets):
                 return
-            place = max(place, _start(data, offsets[index]))
+            start = _start(data, offsets[index])
+            if are_often and data.find(_HEADER, start, _line_end(data, start)) >= 0:
+                start = _start(data, max(0, start - 1))
+            place = max(place, start)
         end = _line_end(data, place)
-        yield place, end
+        if are_often and data.find(_HEADER, place, end) >= 0 and not _has_hit(offsets, place, end):
+            tracebacks.leave()
+        else:
+            yield place, end
         place = end + 1
+
+
+_HEADER = b"Traceback (most recent call last)"
+
+
+def _has_hit(offsets: list[int], start: int, end: int) -> bool:
+    index = bisect_left(offsets, start)
+    return index < len(offsets) and offsets[index] < end
 
 
 def _start(data: bytes, offset: int) -> int:
@@ -457,14 +467,33 @@ def _inner(piece: str) -> tuple[Origin, list[str]] | None:
     return replace(named, rank=rank, host=named.host or outer.host or who.host), lines
 
 
+def _joined(inner: Origin, outer: Origin) -> Origin:
+    """Whom both name; the inner one counts where they differ."""
+    if inner == NO_ORIGIN:
+        return outer
+    own = {name: value for name in _WHO if (value := getattr(inner, name)) is not None}
+    return replace(outer, **own)
+
+
+_WHO = tuple(one.name for one in fields_of(Origin))
+_Match = tuple[str, EventKind, str | None, Mapping[str, str]]
+
+
 @functools.lru_cache(maxsize=256)  # several ranks print the same
-def _hinted_marks(text: str) -> tuple[Mark, ...]:
-    return tuple(dict.fromkeys(mark for hint, mark in _MARKS_BY_HINT if hint in text))
+def _matches(head: str) -> tuple[_Match, ...]:
+    """Id, kind, cause and fields of each signature and then of each mark that matches a line."""
+    hints = _HINTS.held(head)
+    found: list[_Match] = [
+        (one.id, one.kind, one.cause, _fields(compiled(one.pattern).search(head)))
+        for one in match_hints(head, hints)
+    ]
+    for number in sorted({number for hint in hints for number in _MARKS_BY_HINT.get(hint, ())}):
+        mark = MARKS[number]
+        if match := compiled(mark.pattern).search(head):
+            kind: EventKind = mark.kind  # type: ignore[assignment]
+            found.append((mark.id, kind, None, _fields(match)))
+    return tuple(found)
 
 
-def _marks(text: str) -> Iterator[tuple[Mark, dict[str, str]]]:
-    head = text[:LINE_LIMIT]
-    for mark in _hinted_marks(head):
-        found = compiled(mark.pattern).search(head)
-        if found:
-            yield mark, {name: value for name, value in found.groupdict().items() if value is not None}
+def _fields(match: re.Match[str] | None) -> dict[str, str]:
+    return {name: value for name, value in match.groupdict().items() if value is not None} if match else {}
