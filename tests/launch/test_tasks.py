@@ -27,6 +27,8 @@ def body(report):
         print("printed before"); raise ZeroDivisionError("oh")
     if arguments.name == "kill":
         print("last words", flush=True); os.kill(os.getpid(), signal.SIGKILL)
+    if arguments.name == "leave":
+        os._exit(0)
     if arguments.name == "hang":
         os.mkfifo(request["fifo"]); open(request["fifo"])
     if arguments.name == "echo":
@@ -92,6 +94,16 @@ def test_a_killed_task_reports_the_signal(programs: Programs) -> None:
     with pytest.raises(RankDied, match="SIGKILL") as caught:
         run_task("kill", {}, programs=programs)
     assert "last words" in "\n".join(caught.value.lines())
+
+
+def test_a_task_that_ends_with_status_0_and_no_result_is_blamed_on_the_models_own_code_if_it_is_trusted(
+    programs: Programs,
+) -> None:
+    for trusts, origin in ((True, True), (False, False)):
+        request = {"config": {"model": {"trust_remote_code": trusts}}}
+        with pytest.raises(RankDied, match="exit status 0, without a final message") as caught:
+            run_task("leave", request, programs=programs)
+        assert ("the model's own code" in caught.value.problems[0].fix) is origin
 
 
 def test_a_conversation_goes_line_by_line_and_ends_with_its_input(programs: Programs) -> None:
