@@ -5,8 +5,7 @@ Run: pytest tests/run/test_stalls.py; all of them: pytest tests/run/test_stalls.
 
 import re
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from itertools import pairwise
 
 import pytest
@@ -15,41 +14,77 @@ from tests.run.guarded import LIMIT_S, TORCHRUN, Guarded, Program
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 STALLS = Program("torch DDP that hangs, torchrun", "stalls.py", TORCHRUN)
-SHORT, LONG = ("sleep", "fifo", "http"), ("lock", "pool", "prompt")
-WARNINGS = 3  # after about 5, 10 and 20 s
+STALLS_ALONE = Program("torch, one rank that hangs, torchrun", "stalls.py", (*TORCHRUN[:-1], "1"), ranks=1)
+STALLS_OF_FOUR = Program(
+    "torch DDP of four that hangs, torchrun", "stalls.py", (*TORCHRUN[:-1], "4"), ranks=4
+)
+WARNINGS = 3  # of a rank for which others wait: after about 5, 10 and 20 s
 _WARNING = re.compile(r"warning: (rank 0, .* for (\d+) s, .*)")
+_IDLE = re.compile(r"warning: no rank computes, .* for (\d+) s: (.*?); the run is ended if nothing moves for")
+_FIXES = {"prompt": "Answer by a setting"} | dict.fromkeys(
+    ("fork", "spawn", "forkserver"), "Prepare the data once"
+)
+"""Of waits_for_input and data_starved; else that of user_code_stuck."""
 
 
-def warnings_of(guarded: Guarded) -> list[re.Match[str]]:
-    return list(_WARNING.finditer(guarded.front.text()))
+def run_until(
+    stack: ExitStack, started: dict[str, Guarded], pattern: re.Pattern[str], count: int
+) -> dict[str, str]:
+    """What fronts have printed once each has so many matches of a pattern; the programs are ended then."""
+    for one in started.values():
+        stack.callback(one.close)
+    limit = time.monotonic() + LIMIT_S
+    while any(len(pattern.findall(one.front.text())) < count for one in started.values()):
+        assert time.monotonic() < limit, {name: one.front.text() for name, one in started.items()}
+        time.sleep(0.2)
+    texts = {name: one.front.text() for name, one in started.items()}
+    stack.close()
+    return texts
 
 
 @pytest.fixture(scope="module")
-def stalled(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, str]]:
-    """What fronts have printed of programs that stall at the same time, by fault, until the last of some warnings."""
-    faults: tuple[str, ...] = request.param
+def stalled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Of programs in which rank 0 stalls in several ways at the same time, by fault."""
     with ExitStack() as stack:
         started = {
-            fault: stack.enter_context(
-                closing(Guarded(STALLS, tmp_path_factory.mktemp(fault), "--fault", fault))
-            )
-            for fault in faults
+            fault: Guarded(STALLS, tmp_path_factory.mktemp(fault), "--fault", fault)
+            for fault in request.param
         }
-        limit = time.monotonic() + LIMIT_S
-        while any(len(warnings_of(one)) < WARNINGS for one in started.values()):
-            assert time.monotonic() < limit, {fault: one.front.text() for fault, one in started.items()}
-            time.sleep(0.2)
-        yield {fault: one.front.text() for fault, one in started.items()}
+        return run_until(stack, started, _WARNING, WARNINGS)
+
+
+@pytest.fixture(scope="module")
+def idle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Of programs in which all ranks stall in several ways at the same time, by fault, or start of a loader's worker."""
+    program, names = request.param
+    with ExitStack() as stack:
+        started = {
+            name: Guarded(
+                program,
+                tmp_path_factory.mktemp(name),
+                *(("--fault", name, "--everywhere") if name in FAULTS else ("--loader", name)),
+            )
+            for name in names
+        }
+        return run_until(stack, started, _IDLE, 1)
+
+
+def sets(*names: str, of: object = None, marks: tuple[pytest.MarkDecorator, ...] = ()) -> list[object]:
+    """A parameter for each name, with the names that run at the same time."""
+    label = "" if not isinstance(of, Program) else f"{of.ranks} ranks, "
+    return [
+        pytest.param(names if of is None else (of, names), name, id=label + name, marks=marks)
+        for name in names
+    ]
+
+
+FAULTS = ("sleep", "fifo", "http", "lock", "pool", "prompt")
+LONG = (pytest.mark.long,)
 
 
 @pytest.mark.parametrize(
     ("stalled", "fault"),
-    [
-        *(pytest.param(SHORT, fault, id=fault) for fault in SHORT),
-        *(pytest.param(LONG, fault, id=fault, marks=pytest.mark.long) for fault in LONG),
-    ],
+    [*sets("sleep", "fifo", "http"), *sets("lock", "pool", "prompt", marks=LONG)],
     indirect=["stalled"],
 )
 def test_a_stall_is_reported_with_its_line_each_time_that_its_age_doubles(
@@ -61,5 +96,28 @@ def test_a_stall_is_reported_with_its_line_each_time_that_its_age_doubles(
     assert ages[0] <= 10
     assert all(1.7 <= later / earlier <= 3 for earlier, later in pairwise(ages)), ages
     assert all(re.search(rf"stalls\.py:\d+ in {fault}", one[1]) for one in found), text
+    assert ("waits for input" in text) == (fault == "prompt")
     assert text.count("investigating: ") == 1
+    assert "move again" not in text
+
+
+@pytest.mark.parametrize(
+    ("idle", "name"),
+    [
+        *sets("lock", "fork", of=STALLS),
+        *sets("sleep", "fifo", "http", of=STALLS, marks=LONG),
+        *sets("pool", "prompt", "spawn", of=STALLS, marks=LONG),
+        *sets("sleep", "prompt", "forkserver", of=STALLS_ALONE, marks=LONG),
+        *sets("lock", "fork", of=STALLS_OF_FOUR, marks=LONG),
+    ],
+    indirect=["idle"],
+)
+def test_a_program_of_which_no_rank_does_anything_is_reported_with_the_line_of_each(
+    idle: dict[str, str], name: str
+) -> None:
+    text = idle[name]
+    (found,) = _IDLE.finditer(text)
+    assert 30 <= int(found[1]) <= 40
+    assert re.search(rf"stalls\.py:\d+ in {'loaded' if name not in FAULTS else name}", found[2]), text
+    assert f" s more ({_FIXES.get(name, 'Fix the code')}" in text
     assert "move again" not in text

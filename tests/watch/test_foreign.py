@@ -17,22 +17,24 @@ _CPU = DeviceChoice(kind="cpu", name="cpu", memory_bytes=1 << 30, bfloat16=False
 
 def rank(
     number: int, *, idle: float = 6.0, pending: int = 0, still: float = 0.0, phase: str = "program", step: int = 9,
-    micro: int = 1, longest: float = 0.01, pulse_idle: float = 0.1, state: str = "S",
+    micro: int = 1, longest: float = 0.01, pulse_idle: float = 0.1, state: str = "S", mean: float = 0.02,
 ) -> RankView:  # fmt: skip
     beat = Beat(
         version=9, at_ns=0, phase=phase, step=step, micro=micro, comm=3, kind="barrier", elements=0, done=0, total=0, digest=0,
-        shares_s=(0, 0, 0, 0), pulse_ns=1, answered=0, times=PhaseTimes(50, 1.0, longest), begun=20, pending=pending, still_s=still,
+        shares_s=(0, 0, 0, 0), pulse_ns=1, answered=0, times=PhaseTimes(50, 50 * mean, longest), begun=20, pending=pending, still_s=still,
         is_foreign=True,
     )  # fmt: skip
     return RankView(number, 0, beat, idle, pulse_idle, ProcessView(state=state))
 
 
-def judged(*views: RankView, looks: Sequence[Look] = ()) -> Suspicion | Verdict | None:
+def judged(
+    *views: RankView, looks: Sequence[Look] = (), patience: Patience | None = None
+) -> Suspicion | Verdict | None:
     places = {
         v.rank: RankPlace(rank=v.rank, node_rank=0, local_rank=v.rank, host="a", device=_CPU) for v in views
     }
     run_view = RunView(places, {v.rank: v for v in views}, looks={look.rank: look for look in looks})
-    return judge(run_view, Patience())
+    return judge(run_view, patience or Patience())
 
 
 def begun(
@@ -54,10 +56,67 @@ def named(found: Suspicion | Verdict | None) -> tuple[str, tuple[int, ...]] | No
     return (found.verdict.cause, found.verdict.ranks) if found is not None and found.is_named else None
 
 
-@pytest.mark.parametrize("idle", [5.0, 60.0, 599.0, 5000.0])
-def test_silence_of_all_is_not_a_finding_where_nobody_waits(idle: float) -> None:
-    """They evaluate, compile, or sleep between two jobs: who knows."""
+@pytest.mark.parametrize("idle", [5.0, 29.0])
+def test_silence_of_all_is_not_a_finding_at_first_where_nobody_waits(idle: float) -> None:
+    """They sleep between two jobs, or wait for a file: who knows."""
     assert judged(rank(0, idle=idle, still=idle), rank(1, idle=idle, still=idle)) is None
+
+
+@pytest.mark.parametrize(
+    "working",
+    [
+        {"still": 10.0}, {"pending": 1}, {"phase": "comm"}, {"step": 1},
+        {"mean": 2.0},  # seconds: 31 s are less than 20 steps
+    ],
+    ids=str,
+)  # fmt: skip
+def test_one_rank_that_does_something_is_enough_for_all(working: dict[str, Any]) -> None:
+    """They evaluate, compile, download, or have not begun."""
+    idle = rank(0, idle=31.0, still=31.0)
+    found = judged(idle, rank(1, **{"idle": 31.0, "still": 31.0, **working}))
+    assert found is None or found.verdict.ranks != (0, 1)  # type: ignore[union-attr]
+
+
+def test_a_busy_gpu_is_not_idle() -> None:
+    idle = rank(0, idle=60.0, still=60.0)
+    busy = replace(idle, process=replace(idle.process, gpu_percent=40))
+    assert judged(idle, replace(busy, rank=1)) is None
+
+
+def test_ranks_that_are_all_idle_are_named_with_their_lines_and_ended_at_the_limit() -> None:
+    looks = [Look(number, stack=("/x/prog.py:9 in reward",)) for number in range(3)]
+    views = [rank(number, idle=31.0, still=31.0) for number in range(3)]
+    unseen = judged(*views)
+    assert isinstance(unseen, Suspicion)
+    assert not unseen.is_named
+    assert unseen.wanted == (0, 1, 2)
+    found = judged(*views, looks=looks)
+    assert named(found) == ("user_code_stuck", (0, 1, 2))
+    assert isinstance(found, Suspicion)
+    assert "ranks 0, 1 and 2 at /x/prog.py:9 in reward" in found.verdict.summary
+    assert found.ends_in_s is None, "without a limit it is only reported"
+    ended = judged(*views, looks=looks, patience=Patience(idle_limit_s=31.0))
+    assert isinstance(ended, Verdict)
+    assert ended.ranks == (0, 1, 2)
+
+
+def test_before_the_first_step_ten_minutes_may_pass() -> None:
+    for seconds, is_found in ((599.0, False), (601.0, True)):
+        views = [rank(number, idle=seconds, still=seconds, step=1) for number in range(2)]
+        assert (judged(*views) is not None) == is_found
+
+
+def test_why_all_are_idle_is_seen_in_their_stacks_and_what_they_read() -> None:
+    views = [rank(number, idle=31.0, still=31.0) for number in range(2)]
+    loader = (
+        "/lib/python3.11/queue.py:171 in get",
+        "/site-packages/torch/utils/data/dataloader.py:1240 in _try_get_data",
+        "/x/prog.py:7 in main",
+    )
+    looks = [Look(number, stack=loader) for number in range(2)]
+    assert named(judged(*views, looks=looks)) == ("data_starved", (0, 1))
+    asking = replace(views[1], process=replace(views[1].process, reads_input=True))
+    assert named(judged(views[0], asking, looks=looks)) == ("waits_for_input", (0, 1))
 
 
 @pytest.mark.parametrize("idle", [5.0, 60.0, 5000.0])

@@ -195,6 +195,30 @@ RUN_CAUSES: tuple[Cause, ...] = (
         when=("during",),
     ),
     Cause(
+        id="waits_for_input",
+        title="a rank waits for input",
+        meaning=(
+            "The program reads from a terminal or from stdin: a prompt, a debugger, a library that asks for a login or for permission. Nobody answers, and the other ranks wait."
+        ),
+        telltales=(
+            "the last line of a log is a question",
+            "the stack shows input(), getpass, pdb, or a library's login",
+            "the process is in read(2) on file descriptor 0: /proc/PID/syscall",
+        ),
+        neighbours=(
+            ("user_code_stuck", "the process waits for something other than a terminal or stdin"),
+            ("io_blocked", "the process waits for a disk, in state D"),
+        ),
+        remedy=(
+            "Answer by a setting instead of a prompt: a flag such as --yes, a token in the environment, WANDB_MODE=offline, HF_TOKEN.",
+            "Remove breakpoint() and pdb from code that runs on several ranks.",
+            "Start the program with `</dev/null`: then a prompt fails at once, with its line.",
+        ),
+        exit_code=4,
+        retry_helps=False,
+        when=("during",),
+    ),
+    Cause(
         id="unequal_steps",
         title="ranks make different numbers of steps",
         meaning=(

@@ -300,6 +300,14 @@ def run(
             min=0, metavar="SECONDS", help="Time for the program to exit after a signal, before it is killed."
         ),
     ] = 40.0,
+    idle_limit: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            metavar="SECONDS",
+            help="End the program when no rank has done anything for so long; 0: never.",
+        ),
+    ] = 1800.0,
     debug_comm: DebugComm = False,
 ) -> None:
     """Run an existing, unchanged training script: compare the nodes before it starts, watch its ranks, and report the cause of a failure."""
@@ -326,6 +334,7 @@ def run(
         devices=devices,
         hosts=hosts,
         grace_s=grace,
+        idle_limit_s=idle_limit,
         launcher=launcher,
     )
     show = until_unread(RunOutput(printer).show)

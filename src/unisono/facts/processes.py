@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import os
+import platform
 import pwd
 import re
 import signal
@@ -509,3 +510,19 @@ def _is_rank_of(folder: Path, front: bytes) -> bool:
     if b"--events" not in words or b"--front-pid" not in words[:-1]:  # tasks have no events
         return False
     return words[words.index(b"--front-pid") + 1] == front
+
+
+_READ = {"x86_64": 0, "aarch64": 63}  # read(2), by machine
+_TERMINALS = ("/dev/tty", "/dev/pts/", "/dev/console")
+
+
+def reads_input(pid: int) -> bool:
+    """Whether a process's main thread waits in read(2) for stdin or a terminal; False where that may not be seen."""
+    try:
+        number, descriptor, *_ = Path(f"/proc/{pid}/syscall").read_text().split()
+        if int(number) != _READ.get(platform.machine()):
+            return False
+        target = os.readlink(f"/proc/{pid}/fd/{int(descriptor, 16)}")  # noqa: PTH115 - a Path would read `pipe:[1]` as a relative path
+    except (OSError, ValueError):  # `running`; gone; a different user's
+        return False
+    return int(descriptor, 16) == 0 or target.startswith(_TERMINALS)

@@ -159,6 +159,7 @@ class HeadProgram:
             store_host=meeting.server.address[0] if meeting is not None else "",
             join_timeout_s=self.start.request.join_timeout_s,
             stopping=StopDeadline(self.start.request.grace_s),
+            idle_limit_s=self.start.request.idle_limit_s or None,
         )
 
     def _judged(self, supervisor: ProgramSupervisor, meeting: Meeting | None) -> Verdict | None:

@@ -37,6 +37,7 @@ class RunRequest:
         token_file: `--token-file`.
         join_timeout_s: `--join-timeout`, seconds.
         grace_s: `--grace`: how long the program has to end after a signal, seconds.
+        idle_limit_s: `--idle-limit`: how long all ranks may be idle, seconds; 0: no limit.
         output_dir: `--output-dir`; empty: `runs/run-<UTC time>-<pid>`.
         uneven: `--uneven`: nodes may have unequal numbers of ranks.
         debug_comm: `--debug-comm`.
@@ -55,6 +56,7 @@ class RunRequest:
     token_file: str | None = None
     join_timeout_s: float = 300.0
     grace_s: float = GRACE_S
+    idle_limit_s: float = 1800.0
     output_dir: str = ""
     uneven: bool = False
     debug_comm: bool = False

@@ -68,6 +68,7 @@ class ProgramSupervisor:
         restarts: how often the program's launcher restarts its ranks by itself.
         store_host: the address of node 0.
         join_timeout_s: how long launchers wait for each other.
+        idle_limit_s: after which the program is ended if none of its ranks does anything; None: never.
         only_launchers: whether supervision ends with the comparison of the launchers.
         verdict: None as long as there is none.
         programs: return codes of the program, by node.
@@ -92,6 +93,7 @@ class ProgramSupervisor:
     restarts: int = 0
     store_host: str = ""
     join_timeout_s: float = 300.0
+    idle_limit_s: float | None = None
     only_launchers: bool = False
     verdict: Verdict | None = None
     programs: dict[int, int] = field(default_factory=dict)
@@ -215,7 +217,12 @@ class ProgramSupervisor:
         if len(self._places) == self._world and self._stall_monitor is None:
             self._monitor = self._monitor or RankMonitor(self.local.ranks, 0)
             self._stall_monitor = StallMonitor(
-                self.job, self._monitor, self.server, self.show, mark=self.local.mark_time
+                self.job,
+                self._monitor,
+                self.server,
+                self.show,
+                idle_limit_s=self.idle_limit_s,
+                mark=self.local.mark_time,
             )
 
     def _restart_ranks(self, attempt: int) -> None:

@@ -15,6 +15,7 @@ from unisono.facts.processes import (
     io_bytes,
     read_stat,
     read_thread,
+    reads_input,
     wait_channel,
 )
 from unisono.files import BackgroundThread
@@ -209,6 +210,7 @@ class RankMonitor:
             cpu_s=stat.cpu_s,
             children=child_states(pid),
             gpu_percent=self._use.percent(uuid) if uuid else None,
+            reads_input=reads_input(pid),
         )
 
 
@@ -314,6 +316,7 @@ class StallMonitor:
         clock: Callable[[], float] = time.monotonic,
         *,
         stall_after: str = "auto",
+        idle_limit_s: float | None = None,
         mark: Callable[[Sequence[int], str], None] = lambda _ranks, _text: None,
     ) -> None:
         """Sees nothing yet.
@@ -325,6 +328,7 @@ class StallMonitor:
             show: gets notes and warnings.
             clock: monotonic seconds.
             stall_after: of the config.
+            idle_limit_s: after which a foreign program whose ranks are all idle is ended; None: never.
             mark: gets the present suspicion in words, with its ranks, for the board; empty when the ranks move again.
         """
         self._mark = mark
@@ -333,7 +337,7 @@ class StallMonitor:
         self._monitor = monitor
         self._server = server
         self._show = show
-        self._patience = Patience.of(stall_after)
+        self._patience = Patience.of(stall_after, idle_limit_s=idle_limit_s)
         self._pace = Pace()
         self._places = {place.rank: place for place in plan.ranks}
         self._views: dict[int, RankView] = {}

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from unisono.causes import Evidence, Verdict
 from unisono.watch.verdicts import Limits, Patience, describe_activity, labels, mismatch, verdict
-from unisono.watch.views import RankView, RunView, Suspicion
+from unisono.watch.views import Beat, RankView, RunView, Suspicion
 
 _MOVES_S = 1.0  # no rule needs less; usually all ranks have beaten since, which is checked first
 _STOPPED_S = 3.0
@@ -21,13 +21,17 @@ _FROZEN = ("__refrigerator", "do_freezer_trap")  # of control groups, version 1 
 _SILENT_S = 3.0
 _LAST_WORD_S = 2.0
 _WAITS_IN_TORCH = ("torch/distributed/", "torch/_C/_distributed")
-_IN_A_LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python3|<frozen ")
+_IN_A_LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python3|/unisono/integrations/|<frozen ")
 _WAITING_FRAMES = 4
 _LOOK_S = 1.5
 _WAITED_S = 3.0
 _STILL_S = 3.0
 _INTERPRETER_S = 10.0
 _BUSY_GPU_PERCENT = 95
+_IDLE_S = 30.0
+_IDLE_STEPS = 20  # times a mean step
+_IDLE_AT_START_S = 600.0
+_LOADER = "torch/utils/data/dataloader.py"
 _LONG_COLLECTIVE_S = 30.0  # of a foreign program, which may send a whole model in one
 
 
@@ -54,6 +58,7 @@ def judge(run_view: RunView, patience: Patience) -> Suspicion | Verdict | None:
         or _does_not_come(run_view, alive, patience)
         or _apart_in_collectives(run_view, alive, patience)
         or _together_in_a_collective(run_view, alive, patience)
+        or _idle_everywhere(run_view, alive, patience)
     )
 
 
@@ -198,6 +203,8 @@ def _nobody_is_left_to_wait(views: Sequence[RankView]) -> bool:
 def _how_it_is_late(view: RankView) -> tuple[str, str]:
     """Cause and description of a rank that does not return, by its phase and its process."""
     process = view.process
+    if process.reads_input:
+        return "waits_for_input", "waits for input from the terminal or stdin"
     if process.state == "D":
         where = f" ({process.waits_in})" if process.waits_in else ""
         return "io_blocked", f"waits for storage in the kernel{where}"
@@ -282,6 +289,56 @@ def _together_in_a_collective(
     name_s = max(limits.name_s, _LONG_COLLECTIVE_S) if is_foreign else limits.name_s
     wanted = [view.rank for view in stuck if not is_foreign or not _is_seen(view, run_view)]
     return _by_time(found, since_s, name_s, limits.act_s, wanted=wanted)
+
+
+def _idle_everywhere(
+    run_view: RunView, alive: Sequence[RankView], patience: Patience
+) -> Suspicion | Verdict | None:
+    """No rank of a foreign program uses a processor or GPU, reads, writes, or waits in a collective.
+
+    A program that compiles, downloads, evaluates or saves does one of these, or waits for a process of its own that does.
+    """
+    beats = [view.beat for view in alive if view.beat is not None and view.beat.is_foreign]
+    if len(beats) < len(alive) or any(_waits(view, run_view) or view.process.gpu_percent for view in alive):
+        return None
+    since_s = min(*(view.idle_s for view in alive), *(beat.still_s for beat in beats))
+    limit_s = max(map(_idle_limit_s, beats))
+    if since_s < limit_s:
+        return None
+    ranks = [view.rank for view in alive]
+    lines = _lines_of(alive, run_view)
+    summary = f"no rank computes, reads, writes or waits in a collective, for {since_s:.0f} s: {lines}"
+    found = verdict(_why_idle(alive, run_view), summary, run_view, ranks=ranks, since_s=since_s)
+    ends_in_s = None if patience.idle_limit_s is None else patience.idle_limit_s - since_s
+    if ends_in_s is not None and ends_in_s <= 0:
+        return found
+    is_named = since_s >= limit_s + _LOOK_S or all(_is_seen(view, run_view) for view in alive)
+    return Suspicion(found, since_s, is_named=is_named, ends_in_s=ends_in_s, wanted=tuple(ranks))
+
+
+def _idle_limit_s(beat: Beat) -> float:
+    """How long a foreign rank may be idle. Before its first step it may wait for a scheduler, a license or another job."""
+    if beat.step <= 1:
+        return _IDLE_AT_START_S
+    return max(_IDLE_S, _IDLE_STEPS * beat.times.total_s / max(1, beat.times.count))
+
+
+def _lines_of(alive: Sequence[RankView], run_view: RunView) -> str:
+    """Where the ranks are, those in the same line together."""
+    at: dict[str, list[int]] = {}
+    for view in alive:
+        at.setdefault(_top(view, run_view).removeprefix(", ") or "in an unknown line", []).append(view.rank)
+    return "; ".join(f"{labels(run_view, ranks)} {line}" for line, ranks in at.items())
+
+
+def _why_idle(alive: Sequence[RankView], run_view: RunView) -> str:
+    """The cause, by the stacks of idle ranks."""
+    if any(view.process.reads_input for view in alive):
+        return "waits_for_input"
+    looks = [look for view in alive if (look := run_view.looks.get(view.rank)) is not None and look.stack]
+    if looks and all(any(_LOADER in frame for frame in look.stack) for look in looks):
+        return "data_starved"
+    return "user_code_stuck"
 
 
 def _graded(

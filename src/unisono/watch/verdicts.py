@@ -35,14 +35,16 @@ class Patience:
 
     Attributes:
         stall_after_s: silence after which a run is stopped; None: derived from observed durations.
+        idle_limit_s: after so long a foreign program is stopped whose ranks are all idle; None: never.
     """
 
     stall_after_s: float | None = None
+    idle_limit_s: float | None = None
 
     @classmethod
-    def of(cls, stall_after: str) -> "Patience":
+    def of(cls, stall_after: str, *, idle_limit_s: float | None = None) -> "Patience":
         """From `watch.stall_after`: a duration, or "auto"."""
-        return cls(None if stall_after == "auto" else parse_seconds(stall_after))
+        return cls(None if stall_after == "auto" else parse_seconds(stall_after), idle_limit_s)
 
     def limits(self, beat: Beat) -> Limits:
         """Limits for a rank in the phase of its heartbeat.

@@ -255,6 +255,7 @@ class ProcessView:
         cpu_s: CPU seconds of all its threads.
         children: states of its child processes, e.g. loaders: one letter each.
         gpu_percent: utilization of its device; None without one.
+        reads_input: whether its main thread waits for a terminal or stdin.
     """
 
     state: str = ""
@@ -262,6 +263,7 @@ class ProcessView:
     cpu_s: float = 0.0
     children: str = ""
     gpu_percent: int | None = None
+    reads_input: bool = False
 
 
 @dataclass(frozen=True, slots=True)

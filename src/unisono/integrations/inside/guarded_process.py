@@ -376,7 +376,7 @@ class _Used(NamedTuple):
     """What this process has used since its start.
 
     Attributes:
-        cpu_s: CPU seconds of its threads, without the calling one.
+        cpu_s: CPU seconds of its threads, without those of the guard.
         child_ticks: CPU time of its children, in kernel ticks.
         io_bytes: read and written.
         wakeups: how often the training thread has waited; None if unknown.
@@ -390,7 +390,7 @@ class _Used(NamedTuple):
     @classmethod
     def now(cls, thread: int | None) -> Self:
         return cls(
-            time.process_time() - time.thread_time(), _ticks_below(os.getpid()), _io_bytes(), _wakeups(thread)
+            time.process_time() - _own_cpu_s(), _ticks_below(os.getpid()), _io_bytes(), _wakeups(thread)
         )
 
     def is_more_than(self, last: "_Used") -> bool:
@@ -401,6 +401,13 @@ class _Used(NamedTuple):
             or self.child_ticks - last.child_ticks > _BACKGROUND_TICKS
             or self.io_bytes - last.io_bytes > _MUCH_BYTES
         )
+
+
+def _own_cpu_s() -> float:
+    """CPU seconds of the guard's own threads: the pulse, which never ends, as reading the clock of an ended thread can crash, and this one."""
+    pulse = next((one.ident for one in threading.enumerate() if one.name == "pulse"), None)
+    pulse_s = time.clock_gettime(time.pthread_getcpuclockid(pulse)) if pulse is not None else 0.0
+    return pulse_s + time.thread_time()
 
 
 def _wakeups(thread: int | None) -> int | None:
