@@ -3,6 +3,11 @@
 Run: .venv/bin/python -m pytest tests/data/test_tokens.py
 """
 
+import json
+import os
+import resource
+import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,10 +19,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, normalizers, pre_tokenizers, processors
 
+from tests import front_server
 from unisono.data import Conversation, encode
 from unisono.data.encode import Encoder, TextEncoder, _FastTokens
 from unisono.data.prepare import load_tokenizer
 from unisono.data.token_table import Encoded
+from unisono.errors import DataError
 
 TokenizerDir = Callable[..., Path]
 _text = st.text(st.sampled_from("ab 12\n\té日🙂<|>"), min_size=1, max_size=30)
@@ -173,3 +180,77 @@ def test_tokens_are_written_and_read_without_pandas(tmp_path: Path) -> None:
         [sys.executable, "-c", PROGRAM, str(tmp_path)], capture_output=True, text=True, check=False
     )
     assert done.stdout == "[0, 1, 2, 3] False\n", done.stderr
+
+
+def changed(source: Path, folder: Path, **parts: Any) -> Path:
+    """A copy of a tokenizer's folder with other parts in its tokenizer.json."""
+    shutil.copytree(source, folder)
+    file = folder / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | parts))
+    return folder
+
+
+def split(pattern: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
+@pytest.mark.parametrize(
+    ("parts", "why"),
+    [
+        ({"pre_tokenizer": split("(a+)+$|(a|aa)+$")}, "retry-limit-in-match over"),
+        ({"pre_tokenizer": split("(?:x|xx)*y")}, "retry-limit-in-match over"),
+        ({"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "b"}}, "Missing [UNK] token"),
+    ],
+)
+def test_a_tokenizer_that_cannot_encode_is_refused_when_it_is_loaded(
+    tokenizer_dir: TokenizerDir, tmp_path: Path, parts: dict[str, Any], why: str
+) -> None:
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    with pytest.raises(DataError, match="the tokenizer cannot encode a text") as caught:
+        load_tokenizer(changed(tokenizer_dir(), tmp_path / "t", **parts), trust_remote_code=False)
+    assert why in caught.value.problems[0].why
+    assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
+
+
+def test_a_text_on_which_a_pattern_backtracks_is_refused(tokenizer_dir: TokenizerDir, tmp_path: Path) -> None:
+    folder = changed(tokenizer_dir(), tmp_path / "t", pre_tokenizer=split("(?:ab|abab)*c"))
+    encoder = TextEncoder(load_tokenizer(folder, trust_remote_code=False))
+    with pytest.raises(DataError, match="cannot encode a text"):
+        encoder.encode(["ab" * 60 + "!c"], special=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("parts", "what"),
+    [
+        ({"pre_tokenizer": split(r"(?:\w?\w?\w?){8}(?<=\x00)")}, "the tokenizer does not terminate"),
+        (
+            {
+                "normalizer": {
+                    "type": "Sequence",
+                    "normalizers": [{"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 64}] * 5,
+                }
+            },
+            "the tokenizer needs too much memory",
+        ),
+    ],
+    ids=["time", "memory"],
+)
+def test_a_tokenizer_that_ends_the_process_is_named(
+    tokenizer_dir: TokenizerDir, tmp_path: Path, parts: dict[str, Any], what: str
+) -> None:
+    folder = changed(tokenizer_dir(), tmp_path / "t", **parts)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n', encoding="utf-8")
+    (tmp_path / "c.yaml").write_text(
+        f"model: {{path: 'builtin:tiny', tokenizer: {folder}}}\ndata: {{train: rows.jsonl}}\noutput_dir: out\n"
+    )
+    done = front_server.run(
+        [sys.executable, "-m", "unisono", "data", "preview", "c.yaml"],
+        timeout=300,
+        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")},
+        cwd=tmp_path,
+    )
+    assert done.returncode == 2, done.stderr
+    assert f"error: {what}" in done.stderr
+    assert "Traceback" not in done.stderr

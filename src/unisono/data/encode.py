@@ -1,7 +1,10 @@
 """From examples to tokens, with the tokens that count in the loss."""
 
+import contextlib
 import json
-from collections.abc import Sequence
+import signal
+import string
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +28,8 @@ from unisono.data.template import (
 )
 from unisono.data.token_table import Encoded, EncodedUnit
 from unisono.errors import DataError
-from unisono.text import one_line
+from unisono.facts.limits import memory_limited, usable_cores
+from unisono.text import library_words, one_line
 
 
 class Tokens(Protocol):
@@ -75,7 +79,8 @@ class TextEncoder:
         vocabulary = self._vocabulary if ranges and not special else None
         in_bytes = vocabulary is not None and vocabulary.repeated <= 32 + vocabulary.aligned // 8
         encode_batch = backend.encode_batch_fast if in_bytes or not ranges else backend.encode_batch
-        found = zip(texts, encode_batch(list(texts), add_special_tokens=special), strict=True)
+        with bounded_encoding(sum(map(len, texts))):
+            found = zip(texts, encode_batch(list(texts), add_special_tokens=special), strict=True)
         if vocabulary is None or not in_bytes:
             return [_FastTokens(encoding) for _, encoding in found]
         return [_ByteTokens(vocabulary, text, encoding.ids) for text, encoding in found]
@@ -83,6 +88,61 @@ class TextEncoder:
     @cached_property
     def _vocabulary(self) -> "_ByteVocabulary | None":
         return _ByteVocabulary.of(self._tokenizer.backend_tokenizer)
+
+
+ENCODING_S = 30.0  # CPU seconds, beside
+_ENCODING_S_EACH = 20e-6  # for each character: usual tokenizers take a microsecond
+_ENCODING_BYTES = 4 << 30  # of memory, beside
+_ENCODING_BYTES_EACH = 1 << 10  # for each character: usual are 180
+_THREAD_BYTES = 128 << 20  # of address space that a thread of the library reserves
+_PROBE = "".join(letter * 40 + "!" for letter in string.printable) + string.printable
+"""Runs, on which bad patterns backtrack, and what a pattern may look for behind them."""
+_PROBE_S, _PROBE_BYTES = 5.0, 1 << 30  # 2 ms are usual
+
+
+@contextlib.contextmanager
+def bounded_encoding(
+    characters: int, *, cpu_s: float = ENCODING_S, memory_bytes: int = _ENCODING_BYTES
+) -> Iterator[None]:
+    """A context for the tokenizers library, which no exception can interrupt; a tokenizer.json has patterns of others.
+
+    The kernel ends a process whose CPU time is over (child.TOKENIZER_HAS_NO_END), and the library one that gets no more memory.
+
+    Args:
+        characters: of all texts.
+        cpu_s: CPU seconds, beside those for the characters.
+        memory_bytes: beside those for characters and threads.
+
+    Raises:
+        DataError: if the library fails.
+    """
+    memory_bytes += characters * _ENCODING_BYTES_EACH + usable_cores() * _THREAD_BYTES
+    signal.setitimer(signal.ITIMER_PROF, cpu_s + characters * _ENCODING_S_EACH)
+    try:
+        with memory_limited(memory_bytes):
+            yield
+    except BaseException as error:
+        if type(error) is not Exception and type(error).__name__ != "PanicException":
+            raise
+        raise DataError.of(
+            "the tokenizer cannot encode a text",
+            where="model.tokenizer, or the model's own tokenizer.json",
+            why=library_words(error, library="tokenizers"),
+            fix="use the files of the original model",
+        ) from error
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def probe_tokenizer(tokenizer: Any) -> None:
+    """Encodes a text on which patterns that backtrack without end, and replacements that fill the memory, show it at once.
+
+    Raises:
+        DataError: if the tokenizer cannot encode it.
+    """
+    if tokenizer.is_fast:
+        with bounded_encoding(len(_PROBE), cpu_s=_PROBE_S, memory_bytes=_PROBE_BYTES):
+            tokenizer.backend_tokenizer.encode(_PROBE)
 
 
 class _Listed:

@@ -31,7 +31,7 @@ from unisono.config.lf_template import LF_VERSION, lf_name
 from unisono.config.schema import RunConfig
 from unisono.config.sections import rows_of
 from unisono.data import flat_total
-from unisono.data.encode import ENCODER_VERSION
+from unisono.data.encode import ENCODER_VERSION, probe_tokenizer
 from unisono.data.lf_pieces import local_day
 from unisono.data.sources import Source, find_sources
 from unisono.data.token_table import TokenTable
@@ -355,12 +355,13 @@ def load_tokenizer(directory: Path, *, trust_remote_code: bool) -> Any:
 
     Raises:
         ModelError: if transformers cannot read it.
+        DataError: if it cannot encode a text.
     """
     with loading_modules():
         from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(
+        found = AutoTokenizer.from_pretrained(
             directory, trust_remote_code=trust_remote_code, local_files_only=True
         )
     except Exception as error:  # tokenizers raises a plain Exception for an invalid tokenizer.json
@@ -373,6 +374,8 @@ def load_tokenizer(directory: Path, *, trust_remote_code: bool) -> Any:
             why=library_words(error),
             fix="copy its files again, or set model.tokenizer",
         ) from error
+    probe_tokenizer(found)
+    return found
 
 
 def _build(

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import tempfile
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from unisono.causes import Verdict
-from unisono.child import TEMPLATE_HAS_NO_END
+from unisono.child import TEMPLATE_HAS_NO_END, TOKENIZER_HAS_NO_END
 from unisono.errors import (
     DataError,
     Disagreed,
@@ -220,6 +221,12 @@ class TaskProcess:
                 why="rendering one conversation used up its CPU time within a single operation, which cannot be interrupted",
                 fix="fix the template, or set data.template to a file with a different one",
             )
+        if self._child.returncode == -TOKENIZER_HAS_NO_END:
+            return _bad_tokenizer("does not terminate", "encoding a text used up its CPU time")
+        # In Rust's words, before a long stack.
+        memory = re.search(r"memory allocation of \d+ bytes failed", tail_of(self._printed, most=1 << 17))
+        if self._child.returncode == -signal.SIGABRT and memory:
+            return _bad_tokenizer("needs too much memory", memory[0])
         return self._died(how_it_ended(self._child.returncode or 0))
 
     def _died(self, how: str, traceback: str = "") -> RankDied:
@@ -233,6 +240,16 @@ class TaskProcess:
             if origin
             else "run it again with --debug, and report it unless memory or disk is the cause",
         )
+
+
+def _bad_tokenizer(what: str, why: str) -> DataError:
+    """The refusal of a tokenizer on which a task has ended."""
+    return DataError.of(
+        f"the tokenizer {what}",
+        where="model.tokenizer, or the model's own tokenizer.json",
+        why=why,
+        fix="use the files of the original model",
+    )
 
 
 def _environment() -> dict[str, str]:
@@ -271,8 +288,7 @@ def how_it_ended(returncode: int) -> str:
     return f"exit status {returncode}, without a final message"
 
 
-def tail_of(printed: IO[bytes]) -> str:
-    """The end of a child's output."""
+def tail_of(printed: IO[bytes], *, most: int = _TAIL_BYTES) -> str:
+    """The end of a child's output, at most `most` bytes of it."""
     size = os.fstat(printed.fileno()).st_size
-    start = max(0, size - _TAIL_BYTES)
-    return os.pread(printed.fileno(), _TAIL_BYTES, start).decode("utf-8", "replace")
+    return os.pread(printed.fileno(), most, max(0, size - most)).decode("utf-8", "replace")

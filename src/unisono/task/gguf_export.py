@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from unisono.data import RowError
+from unisono.data.encode import probe_tokenizer
 from unisono.data.template import ChatTemplate, common_beginning
 from unisono.errors import ModelError, UnfitError, UsageError
 from unisono.events import Reporter
@@ -154,6 +155,7 @@ class _Writing:
     def _tokenizer(self, rows: int) -> list[Setting]:
         template = self.template
         end = template.end_of_turn if template is not None else None
+        probe_tokenizer(self.tokenizer)
         return tokenizer_settings(
             self.tokenizer,
             rows=rows,

@@ -19,7 +19,7 @@ from unisono.child import without_bitsandbytes
 from unisono.config.lf_template import adapt_tokenizer, lf_name, lf_template_of
 from unisono.config.schema import RunConfig
 from unisono.data import Message
-from unisono.data.encode import TextEncoder
+from unisono.data.encode import TextEncoder, probe_tokenizer
 from unisono.data.lf_encoder import LfChatTemplate, lf_chat_template
 from unisono.data.template import ChatTemplate, choose_template, fallback_template, known_stop_ids
 from unisono.errors import ModelError, UsageError
@@ -159,6 +159,7 @@ def open_requested(request: dict[str, Any], report: Reporter, *, answers: bool =
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     dtype = dtype_of(target, device)
     loaded = load_target(target, dtype=dtype, device=device)
+    probe_tokenizer(loaded.tokenizer)
     loaded.model.eval()
     template = template_of(target, loaded.tokenizer)
     forward = choose_forward(
