@@ -167,7 +167,9 @@ def test_captions_come_from_files_metadata_and_folders(tmp_path: Path) -> None:
         (root / folder).mkdir(parents=True)
         Image.new("RGB", (64, 64)).save(root / folder / "a.png")
     (root / "3_cat" / "a.txt").write_text("\ufeff a cat, sitting \nsecond line")
-    (root / "metadata.jsonl").write_text('not json\n{"file_name": "2_dog/a.png", "text": "a dog"}\n')
+    (root / "metadata.jsonl").write_text(
+        "not json\n" + "[" * 100_000 + '\n{"file_name": "2_dog/a.png", "text": "a dog"}\n'
+    )
     Image.new("RGB", (64, 64)).save(root / "2_dog" / "b.png")
     section = DiffusionSection(folder_captions=True)
     found = read_folder(str(root), section, source=0, is_prior=False, key="", decoded={})

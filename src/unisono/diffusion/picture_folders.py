@@ -5,7 +5,6 @@ Every file with the suffix of a picture is used, dropped or bad, and the ledger 
 
 import contextlib
 import hashlib
-import json
 import os
 import re
 import warnings
@@ -20,7 +19,7 @@ import xxhash
 
 from unisono.config.sections import DiffusionSection
 from unisono.errors import DataError, UsageError
-from unisono.files import open_plain
+from unisono.files import iterate_lines, open_plain, parse_json
 from unisono.text import one_line
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
@@ -269,15 +268,12 @@ def _read_metadata(file: Path) -> dict[str, str]:
     found: dict[str, str] = {}
     if not file.is_file():
         return found
-    with open_plain(file) as stream:
-        for line in stream:
-            with contextlib.suppress(ValueError):
-                row = json.loads(line)
-                text = (
-                    row.get("text", row.get("caption", row.get("prompt"))) if isinstance(row, dict) else None
-                )
-                if isinstance(text, str) and isinstance(row.get("file_name"), str):
-                    found[row["file_name"]] = text.strip()
+    for line in iterate_lines(file):
+        with contextlib.suppress(ValueError):
+            row = parse_json(line)
+            text = row.get("text", row.get("caption", row.get("prompt"))) if isinstance(row, dict) else None
+            if isinstance(text, str) and isinstance(row.get("file_name"), str):
+                found[row["file_name"]] = text.strip()
     return found
 
 

@@ -18,9 +18,10 @@ from unisono.child import without_bitsandbytes
 from unisono.config.schema import AdapterSection, RunConfig
 from unisono.diffusion.pipeline_files import Pipeline, read_pipeline
 from unisono.errors import ModelError
+from unisono.model.files import check_tokenizer_files
 from unisono.model.forward import Forward
 from unisono.model.kernels import KEEP_UP_TO, Kernels
-from unisono.model.load import DTYPES, LoadedModel
+from unisono.model.load import DTYPES, LIBRARY_ERRORS, LoadedModel
 from unisono.text import library_words
 
 BLOCK = "Transformer2DModel"
@@ -271,10 +272,13 @@ def load_tokenizers(pipeline: Pipeline) -> list[Any]:
     found = []
     for name in pipeline.text_encoders:
         folder = pipeline.root / name.replace("text_encoder", "tokenizer")
+        check_tokenizer_files(folder)
         try:
             with quiet():
                 found.append(CLIPTokenizer.from_pretrained(str(folder), local_files_only=True))
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        except Exception as error:  # tokenizers raises a plain Exception for an invalid tokenizer.json
+            if type(error) is not Exception and not isinstance(error, LIBRARY_ERRORS):
+                raise
             raise ModelError.of(
                 "the tokenizer of the pipeline cannot be read",
                 where=str(folder),

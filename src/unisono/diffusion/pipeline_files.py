@@ -9,6 +9,7 @@ from typing import Any
 
 from unisono.config.schema import RunConfig
 from unisono.errors import ModelError
+from unisono.files import open_plain
 from unisono.model.directory import is_hub_id, locate_model
 from unisono.model.files import (
     indexed_files,
@@ -33,6 +34,10 @@ WEIGHTS = {
     "text_encoder_2": "model",
 }
 """Component, and the stem of its weight file."""
+
+_COUNTS = ("layers_per_block", "transformer_layers_per_block", "num_hidden_layers")
+_WIDTHS = ("block_out_channels", "cross_attention_dim", "hidden_size", "intermediate_size", "vocab_size")
+_MOST_TIMES = 100_000  # a thousand are usual, each with a number in memory
 
 _LORA_MODULES = (".attn1.", ".attn2.", ".ff.", ".proj_in.", ".proj_out.")
 
@@ -147,7 +152,30 @@ def read_pipeline(root: Path) -> Pipeline:
             fix="use the base model",
         )
     scheduler = _read(root / "scheduler" / "scheduler_config.json")
-    return Pipeline(root, PIPELINES[name], unet, vae, str(scheduler.get("prediction_type", "epsilon")))
+    found = Pipeline(root, PIPELINES[name], unet, vae, str(scheduler.get("prediction_type", "epsilon")))
+    _refuse_numbers(
+        root / "scheduler" / "scheduler_config.json", scheduler, {"num_train_timesteps": _MOST_TIMES}
+    )
+    for component in ("unet", "vae", *found.text_encoders):
+        headers = [header for file in found.weights(component) for header in read_safetensors_header(file)]
+        limits = dict.fromkeys(_COUNTS, len(headers))
+        limits |= dict.fromkeys(_WIDTHS, max(max(header.shape, default=1) for header in headers))
+        _refuse_numbers(root / component / "config.json", _read(root / component / "config.json"), limits)
+    return found
+
+
+def _refuse_numbers(file: Path, settings: dict[str, Any], limits: dict[str, int]) -> None:
+    """Refuses numbers, alone or in a list, for which far more memory would be taken than the weights need."""
+    for name, most in limits.items():
+        value = settings.get(name)
+        for number in value if isinstance(value, list) else [value]:
+            if isinstance(number, int) and not 0 < number <= most:
+                raise ModelError.of(
+                    f"{name} in the config of the pipeline's {file.parent.name} is {number}",
+                    where=str(file),
+                    why=f"it is at most {most} for the weights there",
+                    fix="copy the directory of the pipeline again",
+                )
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -215,7 +243,7 @@ def inspect_pipeline(pipeline: Pipeline) -> tuple[ModelFacts, PipelineDigests]:
             if contents.odd:
                 odd[path] = contents.odd
         else:
-            digests[label] = hashlib.sha256(path.read_bytes()).hexdigest()
+            digests[label] = sha256_of(path)
     if odd:
         raise odd_weights(odd)
     headers = [header for file in pipeline.weights("unet") for header in read_safetensors_header(file)]
@@ -249,6 +277,12 @@ def inspect_pipeline(pipeline: Pipeline) -> tuple[ModelFacts, PipelineDigests]:
     return facts, PipelineDigests(
         facts.digest, part("vae/"), part("text_encoder", "tokenizer"), part("tokenizer")
     )
+
+
+def sha256_of(file: Path) -> str:
+    """The digest of a regular file of any size."""
+    with open_plain(file) as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def digest_parts(parts: dict[str, str]) -> str:

@@ -4,7 +4,6 @@ diffusers maps the names of tensors, as in its `from_single_file`; the configs, 
 What such a file does not have is its tokenizer. Only the conversion needs torch.
 """
 
-import hashlib
 import shutil
 from collections.abc import Mapping
 from math import prod
@@ -21,6 +20,7 @@ from unisono.diffusion.pipeline_files import (
     inspect_pipeline,
     locate_pipeline,
     read_pipeline,
+    sha256_of,
 )
 from unisono.errors import ModelError, UnfitError, storage_failure
 from unisono.files import read_object, write_json
@@ -135,7 +135,7 @@ def open_single_file(
     ]
     key = digest_parts(
         {"conversion": str(_CONVERSION), "prediction": prediction, "model": read_contents(file).digest}
-        | {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in vocabulary}
+        | {path.name: sha256_of(path) for path in vocabulary}
     )
     place = cache_dir / "pictures" / "models" / key
     for _ in range(2):

@@ -1,0 +1,52 @@
+"""A pipeline's files are refused before memory is taken for them, or a library waits. Run: pytest tests/diffusion/test_pipeline_files.py"""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import needs
+from unisono.diffusion.pipeline import load_tokenizers
+from unisono.diffusion.pipeline_files import read_pipeline
+from unisono.errors import ModelError
+
+needs.package("diffusers")
+
+
+@pytest.fixture
+def copy(pipeline_dir: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(pipeline_dir, tmp_path / "pipeline")
+
+
+@pytest.mark.parametrize(
+    ("part", "key", "value"),
+    [
+        ("unet", "block_out_channels", [10**9, 10**9]),
+        ("unet", "layers_per_block", 10**6),
+        ("vae", "block_out_channels", [-1]),
+        ("text_encoder", "num_hidden_layers", 10**6),
+        ("text_encoder", "vocab_size", 10**12),
+        ("scheduler", "num_train_timesteps", 10**12),
+    ],
+)
+def test_a_config_for_more_than_the_weights_hold_is_refused(
+    copy: Path, part: str, key: str, value: Any
+) -> None:
+    file = copy / part / ("scheduler_config.json" if part == "scheduler" else "config.json")
+    file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
+    with pytest.raises(ModelError, match=f"{key} in the config of the pipeline's {part}") as caught:
+        read_pipeline(copy)
+    assert caught.value.problems[0].where == str(file)
+
+
+@pytest.mark.parametrize(
+    "name", ["unet/config.json", "scheduler/scheduler_config.json", "tokenizer/tokenizer.json"]
+)
+def test_a_pipe_in_a_pipeline_is_refused_by_its_name(copy: Path, name: str) -> None:
+    (copy / name).unlink()
+    os.mkfifo(copy / name)
+    with pytest.raises(ModelError, match=Path(name).name):
+        load_tokenizers(read_pipeline(copy))
