@@ -115,6 +115,7 @@ class OneNode:
     ranks: "Sequence[RankPlace]"
     nodes: "Sequence[NodePlace]" = ()
     total_steps: int = 1000
+    own_code: None = None
 
     @property
     def world_size(self) -> int:

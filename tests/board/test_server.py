@@ -98,7 +98,8 @@ def test_other_names_origins_and_methods_are_refused(board: RunningBoard) -> Non
     [("Host", "a{b}.evil.com"), ("Host", "[::1"), ("Host", "127.0.0.1@evil"), ("Host", "\xff"), ("Origin", "http://["), ("Origin", "http://a{b}")],
 )  # fmt: skip
 def test_headers_that_cannot_be_parsed_are_refused(board: RunningBoard, header: str, value: str) -> None:
-    assert board.ask("/api/runs", **{header: value}).status == 400
+    headers: dict[str, Any] = {header: value}
+    assert board.ask("/api/runs", **headers).status == 400
 
 
 def test_a_name_that_is_no_file_name_is_refused_without_a_traceback(board: RunningBoard) -> None:

@@ -44,6 +44,7 @@ class _Job:
 
     world_size: int
     total_steps: int = 0
+    own_code: None = None
 
     @property
     def ranks(self) -> list[RankPlace]:
