@@ -389,7 +389,7 @@ def _refuse_odd_numbers(file: Path, settings: dict[str, Any]) -> None:
             and not (type(value) is int and 0 < value < most)
         ):
             raise ModelError.of(
-                f"{name} in config.json of the model is not a number from 1 to {most:,}",
+                f"{name} in config.json of the model must be a number from 1 to {most:,}",
                 where=str(file),
                 why=f"{name} is {one_line(repr(value), limit=60)}",
                 fix="copy config.json of the model again",
