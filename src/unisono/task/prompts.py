@@ -28,6 +28,8 @@ from unisono.task.inference import InferenceModel, TooManyTokens, prompt_ids
 _CPU_S = 20.0
 """CPU seconds for one prompt; a prompt of a million tokens takes two or three."""
 _WALL_S = 10 * _CPU_S
+_OUT_OF_TIME = (-signal.SIGXCPU, -child.TEMPLATE_HAS_NO_END, -child.TOKENIZER_HAS_NO_END)
+"""Return codes of a process that the kernel ended for its CPU time."""
 _ROLES = {"developer": "system"}
 """Roles of OpenAI's protocol that no template knows, and what they mean."""
 _PROBE = [{"role": "user", "content": "hello"}]
@@ -181,7 +183,7 @@ class PromptProcess:
         except (EOFError, OSError):
             pass
         returncode = self._restart()
-        if is_late or returncode in (-child.TEMPLATE_HAS_NO_END, -signal.SIGXCPU):
+        if is_late or returncode in _OUT_OF_TIME:
             part = "messages" if ask.get("messages") else "prompt"
             return {"refused": (part, f"to read it took more than {_CPU_S:g} s of CPU time", "shorten it")}
         return {"failed": f"the process that reads prompts ended: {how_it_ended(returncode)}"}
