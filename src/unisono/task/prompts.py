@@ -169,23 +169,24 @@ class PromptProcess:
             self._prepared.put({"kind": "prepared", "ask": ask, **self._answer(ask)})
 
     def _answer(self, ask: Message) -> Message:
-        """What the process makes of a request; a process that has ended is replaced."""
-        if not self._process.is_alive():
-            self._restart()
-        is_late = False
-        try:
-            self._connection.send(ask)
-            is_late = not self._connection.poll(_WALL_S)
-            if not is_late:
-                answer: Message = self._connection.recv()
-                return answer
-            self._process.kill()
-        except (EOFError, OSError):
-            pass
-        returncode = self._restart()
-        if is_late or returncode in _OUT_OF_TIME:
-            part = "messages" if ask.get("messages") else "prompt"
-            return {"refused": (part, f"to read it took more than {_CPU_S:g} s of CPU time", "shorten it")}
+        """What the process makes of a request. One that is killed from outside is replaced, and gets the request again, once."""
+        returncode = 0
+        for _ in range(2):
+            is_late = False
+            try:
+                self._connection.send(ask)
+                is_late = not self._connection.poll(_WALL_S)
+                if not is_late:
+                    answer: Message = self._connection.recv()
+                    return answer
+                self._process.kill()
+            except (EOFError, OSError):
+                pass
+            returncode = self._restart()
+            if is_late or returncode in _OUT_OF_TIME:
+                part = "messages" if ask.get("messages") else "prompt"
+                what = f"to read it took more than {_CPU_S:g} s of CPU time"
+                return {"refused": (part, what, "shorten it")}
         return {"failed": f"the process that reads prompts ended: {how_it_ended(returncode)}"}
 
     def _restart(self) -> int:
