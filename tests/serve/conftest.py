@@ -116,20 +116,20 @@ class Served:
         return made
 
     def task(self) -> psutil.Process:
-        """The process of the model."""
+        """The process of the model; the one that reads prompts is its child, with the same command line."""
         front = str(self.process.pid)
+        found = {}
         for process in psutil.process_iter():
-            try:
+            with contextlib.suppress(psutil.Error):
                 words = process.cmdline()
-            except psutil.Error:
-                continue
-            if (
-                "unisono.task" in words
-                and "serve" in words
-                and words[words.index("--front-pid") + 1] == front
-            ):
-                return process
-        raise AssertionError("there is no process of the model")
+                if (
+                    "unisono.task" in words
+                    and "serve" in words
+                    and words[words.index("--front-pid") + 1] == front
+                ):
+                    found[process.pid] = (process, process.ppid())
+        (task,) = (process for process, parent in found.values() if parent not in found)
+        return task
 
     def close(self) -> None:
         """Closes what has been opened to the server."""
