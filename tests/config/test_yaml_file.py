@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from unisono.config.yaml_file import parse_value, parse_yaml, read_yaml
+from unisono.config.yaml_file import parse_value, parse_yaml, read_config_text, read_yaml
 from unisono.errors import ConfigError
 
 
@@ -103,6 +103,16 @@ def test_a_pipe_as_config_is_not_waited_for_where_nobody_writes(tmp_path: Path) 
     with pytest.raises(ConfigError) as caught:
         read_yaml(tmp_path / "config.yaml")
     assert "named pipe" in caught.value.problems[0].why
+
+
+def test_the_text_of_a_config_is_not_taken_from_a_pipe_which_was_read_before(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("model: x\n", encoding="utf-8-sig")
+    assert read_config_text(path) == "model: x\n"
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(ConfigError, match="is a named pipe"):
+        read_config_text(path)
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from unisono.cluster.slurm_job_request import (
     log_file,
     output_file,
 )
+from unisono.config.yaml_file import read_config_text
 from unisono.errors import UnfitError, UsageError
 from unisono.events import Show, notify
 from unisono.facts import no_gpus, read_environment, read_machine, take_token
@@ -281,7 +282,7 @@ def train_on_slurm(request: TrainRequest, show: Show) -> dict[str, Any]:
     take_token()  # the job makes its own; sbatch would store this one with the job
     loaded, known = load_requested(request), partitions()
     spec = job_request(request, loaded.config, gpus=has_gpus(checked_partitions(request)))
-    config = _text_of(request)
+    config = read_config_text(request.config_path)
 
     def check() -> None:
         decide_start(
@@ -337,7 +338,7 @@ def script_for(request: TrainRequest) -> str:
     loaded, known = load_requested(request), partitions()
     spec = job_request(request, loaded.config, gpus=has_gpus(checked_partitions(request)))
     refuse_impossible(spec, known)
-    return batch_script(spec, _text_of(request))
+    return batch_script(spec, read_config_text(request.config_path))
 
 
 def _renamed(run: RunDir) -> Path:
@@ -352,11 +353,6 @@ def _renamed(run: RunDir) -> Path:
         return set_aside(run)
     finally:
         lock.release()
-
-
-def _text_of(request: TrainRequest) -> str:
-    """The text of the config file, which was validated just before."""
-    return request.config_path.read_text(encoding="utf-8-sig")
 
 
 class _WaitCheck:

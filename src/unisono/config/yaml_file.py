@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from unisono.errors import ConfigError, Problem
-from unisono.files import decode_text, fault_of, open_given
+from unisono.files import decode_text, fault_of, open_given, read_given
 
 KeyPath = tuple[str | int, ...]
 _LIMIT_BYTES = 256_000  # pure-Python YAML parses about 50 kB per second; a config has a few kB
@@ -81,6 +81,19 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
     if path.suffix.lower() == ".json":
         text = text.replace("\t", " ")  # YAML reads JSON but for tabs, which JSON has only between values
     return parse_yaml(text, name=str(path))
+
+
+def read_config_text(path: Path) -> str:
+    """The text of a config that other machines are to read.
+
+    Raises:
+        ConfigError: if it cannot be read again, e.g. because it is a pipe.
+    """
+    text = read_given(path, str(path), most_bytes=_LIMIT_BYTES)
+    if isinstance(text, str):
+        return text
+    fault, where = text
+    raise ConfigError.of(fault.what, where=where, why=fault.why, fix=fault.fix)
 
 
 def _unreadable(path: Path, error: OSError | ValueError) -> ConfigError:

@@ -18,6 +18,7 @@ from unisono.cluster.ray_job import DRIVER, cluster_address, ray_topology
 from unisono.cluster.slurm_controller import has_gpus, partitions, refuse_impossible
 from unisono.cluster.slurm_job_request import checked_partitions, gpus_of, nodes_of
 from unisono.config import LoadedConfig
+from unisono.config.yaml_file import read_config_text
 from unisono.control.protocol import new_token
 from unisono.doctor.check import DoctorRequest, findings_of, read_config
 from unisono.doctor.examination import Examination, examine, redacted
@@ -270,7 +271,7 @@ def examine_on_slurm(request: DoctorRequest) -> Examination:
     loaded, known = read_config(request), partitions()
     nodes_request = _nodes_request(request, loaded)
     refuse_impossible(nodes_request, known)
-    text = request.config_path.read_text(encoding="utf-8-sig") if request.config_path is not None else ""
+    text = read_config_text(request.config_path) if request.config_path is not None else ""
     output = _StepOutput(request)
     command = [sys.executable, "-m", "unisono", *_slurm_words(request)]
     with SrunStep(
