@@ -447,7 +447,7 @@ def read_model_manifest(directory: Path) -> ModelManifest | None:
     """
     try:
         return ModelManifest.from_bytes(read_bytes(directory / MODEL_MANIFEST))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
 
 

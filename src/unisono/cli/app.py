@@ -636,10 +636,11 @@ def refuse_unwritable(path: Path, option: str, *, replaces: bool = False) -> Non
         UsageError: if it exists, or nothing can be written there.
     """
     from unisono.errors import UsageError, require_writable
+    from unisono.files import kind_of
 
     folder, fix = path.absolute().parent, "name a file in a directory that can be written"
-    if path.is_dir():
-        raise UsageError.of(f"{path} is a directory", where=option, fix=fix)
+    if path.exists() and not path.is_file():  # a rename would replace a device, e.g. /dev/null
+        raise UsageError.of(f"{path} is {kind_of(path.stat().st_mode)}", where=option, fix=fix)
     if (path.exists() or path.is_symlink()) and not replaces:
         raise UsageError.of(
             f"{path} exists", where=option, why="nothing is overwritten", fix="name a new file, or remove it"
