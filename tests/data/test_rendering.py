@@ -117,6 +117,7 @@ def test_any_failure_of_rendering_is_a_refusal_with_the_file_and_the_line(
         "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
         "".join(f"{{% for a{i} in [1] %}}" for i in range(25)) + "{% endfor %}" * 25,
         "\0\0\0\0",
+        "{{ " + "1" * 5000 + " }}",
         "x" * 1_000_001,
     ],
 )  # fmt: skip

@@ -12,6 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from unisono.checkpoint.verify import MODEL_MANIFEST, check_model, read_model_manifest
+from unisono.data import template
 from unisono.errors import IntegrityError, ModelError, UnisonoError
 from unisono.task import export
 
@@ -229,14 +230,23 @@ LORA_A = "base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"
         (_settings(r=None), "has the shape (4, 32), but adapter_config.json and the base model require (8, 32)"),
         (_settings(r="many"), "peft says: "),
         (_settings(target_modules=["nothing"]), "peft says: "),
+        (_settings(target_modules=r"(\w+\.?)+Z"), "the regular expressions in target_modules of adapter_config.json do not terminate"),
+        (_settings(rank_pattern={r"(\w+\.?)+Z": 4}), "the regular expressions in rank_pattern of adapter_config.json do not terminate"),
+        (_settings(r=10**9), "adapter_config.json has the rank 1,000,000,000, and adapter_model.safetensors matrices of rank 4"),
         (_write("adapter_model.safetensors", b""), "it is empty"),
         (_weights(lambda tensors: tensors.pop(LORA_A)), "1 tensors of the adapter are missing from its file: base_model.model.model.layers.0.mlp.down_proj.lora_A"),
         (_weights(lambda tensors: tensors[LORA_A].fill_(float("nan"))), f"{LORA_A} contains NaN"),
     ],
 )  # fmt: skip
 def test_an_adapter_of_others_that_is_broken_is_refused_by_key_and_tensor(
-    train_here: Train, tmp_path: Path, listening: Any, change: Callable[[Path], None], printed: str
+    train_here: Train,
+    tmp_path: Path,
+    listening: Any,
+    change: Callable[[Path], None],
+    printed: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(template, "CPU_S", 1.0)
     adapter = train_here().directory / "adapter"
     (adapter / MODEL_MANIFEST).unlink()
     change(adapter)

@@ -378,9 +378,11 @@ def _read_template(file: str) -> str:
             why=one_line(str(error.message)),
             fix="fix the line",
         ) from error
-    except RecursionError as error:
+    except (RecursionError, ValueError) as error:  # thousands of brackets, or of digits
         raise DataError.of(
-            f"{file} is nested too deep", where=file, fix="write it with fewer brackets"
+            f"{file} is nested too deep, or has a number that is too long",
+            where=file,
+            fix="write it with fewer brackets and digits",
         ) from error
     return text
 

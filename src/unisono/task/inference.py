@@ -21,13 +21,27 @@ from unisono.config.schema import RunConfig
 from unisono.data import Message
 from unisono.data.encode import TextEncoder, probe_tokenizer
 from unisono.data.lf_encoder import LfChatTemplate, lf_chat_template
-from unisono.data.template import ChatTemplate, choose_template, fallback_template, known_stop_ids
+from unisono.data.template import (
+    ChatTemplate,
+    RenderingTimeout,
+    bounded_rendering,
+    choose_template,
+    fallback_template,
+    known_stop_ids,
+)
 from unisono.errors import ModelError, UsageError
 from unisono.events import Reporter
 from unisono.facts import no_gpus, read_machine
 from unisono.model.adapter import fit_base_to_adapter
-from unisono.model.file_settings import ADAPTER_FILE
-from unisono.model.files import odd_weights, read_contents, read_safetensors_header, weight_files
+from unisono.model.file_settings import ADAPTER_FILE, ADAPTER_SETTINGS
+from unisono.model.files import (
+    TensorHeader,
+    odd_weights,
+    read_contents,
+    read_json_object,
+    read_safetensors_header,
+    weight_files,
+)
 from unisono.model.forward import Forward, choose_forward
 from unisono.model.layers import context_of, take_rope
 from unisono.model.load import (
@@ -48,6 +62,7 @@ from unisono.text import library_words
 
 _PART_CHARACTERS = 65_536
 _CUT_TOKENS = 16  # that the cuts at both ends of a part can add
+_TIMES_THE_RANK = 64  # of an adapter's matrices; for a smaller difference peft names both shapes
 _DEFAULT_CONTEXT = 4096  # tokens, of a model that does not say its own
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _MISSING_KEYS = "Found missing adapter keys"  # peft's warning; the tensors would stay as they were drawn
@@ -481,6 +496,7 @@ def _with_adapter(base: Any, directory: Path, target: Target, device: torch.devi
 
     header = read_safetensors_header(directory / ADAPTER_FILE)  # refuses a damaged file
     fit_base_to_adapter(base, {tensor.name: tuple(tensor.shape) for tensor in header})
+    _refuse_settings(directory / ADAPTER_SETTINGS, header, [name for name, _ in base.named_modules()])
     try:
         with warnings.catch_warnings(), without_bitsandbytes():
             warnings.filterwarnings("error", message=f".*{_MISSING_KEYS}")
@@ -489,6 +505,49 @@ def _with_adapter(base: Any, directory: Path, target: Target, device: torch.devi
             )
     except (*LIBRARY_ERRORS, UserWarning) as error:
         raise _adapter_mismatch(directory, target.base, error) from error
+
+
+def _refuse_settings(file: Path, header: list[TensorHeader], names: list[str]) -> None:
+    """Refuses an adapter_config.json on which peft would take far more memory than the adapter has, or match names without an end.
+
+    Raises:
+        ModelError: with the numbers, or the key.
+    """
+    settings = read_json_object(file, fix="copy it again")
+    own = {
+        key: value
+        for key in ("rank_pattern", "alpha_pattern")
+        if isinstance(value := settings.get(key), dict)
+    }
+    rows = max((tensor.shape[0] for tensor in header if ".lora_A." in tensor.name), default=0)
+    ranks = [
+        rank for rank in (settings.get("r"), *own.get("rank_pattern", {}).values()) if isinstance(rank, int)
+    ]
+    if rows and max(ranks, default=0) > _TIMES_THE_RANK * rows:
+        raise ModelError.of(
+            f"adapter_config.json has the rank {max(ranks):,}, and {ADAPTER_FILE} matrices of rank {rows}",
+            where=str(file),
+            fix="copy the whole directory of the adapter again",
+        )
+    patterns = [
+        (key, settings[key])
+        for key in ("target_modules", "exclude_modules")
+        if isinstance(settings.get(key), str)
+    ]
+    patterns += [(key, f"(.*\\.)?({pattern})$") for key, value in own.items() for pattern in value]
+    key = ""
+    try:
+        with bounded_rendering():  # within the limits of templates, which are programs of others, too
+            for key, pattern in patterns:  # noqa: B007 - named in the refusal
+                any(re.fullmatch(pattern, name) for name in names)
+    except re.error:  # peft reports it
+        return
+    except RenderingTimeout:
+        raise ModelError.of(
+            f"the regular expressions in {key} of adapter_config.json do not terminate",
+            where=str(file),
+            fix="write the names of the modules instead",
+        ) from None
 
 
 def _adapter_mismatch(adapter: Path, base: Path, error: Exception) -> ModelError:
