@@ -176,9 +176,8 @@ def _read_text(path: Path, name: str, where: str) -> str:
     if isinstance(text, str):
         return text
     fault, place = text
-    where = where if place == name else place
     fix = "set dataset_dir to the directory that has it" if fault.is_missing else fault.fix
-    raise ConfigError.of(fault.what, where=where, why=fault.why, fix=fix)
+    raise ConfigError.of(fault.what, where=where if place == name else place, why=fault.why, fix=fix)
 
 
 def _fetch(repo: str, where: str) -> Path:
