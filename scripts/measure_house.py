@@ -60,7 +60,7 @@ ROOM_BUDGETS = {
     "checkpoint": 2_550,
     "cli": 5_350,
     "cluster": 4_100,
-    "config": 4_750,
+    "config": 4_800,
     "control": 3_400,
     "data": 6_500,
     "diagnose": 8_450,

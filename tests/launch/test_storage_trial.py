@@ -141,7 +141,7 @@ def test_a_storage_that_refuses_the_first_copy_ends_the_run_and_a_later_one_is_a
     assert error.exit_code == 6
     assert "the first copy was not made: " in error.problems[0].what
     assert error.problems[0].where.startswith("file://")
-    assert "check the URL, the free space there, the network and the credentials" in error.problems[0].fix
+    assert "name a directory in which you may create files" in error.problems[0].fix
     assert error.verdict is not None
     assert (error.verdict.cause, error.verdict.hosts, error.verdict.step) == ("storage_unfit", ("ada",), 1)
     assert run.shown == []

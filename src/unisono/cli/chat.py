@@ -140,7 +140,7 @@ class ChatSession:
         try:
             write_text(path, json.dumps({"messages": self._turns}, ensure_ascii=False) + "\n")
         except OSError as error:
-            self._printer.warn(f"{path} cannot be written: {error.strerror}; {storage_reason(error)}")
+            self._printer.warn(f"nothing can be written to {path}: {storage_reason(error)}")
             return
         self._saved.add(path)
         self._printer.notify(f"saved {len(self._turns)} messages to {path}")

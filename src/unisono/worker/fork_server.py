@@ -146,7 +146,10 @@ class Server:
         while True:
             for fd, _ in self._poll.poll():
                 if fd == self._control.fileno():
-                    data, fds, *_ = socket.recv_fds(self._control, 16, _MOST_FDS)
+                    try:
+                        data, fds, *_ = socket.recv_fds(self._control, 16, _MOST_FDS)
+                    except ConnectionResetError:  # it went before it had read all that was sent
+                        return None
                     if not data:
                         return None
                     request = Request.received(fds)
