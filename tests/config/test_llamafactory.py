@@ -427,6 +427,7 @@ def test_a_value_is_carried_over(keys: dict[str, Any], ours: str, value: Any) ->
         ({"deepspeed": {"gradient_clipping": 0.5}}, "deepspeed: `gradient_clipping` is 0.5, and max_grad_norm is 1"),
         ({"deepspeed": "/dev/zero"}, "deepspeed: /dev/zero is a character device"),
         ({"fsdp": "full_shard", "fsdp_config": "/dev/zero"}, "fsdp_config: /dev/zero is a character device"),
+        ({"lr_scheduler_kwargs": "[" * 50_000}, "lr_scheduler_kwargs: must be a mapping"),
         ({"max_samples": 0}, "max_samples: must be at least 1"),
         ({"quantization_bit": 3}, "`quantization_bit: 3` is not available"),
         ({"quantization_bit": 4, "quantization_method": "hqq"}, "`quantization_method: hqq` is not available"),

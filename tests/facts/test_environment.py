@@ -81,4 +81,6 @@ def test_ncclls_files_are_read_the_users_before_the_systems(tmp_path: Path) -> N
     named = tmp_path / "mine"
     named.write_text("NCCL_PROTO=LL\n")
     assert read_nccl_files(named=str(named), home=tmp_path, system=tmp_path / "none") == {"NCCL_PROTO": "LL"}
-    assert read_nccl_files(named=str(tmp_path), home=tmp_path, system=tmp_path) == {}
+    os.mkfifo(tmp_path / "pipe")
+    for other in (tmp_path, tmp_path / "pipe", Path("/dev/zero")):
+        assert read_nccl_files(named=str(other), home=tmp_path, system=other) == {}

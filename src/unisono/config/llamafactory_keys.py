@@ -1,6 +1,5 @@
 """The keys of LLaMA-Factory and of Hugging Face's TrainingArguments, as `llamafactory_keys.toml` lists them, and how a value is read."""
 
-import json
 import math
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
@@ -10,6 +9,7 @@ from importlib import resources
 from typing import Any, Literal
 
 from unisono.errors import Problem
+from unisono.files import parse_json
 from unisono.text import nearest, one_line
 
 Fate = Literal["carried", "translated", "ignored", "refused"]
@@ -190,7 +190,7 @@ def _mapping(value: Any) -> dict[str, Any]:
     """A mapping, or one as JSON text, as transformers takes it."""
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            value = parse_json(value)
         except ValueError:
             raise ValueError(f"must be a mapping, got {_shown(value)}") from None
     if isinstance(value, dict):

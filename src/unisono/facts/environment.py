@@ -20,7 +20,7 @@ from unisono.causes.variables import find_variable
 from unisono.errors import ModelError
 from unisono.facts.machine import driver_version
 from unisono.facts.slurm import SlurmStep, read_slurm_step
-from unisono.files import objects_of, parse_json, path_below
+from unisono.files import objects_of, open_plain, parse_json, path_below
 from unisono.text import is_left_by_launcher, is_secret, names_secret
 
 # Also what the catalogue does not know: a misspelt NCCL_ALGOO is worth a line.
@@ -196,8 +196,8 @@ def _home(given: Path | None) -> Path:
 
 def _read_nccl_file(file: Path) -> dict[str, str]:
     try:
-        with file.open(encoding="utf-8", errors="replace") as stream:
-            text = stream.read(_LIMIT_BYTES)
+        with open_plain(file) as stream:
+            text = stream.read(_LIMIT_BYTES).decode("utf-8", "replace")
     except OSError:
         return {}
     found: dict[str, str] = {}

@@ -21,6 +21,7 @@ from typing import IO, Self
 from unisono.errors import UsageError
 from unisono.events import Message
 from unisono.facts.processes import processes_below, variables_of
+from unisono.files import open_plain
 from unisono.guard.program_end import SignalQueue
 from unisono.guard.program_ranks import ProgramRanks
 from unisono.integrations import border
@@ -223,7 +224,7 @@ def refuse_missing_program(word: str, path: str | None) -> None:
 
 def _first_line(path: Path) -> bytes:
     try:
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             return file.readline(512)
     except OSError:  # a program need not be readable
         return b""

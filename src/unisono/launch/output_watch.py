@@ -17,7 +17,7 @@ from unisono.causes import Evidence, Verdict, find_cause
 from unisono.events import Message, Show
 from unisono.facts.path_probes import Identity, PathMonitor, PathState, identity_of
 from unisono.facts.storage import RunsDisk
-from unisono.files import make_private_dir, whole_file
+from unisono.files import make_private_dir, read_bytes, whole_file
 from unisono.launch.run_records import Ending
 from unisono.plan import RankPlace, RunPlan
 from unisono.rundir import RunDir
@@ -211,8 +211,8 @@ class OutputWatch:
         self._root, self._own_lock, self._checkpoints = map(identity_of, paths)
         self._device = device_of(self._run.root.parent)
         self._saved = sorted(self._steps())
-        if self._run.data.exists() and self._run.data.stat().st_size <= _MOST_LEDGER_BYTES:
-            self._ledger = self._run.data.read_bytes()
+        with contextlib.suppress(OSError):  # there is none, or one that is too large
+            self._ledger = read_bytes(self._run.data, most_bytes=_MOST_LEDGER_BYTES)
         ledger = (self._run.data,) if self._ledger else ()
         decided = (*ledger, self._run.config, self._run.environment, self._run.agreement, self._run.plan)
         self._expected = [path for path in decided if path.exists()]
