@@ -85,7 +85,10 @@ class PromptReader:
             return self._ids_of_chat(ask["messages"], ask.get("tools"))
         prompt = ask.get("prompt")
         if isinstance(prompt, str):
-            ids = tokens_of_text(self.opened, prompt, most=self.opened.context)
+            try:
+                ids = tokens_of_text(self.opened, prompt, most=self.opened.context)
+            except UnisonoError as error:
+                raise RefusedPrompt("prompt", error.problems[0].what, error.problems[0].fix) from error
         else:
             ids = list(prompt or ())
         odd = next((i for i in ids if not 0 <= i < self._vocabulary), None)
