@@ -21,6 +21,7 @@ Kinds, and their fields besides `kind` and `time` (UTC, seconds):
     refused_turn  text, fix: why a turn has no answer             (chat)
     begun       id, prompt_tokens                     a request is being answered (serve)
     refused_ask id, problem, text, fix: why a request has no answer (serve)
+    failed_ask  id, text, where: the exception that ended a request (serve)
     pieces      pieces: [id, text] of each request that got text with the last token (serve)
     answered    id, tokens, ended: a complete answer  (serve)
     refused     exit_code, problems, verdict          from UnisonoError.to_json
@@ -195,7 +196,9 @@ MODEL_CODE = {"/transformers_modules/": "the model's own code (model.trust_remot
 
 
 def own_frame(text: str, code: Mapping[str, str]) -> str:
-    """Name and file:line of the innermost frame of the user's own code in a traceback or a stack by faulthandler; empty if there is none.
+    """Name and file:line of the innermost frame of the user's own code in a traceback or a stack by faulthandler.
+
+    Empty if there is none.
 
     Args:
         code: see `RunPlan.own_code`.

@@ -29,11 +29,17 @@ from typing import Any
 MOST_BYTES = 256 << 20
 """Limit for a file that is read completely."""
 SETTINGS_BYTES = 16 << 20
-"""Limit of a file of settings: JSON may need fifty times its size in memory. The largest of a model has some hundred kilobytes."""
+"""Limit of a file of settings: JSON may need fifty times its size in memory.
+
+The largest of a model has some hundred kilobytes.
+"""
 TEMPLATE_BYTES = 1_000_000
 """Limit of a chat template. The longest in use have about ten thousand."""
 SOURCE_BYTES = 1 << 20
-"""Limit of TOML, which is parsed slowly, and of the user's Python code, whose syntax tree needs two hundred times its size in memory."""
+"""Limit of TOML, which is parsed slowly, and of the user's Python code.
+
+Its syntax tree needs two hundred times its size in memory.
+"""
 MOST_LINE_BYTES = 1 << 20
 """Limit for a line; a longer one is read in pieces."""
 MOST_DEPTH = 100
@@ -98,7 +104,9 @@ _SHARE = 0.12  # of Chinese or Korean text: measured 0.2 to 0.4 if right, under 
 
 
 def path_below(root: Path, name: object, *, parts: int = 32) -> Path:
-    """`root / name` for a name that a hub, another machine or a downloaded file gave. Looks at the name, not at the disk.
+    """`root / name` for a name that a hub, another machine or a downloaded file gave.
+
+    Looks at the name, not at the disk.
 
     Args:
         root: the directory.

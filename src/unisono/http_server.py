@@ -1,4 +1,7 @@
-"""The HTTP server under `board` and `serve`: who may hold a connection and for how long, whose name it answers to, and whether it really has its port."""
+"""The HTTP server under `board` and `serve`.
+
+Who may hold a connection and for how long, whose name it answers to, and whether it really has its port.
+"""
 
 import asyncio
 import contextlib
@@ -27,13 +30,19 @@ _HOST = re.compile(
 
 
 def host_name(header: str | None) -> str | None:
-    """The name or address in a Host header, in lower case and without its port; None if the header is missing or not valid (RFC 9110, 7.2)."""
+    """The name or address in a Host header, in lower case and without its port (RFC 9110, 7.2).
+
+    None if the header is missing or not valid.
+    """
     match = _HOST.fullmatch(header or "")
     return (match["name"] or match["v6"]).lower() if match else None
 
 
 def origin_host(header: str) -> str | None:
-    """The Host header that a request from this Origin would have to its own server, `null` for other schemes; None if it is not valid (RFC 6454)."""
+    """The Host header that a request from this Origin would have to its own server (RFC 6454).
+
+    `null` for other schemes; None if it is not valid.
+    """
     if header == "null":
         return header
     try:
@@ -48,17 +57,17 @@ def origin_host(header: str) -> str | None:
 def address_of(listener: socket.socket, host: str) -> str:
     """The URL of the server."""
     address, port = listener.getsockname()[:2]
-    name = (
-        address if host == "localhost" else host
-    )  # a name has two addresses, and a different program may have the other one
+    # This name has two addresses, and a different program may have the other one.
+    name = address if host == "localhost" else host
     return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
 
 
 class Connection(H11Protocol):
     """A connection that sends the head of its request soon, and makes room for others until then.
 
-    A client that opens connections without end costs only its own: beyond `most_waiting` connections of its address that wait for a request, or
-    `most` of all, the one that has waited longest is dropped. Where all of `most` are being answered, a new one gets 503.
+    A client that opens connections without end costs only its own: beyond `most_waiting` connections of its address
+    that wait for a request, or `most` of all, the one that has waited longest is dropped. Where all of `most` are being
+    answered, a new one gets 503.
 
     Attributes:
         most: connections of all clients.
@@ -165,9 +174,8 @@ class ServerMiddleware:
             self.has_answered = True
             await Response(status_code=204)(scope, receive, send)
             return
-        with contextlib.suppress(
-            TimeoutError, ClientDisconnect
-        ):  # the second is what starlette makes of the first
+        # ClientDisconnect is what starlette makes of a TimeoutError.
+        with contextlib.suppress(TimeoutError, ClientDisconnect):
             await self._app(scope, receive, send_soon)
 
 

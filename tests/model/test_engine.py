@@ -9,6 +9,7 @@ import transformers
 
 from unisono.model.engine import Answer, Engine, answer_prompts
 from unisono.model.generate import Sampling, draw_tokens, generate
+from unisono.task.prompts import describe_failure
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 120, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -171,6 +172,9 @@ def test_an_exception_ends_the_answer_that_it_came_from_and_no_other(*, together
     ((answers, error),) = failed
     assert (answers, bad.ended, bad.tokens) == ([bad], "failed", [])
     assert isinstance(error, RefusedError)
+    text, where = describe_failure(error)
+    assert text.startswith("RefusedError")
+    assert where.startswith(f"{__file__}:"), "where it was raised is not part of the text, which clients get"
     assert good.tokens == later.tokens == wanted
 
 

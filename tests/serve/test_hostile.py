@@ -184,9 +184,11 @@ def test_logits_that_are_not_finite_fail_their_request_and_no_other(
         reply = served.post(max_tokens=3, temperature=temperature)
         assert (reply.status, reply.body["error"]["code"]) == (500, "model_error")
         assert "finite" in reply.body["error"]["message"]
+        assert ".py:" not in reply.body["error"]["message"], "files of the server are the operator's alone"
     assert served.task().pid == task
     assert served.end() == 0
-    assert "a request failed" in (served.process.stderr.read() if served.process.stderr else "")
+    printed = served.process.stderr.read() if served.process.stderr else ""
+    assert "a request failed" in printed
 
 
 # ---- what is sent

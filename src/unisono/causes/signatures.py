@@ -879,7 +879,10 @@ SEEN_WITH: dict[str, tuple[str, ...]] = {
 """For each cause, the ids of log lines that are seen with it and do not prove it, since they have other causes, too."""
 
 _BY_HINT: dict[str, list[int]] = {}
-"""The numbers of the signatures with a hint. Flat, since most lines have no hint, and this search is all that they cost."""
+"""The numbers of the signatures with a hint.
+
+Flat, since most lines have no hint, and this search is all that they cost.
+"""
 for _number, _signature in enumerate(ALL_SIGNATURES):
     for _hint in _signature.hints:
         _BY_HINT.setdefault(_hint, []).append(_number)

@@ -36,7 +36,9 @@ _READER_CLOSED = (errno.EPIPE, errno.EIO)
 
 
 class _Stream(io.TextIOWrapper):
-    """stdout or stderr of the program, also for libraries. A failed write does not raise: no run may fail because of it.
+    """stdout or stderr of the program, also for libraries.
+
+    A failed write does not raise: no run may fail because of it.
 
     Attributes:
         lost: the error of a failed write, unless the reader was gone.

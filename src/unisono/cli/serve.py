@@ -73,7 +73,8 @@ def serve(
 
         def show(message: "Message") -> None:
             if message["kind"] == "failed_ask":
-                printer.warn(f"warning: a request failed: {message['text']}")
+                at = f" ({message['where']})" if message["where"] else ""
+                printer.warn(f"warning: a request failed: {message['text']}{at}")
             else:
                 progress.show(message)
 

@@ -121,6 +121,7 @@ def bounded_encoding(
     try:
         with memory_limited(memory_bytes):
             yield
+    # The library raises Exception itself, and its panics are pyo3's PanicException, which is no Exception.
     except BaseException as error:
         if type(error) is not Exception and type(error).__name__ != "PanicException":
             raise

@@ -26,9 +26,8 @@ _SMALL_DOCUMENT = 64 << 20  # read in any case
 _BINARY = ("parquet", "arrow")
 _BIG_INTEGER = "a number with too many digits"
 _ARROW_ROWS = 128  # at a time: few bytes on disk may unfold into long texts
-_ARROW_BYTES = (
-    2 << 30
-)  # of memory for these rows, beside the size of the file: its pages may be compressed a thousandfold
+_ARROW_BYTES = 2 << 30
+"""Of memory for these rows, beside the size of the file: its pages may be compressed a thousandfold."""
 
 
 def kind_of(name: str) -> str:

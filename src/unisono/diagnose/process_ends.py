@@ -83,7 +83,9 @@ class Tracebacks:
             state.clear()
 
     def feed(self, key: str, text: str, order: int, event: Callable[[], Event]) -> bool:
-        """Takes a line without its prefixes; `key` distinguishes the processes of a log. True: it was part of a traceback.
+        """Takes a line without its prefixes; `key` distinguishes the processes of a log.
+
+        True: it was part of a traceback.
 
         Args:
             order: of its event.

@@ -402,8 +402,9 @@ def _segments(
     """The lines that are looked at, as (start, end): those with a hit, and all while a traceback is open.
 
     Args:
-        are_often: whether there are so many tracebacks that their beginnings are no hits, except for the first and the last in the chunk:
-            others are left out, and the line before one of these tells whether Python only reports it.
+        are_often: whether there are so many tracebacks that their beginnings are no hits, except for the first and the
+            last in the chunk: others are left out, and the line before one of these tells whether Python only reports
+            it.
     """
     place = 0
     while place < len(data):

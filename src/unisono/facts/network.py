@@ -440,9 +440,12 @@ def find_listener(port: int, proc: Path = Path("/proc")) -> Listener | None:
 
 
 def bind_listener(host: str, port: int | None) -> socket.socket:
-    """A socket that listens on an address of this machine, for a server. From here on no other program can have the port.
+    """A socket that listens on an address of this machine, for a server.
 
-    A socket that is only bound with SO_REUSEADDR, which a restart needs, shares its port with every other one that is; the first to listen gets it.
+    From here on no other program can have the port.
+
+    A socket that is only bound with SO_REUSEADDR, which a restart needs, shares its port with every other one that is;
+    the first to listen gets it.
 
     Args:
         host: a name or an address.

@@ -522,7 +522,8 @@ def reads_input(pid: int) -> bool:
         number, descriptor, *_ = Path(f"/proc/{pid}/syscall").read_text().split()
         if int(number) != _READ.get(platform.machine()):
             return False
-        target = os.readlink(f"/proc/{pid}/fd/{int(descriptor, 16)}")  # noqa: PTH115 - a Path would read `pipe:[1]` as a relative path
+        link = f"/proc/{pid}/fd/{int(descriptor, 16)}"
+        target = os.readlink(link)  # noqa: PTH115 - a Path would read `pipe:[1]` as a relative path
     except (OSError, ValueError):  # `running`; gone; a different user's
         return False
     return int(descriptor, 16) == 0 or target.startswith(_TERMINALS)

@@ -68,7 +68,8 @@ class Engine:
 
     Attributes:
         waiting: answers that have not begun, in order.
-        on_failure: gets answers that have ended because an exception was raised for them, and the exception; without it, `step` raises it.
+        on_failure: gets answers that have ended because an exception was raised for them, and the exception;
+            without it, `step` raises it.
     """
 
     on_failure: Callable[[Sequence[Answer], Exception], None] | None = None
@@ -152,10 +153,13 @@ class Engine:
         return moved
 
     def _attempt(self, batch: "_Batch", work: "Callable[[_Batch], list[Answer]]") -> list[Answer]:
-        """The result of work on a batch. If it raises an exception, the answers of the batch end, and of one that it has joined in part."""
+        """The result of work on a batch.
+
+        If it raises an exception, the answers of the batch end, and of one that it has joined in part.
+        """
         try:
             return work(batch)
-        except Exception as error:
+        except Exception as error:  # of any kind: it must not end the answers of other batches
             if self.on_failure is None:
                 raise
             spoiled = [one for one in self._batches if set(one.answers) & set(batch.answers)]

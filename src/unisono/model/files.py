@@ -173,7 +173,9 @@ def indexed_files(index: Path) -> list[Path]:
 
 
 def check_directory(directory: Path) -> None:
-    """Refuses the directory of a model, a tokenizer or an adapter for a file that a library would wait for, or read into memory without a limit.
+    """Refuses the directory of a model, a tokenizer or an adapter that a library could not open safely.
+
+    It may hold a file for which the library would wait, or that it would read into memory without a limit.
 
     Raises:
         ModelError: with the file.

@@ -504,7 +504,10 @@ MODEL, OBJECTIVE = 1, 2
 
 
 class _WatchedForward(Forward):
-    """The same forward. It notes, without waiting for the device, whether what it gives is finite, and the loss's gradient with respect to it."""
+    """The same forward.
+
+    It notes, without waiting for the device, whether what it gives, and the loss's gradient by it, are finite.
+    """
 
     def __init__(self, forward: Forward) -> None:
         vars(self).update(vars(forward))

@@ -36,6 +36,7 @@ _STACK_S = 1.0  # in which a process that hangs writes its stack
 _PATIENCE_S = 60.0
 _WHOLE_PROMPT = 10  # times as patient with a model that reads a long prompt in one forward
 _USUAL_S = 5.0  # of an answer, before the first one has been timed
+_LABEL = "the process of the model"
 _REMEDY = {
     "rank_killed": (
         "find out who sent the signal: `journalctl -k` or `dmesg` shows kills by the kernel; a container, a service manager or `kill` are other senders",
@@ -271,7 +272,10 @@ class ModelProcess:
             self.idle.set()
 
     def _send(self, message: Message) -> None:
-        """Sends a message. What the process does not take at once, e.g. of a prompt of megabytes, it gets as soon as it does."""
+        """Sends a message.
+
+        What the process does not take at once, e.g. of a prompt of megabytes, it gets as soon as it does.
+        """
         self._task.send(message)
         if self._writer_fd is None and (fd := self._task.unsent_fileno) is not None:
             self._writer_fd = fd
@@ -332,6 +336,7 @@ class ModelProcess:
             return
         hang = name_task_hang(
             "serve",
+            label=_LABEL,
             state=state,
             waits_in=wait_channel(self._task.pid),
             silent_s=self._silence.seconds,
@@ -403,6 +408,7 @@ class ModelProcess:
     def _verdict_on_death(self) -> Verdict:
         verdict = name_task_death(
             "serve",
+            label=_LABEL,
             returncode=self._task.returncode or 0,
             crash=self._task.crash,
             tail=self._task.tail,
@@ -429,9 +435,7 @@ class ModelProcess:
 
 def _of_serving(verdict: Verdict) -> Verdict:
     """The verdict on a process that serves: that of a task has the remedies of training, which has rows and steps."""
-    summary = verdict.summary.replace("the task serve", "the process of the model", 1)
-    fix = _REMEDY.get(verdict.cause, verdict.fix)
-    return verdict.model_copy(update={"summary": summary, "fix": fix})
+    return verdict.model_copy(update={"fix": _REMEDY.get(verdict.cause, verdict.fix)})
 
 
 def _ending() -> ApiError:

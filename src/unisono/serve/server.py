@@ -199,7 +199,9 @@ class Api:
         return await self._answer(request, CompletionRequest)
 
     async def _read(self, kind: Any, request: Request) -> Any:
-        """The request in a body. A large one is parsed in a thread, and one at a time, since its values need many times its size.
+        """The request in a body.
+
+        A large one is parsed in a thread, and one at a time, since its values need many times its size.
 
         Raises:
             ApiError: if it is not JSON, by its type or content, or not a valid request.
@@ -450,7 +452,9 @@ async def serve(
     on_ready: Callable[[], None],
     created: int,
 ) -> None:
-    """Loads the model and serves until a signal comes, or the model's process cannot be restarted. Until it is loaded, requests get 503.
+    """Loads the model and serves until a signal comes, or the model's process cannot be restarted.
+
+    Until it is loaded, requests get 503.
 
     Args:
         model: not started yet.

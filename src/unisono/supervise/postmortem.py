@@ -166,12 +166,13 @@ def _printed(end: RankEnd, signature: str) -> bool:
 
 
 def name_task_death(
-    name: str, *, returncode: int, crash: Message | None, tail: str, oom_killed: bool, host: str
+    name: str, *, label: str, returncode: int, crash: Message | None, tail: str, oom_killed: bool, host: str
 ) -> Verdict:
     """The verdict on a task that crashed, was killed, or exited without a final message.
 
     Args:
         name: of the task.
+        label: what the verdict calls its process.
         returncode: of its process; negative: a signal.
         crash: the message of the exception that ended it; None if there was none.
         tail: the end of its output.
@@ -179,7 +180,7 @@ def name_task_death(
         host: of this machine.
     """
     end = RankEnd(0, returncode, crash, name, 0, tail=tail, oom_killed=oom_killed)
-    where = f"the task {name} ({host})"
+    where = f"{label} ({host})"
     cause, what, evidence = _how(end, where)
     known = find_cause(cause)
     return Verdict(
@@ -194,19 +195,20 @@ def name_task_death(
 
 
 def name_task_hang(
-    name: str, *, state: str, waits_in: str, silent_s: float, printed: str, host: str
+    name: str, *, label: str, state: str, waits_in: str, silent_s: float, printed: str, host: str
 ) -> Verdict:
     """The verdict on a task that lives and no longer answers.
 
     Args:
         name: of the task.
+        label: what the verdict calls its process.
         state: of its process, as in ps(1).
         waits_in: the kernel function that it waits in; empty if unknown.
         silent_s: seconds since its latest message.
         printed: the end of its output, with its stacks by faulthandler if it could write them.
         host: of this machine.
     """
-    where = f"the task {name} ({host})"
+    where = f"{label} ({host})"
     cause, what = _how_it_hangs(state, waits_in)
     stack = main_thread_of_faulthandler(printed)
     evidence = [

@@ -453,7 +453,7 @@ class StallMonitor:
         if self._episode is None:
             self._episode = Episode(found)
             self._notify(f"investigating: {found.verdict.summary}")
-            self._mark(found.wanted or found.verdict.ranks, f"investigating: {found.verdict.summary}")
+            self._mark(self._episode.ranks, f"investigating: {found.verdict.summary}")
         self._episode.take(found)
         who = (found.verdict.cause, found.verdict.ranks)
         if found.is_named and (who not in self._warned or self._episode.is_due):

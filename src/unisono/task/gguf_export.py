@@ -353,10 +353,11 @@ def _quantize(tool: str, source: Path, target: Path, dtype: str) -> None:
         check=False,
     )
     if done.returncode != 0 or not target.exists():
+        free = show_bytes(shutil.disk_usage(target.parent).free)
         last = (done.stderr or done.stdout).strip().splitlines()[-1:] or ["no message"]
         raise UnfitError.of(
             f"llama-quantize ended with {done.returncode}: {one_line(last[0], limit=200)}",
             where=program,
             why=f"it was to write {dtype.upper()}",
-            fix=f"check the type with `llama-quantize --help`; {show_bytes(shutil.disk_usage(target.parent).free)} are free in {target.parent}",
+            fix=f"check the type with `llama-quantize --help`; {free} are free in {target.parent}",
         )

@@ -253,7 +253,9 @@ class TooManyTokens(Exception):  # noqa: N818 - named for what happened
 
 
 def encode_prompt(tokenizer: Any, text: str, *, special: bool, most: int | None = None) -> list[int]:
-    """The tokens of a text. A long one is counted in parts first, so that one that is far too long takes no longer than one that fits.
+    """The tokens of a text.
+
+    A long one is counted in parts first, so that one that is far too long takes no longer than one that fits.
 
     Args:
         tokenizer: of transformers.
@@ -265,13 +267,18 @@ def encode_prompt(tokenizer: Any, text: str, *, special: bool, most: int | None 
         TooManyTokens: for a long text with more; a short one is encoded as a whole.
     """
     encoder = TextEncoder(tokenizer)
+    if most is not None and len(text) > _PART_CHARACTERS:
+        _refuse_too_long(encoder, text, most)
+    return list(encoder.encode([text], special=special, ranges=False)[0].ids)
+
+
+def _refuse_too_long(encoder: TextEncoder, text: str, most: int) -> None:
     least = 0
-    for start in range(0, len(text), _PART_CHARACTERS) if most and len(text) > _PART_CHARACTERS else ():
+    for start in range(0, len(text), _PART_CHARACTERS):
         part = text[start : start + _PART_CHARACTERS]
         least += max(0, len(encoder.encode([part], special=False, ranges=False)[0].ids) - _CUT_TOKENS)
-        if most is not None and least > most:
+        if least > most:
             raise TooManyTokens(least)
-    return list(encoder.encode([text], special=special, ranges=False)[0].ids)
 
 
 def stops_of(target: Target, tokenizer: Any, template: ChatTemplate | None) -> set[int]:

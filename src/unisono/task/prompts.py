@@ -1,4 +1,4 @@
-"""Turns requests of `unisono serve` into tokens, in a process of its own: a prompt that takes long delays no answer, and one that never ends costs only itself."""
+"""Turns requests of `unisono serve` into tokens, in a process of its own, so that none costs more than itself."""
 
 import contextlib
 import gc
@@ -142,7 +142,8 @@ class PromptProcess:
 
         Args:
             reader: what it does.
-            prepared: gets a message `prepared` for each request: `ask`, and `ids`, or `refused` (problem, text, fix), or `failed` (text).
+            prepared: gets a message `prepared` for each request: `ask`, and `ids`, or `refused` (problem, text, fix),
+                or `failed` (text, where).
         """
         self._reader = reader
         self._prepared = prepared
@@ -172,7 +173,7 @@ class PromptProcess:
             self._prepared.put({"kind": "prepared", "ask": ask, **self._answer(ask)})
 
     def _answer(self, ask: Message) -> Message:
-        """What the process makes of a request. One that is killed from outside is replaced, and gets the request again, once."""
+        """What the process makes of a request. If it is killed from outside, a new one gets the request, once."""
         returncode = 0
         for _ in range(2):
             is_late = False
@@ -190,7 +191,7 @@ class PromptProcess:
                 part = "messages" if ask.get("messages") else "prompt"
                 what = f"to read it took more than {_CPU_S:g} s of CPU time"
                 return {"refused": (part, what, "shorten it")}
-        return {"failed": f"the process that reads prompts ended: {how_it_ended(returncode)}"}
+        return {"failed": (f"the process that reads prompts ended: {how_it_ended(returncode)}", "")}
 
     def _restart(self) -> int:
         """Starts a new process after the end of the last, whose exit code it gives."""
@@ -217,9 +218,8 @@ def _read_prompts(reader: PromptReader, connection: Connection, parents: Connect
 def _bounded_answer(reader: PromptReader, ask: Message) -> Message:
     used = resource.getrusage(resource.RUSAGE_SELF)
     limit = math.ceil(used.ru_utime + used.ru_stime + _CPU_S)
-    resource.setrlimit(
-        resource.RLIMIT_CPU, (limit, resource.getrlimit(resource.RLIMIT_CPU)[1])
-    )  # then SIGXCPU
+    hard_limit = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    resource.setrlimit(resource.RLIMIT_CPU, (limit, hard_limit))  # then SIGXCPU
     try:
         return {"ids": reader.read(ask)}
     except RefusedPrompt as refused:
@@ -228,7 +228,7 @@ def _bounded_answer(reader: PromptReader, ask: Message) -> Message:
         return {"failed": describe_failure(error)}
 
 
-def describe_failure(error: Exception) -> str:
-    """An unexpected exception of a request, and where it was raised."""
+def describe_failure(error: Exception) -> tuple[str, str]:
+    """An unexpected exception of a request, and where it was raised, which is for the operator alone."""
     crash = describe_crash(error)
-    return f"{crash['error']} ({crash['where']})"
+    return crash["error"], crash["where"]

@@ -33,8 +33,9 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
         ping  answered by `pong` between two forwards: a sign of life
 
     It sends `ready` (facts: description, context, note, in_parts: whether long prompts are read in parts), and for each request `begun` (id, prompt_tokens) or `refused_ask` (id, problem,
-    text, fix), then `pieces` (pieces: [id, text] of all requests that got one), and `answered` (id, tokens, ended: stop | length),
-    or in the place of any of these `failed_ask` (id, text): an exception ends the request that it came from, and no other.
+    text, fix), then `pieces` (pieces: [id, text] of all requests that got one), and `answered` (id, tokens, ended:
+    stop | length), or in the place of any of these `failed_ask` (id, text, where): an exception ends the request that it
+    came from, and no other.
     """
     with contextlib.suppress(OSError, ValueError):  # without it only a verdict on a hang lacks the stack
         faulthandler.register(signal.SIGUSR2, file=2)
@@ -145,7 +146,7 @@ class _Desk:
             problem, text, fix = prepared["refused"]
             self._report.send("refused_ask", id=ask["id"], problem=problem, text=text, fix=fix)
         elif "failed" in prepared:
-            self._fail(ask["id"], prepared["failed"])
+            self._fail(ask["id"], *prepared["failed"])
         else:
             self._add(ask, prepared["ids"])
 
@@ -170,10 +171,10 @@ class _Desk:
         torch.zeros(1, device=self._opened.device).item()  # raises after an error that leaves a GPU unusable
         for number in [number for number, place in self._places.items() if place.answer in answers]:
             del self._places[number]
-            self._fail(number, describe_failure(error))
+            self._fail(number, *describe_failure(error))
 
-    def _fail(self, number: int, text: str) -> None:
-        self._report.send("failed_ask", id=number, text=text)
+    def _fail(self, number: int, text: str, where: str) -> None:
+        self._report.send("failed_ask", id=number, text=text, where=where)
 
     def step(self) -> None:
         """Computes one token of each answer, and sends what is new."""

@@ -204,7 +204,8 @@ def model_verdict(run: Run) -> Verdict:
         hosts=(),
         phase="train",
         step=run.state.step,
-        summary=f"the model {model}{own} gives a NaN or infinite loss or gradient before any update (steps {steps}): nothing was trained",
+        summary=f"the model {model}{own} gives a NaN or infinite loss or gradient before any update (steps {steps}): "
+        "nothing was trained",
         evidence=(
             Evidence(where=run.where, text=found),
             Evidence(

@@ -226,7 +226,10 @@ class Beats:
         self._micro += 1
 
     def was_examined(self) -> bool:
-        """Whether the front has requested stacks or a dump since the call before the last. Called by one thread, once per measurement."""
+        """Whether the front has requested stacks or a dump since the call before the last.
+
+        Called by one thread, once per measurement.
+        """
         (requested,) = WORD.unpack_from(self._memory, REQUEST_AT)
         (earlier, last), self._requests = self._requests, (self._requests[1], requested)
         return requested != earlier or requested != last

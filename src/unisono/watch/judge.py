@@ -317,7 +317,10 @@ def _idle_everywhere(
 
 
 def _idle_limit_s(beat: Beat) -> float:
-    """How long a foreign rank may be idle. Before its first step it may wait for a scheduler, a license or another job."""
+    """How long a foreign rank may be idle.
+
+    Before its first step it may wait for a scheduler, a license or another job.
+    """
     if beat.step <= 1:
         return _IDLE_AT_START_S
     return max(_IDLE_S, _IDLE_STEPS * beat.times.total_s / max(1, beat.times.count))

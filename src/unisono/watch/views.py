@@ -491,7 +491,10 @@ class Episode:
         return self.suspicion.verdict.ranks or self.suspicion.wanted
 
     def has_moved(self, views: Mapping[int, RankView], now: float) -> bool:
-        """Whether one of its ranks has made progress: a heartbeat, or continuous work. Call it with every look at the ranks; `now` in seconds."""
+        """Whether one of its ranks has made progress: a heartbeat, or continuous work.
+
+        Call it with every look at the ranks; `now` in seconds.
+        """
         known = [views[rank] for rank in self.ranks if rank in views]
         beaten, working = map(self._has_beaten, known), (self._works(view, now) for view in known)
         return sum(beaten) + sum(working) > 0  # each of them is asked: they note what they see

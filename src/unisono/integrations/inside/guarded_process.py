@@ -404,7 +404,10 @@ class _Used(NamedTuple):
 
 
 def _own_cpu_s() -> float:
-    """CPU seconds of the guard's own threads: the pulse, which never ends, as reading the clock of an ended thread can crash, and this one."""
+    """CPU seconds of the guard's own threads.
+
+    The pulse, which never ends, as reading the clock of an ended thread can crash, and this one.
+    """
     pulse = next((one.ident for one in threading.enumerate() if one.name == "pulse"), None)
     pulse_s = time.clock_gettime(time.pthread_getcpuclockid(pulse)) if pulse is not None else 0.0
     return pulse_s + time.thread_time()
