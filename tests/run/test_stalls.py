@@ -3,10 +3,16 @@
 Run: pytest tests/run/test_stalls.py; all of them: pytest tests/run/test_stalls.py -m "long or not long"
 """
 
+import json
+import os
 import re
+import signal
+import subprocess
+import sys
 import time
 from contextlib import ExitStack
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +24,8 @@ STALLS_ALONE = Program("torch, one rank that hangs, torchrun", "stalls.py", (*TO
 STALLS_OF_FOUR = Program(
     "torch DDP of four that hangs, torchrun", "stalls.py", (*TORCHRUN[:-1], "4"), ranks=4
 )
+GRPO = Program("TRL GRPOTrainer of two, torchrun", "trl_grpo.py", TORCHRUN)
+GRPO_ALONE = Program("TRL GRPOTrainer, torchrun", "trl_grpo.py", (*TORCHRUN[:-1], "1"), ranks=1)
 WARNINGS = 3  # of a rank for which others wait: after about 5, 10 and 20 s
 _WARNING = re.compile(r"warning: (rank 0, .* for (\d+) s, .*)")
 _IDLE = re.compile(r"warning: no rank computes, .* for (\d+) s: (.*?); the run is ended if nothing moves for")
@@ -119,5 +127,40 @@ def test_a_program_of_which_no_rank_does_anything_is_reported_with_the_line_of_e
     (found,) = _IDLE.finditer(text)
     assert 30 <= int(found[1]) <= 40
     assert re.search(rf"stalls\.py:\d+ in {'loaded' if name not in FAULTS else name}", found[2]), text
-    assert f" s more ({_FIXES.get(name, 'Fix the code')}" in text
+    in_worker = re.search(r"with worker processes at \S*stalls\.py:\d+ in __getitem__", found[2])
+    assert bool(in_worker) == (name not in FAULTS), text
+    assert re.search(rf" s more  \[\w+\] \({_FIXES.get(name, 'Fix the code')}", text), text
     assert "move again" not in text
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("program", [GRPO, GRPO_ALONE], ids=["2 ranks", "1 rank"])
+def test_a_reward_of_trl_that_never_returns_is_reported_with_its_line(
+    program: Program, tmp_path: Path
+) -> None:
+    with ExitStack() as stack:
+        started = {"grpo": Guarded(program, tmp_path / "out")}
+        text = run_until(stack, started, _IDLE, 1)["grpo"]
+    (found,) = _IDLE.finditer(text)
+    assert 30 <= int(found[1]) <= 40
+    assert re.search(r"trl_grpo\.py:\d+ in judge", found[2]), text
+    assert "ranks 0 and 1 at" in found[2] or program.ranks == 1
+    assert "move again" not in text
+
+
+def test_what_a_killed_front_leaves_is_diagnosed_by_its_last_warning(tmp_path: Path) -> None:
+    guarded = Guarded(STALLS, tmp_path, "--fault", "sleep")
+    try:
+        limit = time.monotonic() + LIMIT_S
+        while not _WARNING.search(guarded.front.text()):
+            assert time.monotonic() < limit, guarded.front.text()
+            time.sleep(0.2)
+        os.kill(guarded.front.pid, signal.SIGKILL)
+    finally:
+        guarded.close()
+    (tmp_path / "front.log").write_text(guarded.front.text())
+    for left in (guarded.output_dir, tmp_path / "front.log"):
+        words = [sys.executable, "-m", "unisono", "diagnose", "--json", str(left)]
+        verdict = json.loads(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
+        assert (verdict["cause"], verdict["ranks"]) == ("user_code_stuck", [0])
+        assert re.search(r"stalls\.py:\d+ in sleep", verdict["summary"])

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from tests.watch.conftest import Watched, watch_deeds
-from unisono.supervise.evidence import py_spy
+from unisono.supervise.stack_collection import py_spy
 from unisono.watch.views import Look, RankView
 
 Start = Callable[..., Watched]

@@ -792,6 +792,24 @@ TRAINERS_SIGNATURES: tuple[Signature, ...] = (
 
 ELSEWHERE_SIGNATURES: tuple[Signature, ...] = (
     Signature(
+        id="unisono_verdict", hints=("unisono: ", "unisono：", "WHAT  ", "问题  "),
+        pattern=r"(?:unisono(?:: |：)(?!warning: |警告：|investigating: )|\b(?:WHAT|问题) {2,20})(?P<what>.{1,1400})  \[(?P<cause>[a-z0-9_]{3,40})\]\s{0,4}$", kind="error", cause=None,
+        source="unisono, cli/screen.py and causes/verdict.py", example="unisono: rank 3, node 0 (a) was killed by SIGKILL  [rank_killed]",
+        look_alike="unisono: warning: rank 3, node 0 (a) is busy, and does not return  [user_code_stuck]",
+    ),
+    Signature(
+        id="unisono_stall", hints=("warning: ", "警告："),
+        pattern=r"(?:warning: |警告：)(?P<what>.{1,1400}?)  \[(?P<cause>[a-z0-9_]{3,40})\](?: \(|（|\s{0,4}$)", kind="warning", cause=None,
+        source="unisono, cli/screen.py", example="unisono: warning: rank 3, node 0 (a) is busy, and does not return; it has been in step 7 for 5 s  [user_code_stuck] (Fix the code.)",
+        look_alike="UserWarning: an unused argument  [unused]",
+    ),
+    Signature(
+        id="unisono_moves", hints=("the ranks move again after ", "又有进展"),
+        pattern=r"the ranks move again after \d{1,9} s: |秒之后各 rank 又有进展", kind="progress", cause=None,
+        source="unisono, supervise/rank_monitor.py", example="unisono: the ranks move again after 9 s: rank 3, node 0 (a) is busy, and does not return",
+        look_alike="unisono: investigating: rank 3, node 0 (a) is busy, and does not return",
+    ),
+    Signature(
         id="usage_error", hints=(": error: ", "Could not override '", "is not in struct", "Error: No such option", "Error: Missing ", "Error: Invalid value", "Error: Got unexpected", "can't open file '"),
         pattern=r"^[\w./-][\w./ -]{0,200}: error: (?:unrecognized arguments|the following arguments are required|argument |ambiguous option|one of the arguments|expected )|Could not override '|Key '[^']{1,80}' is not in struct|"
         r"^Error: (?:No such option|Missing (?:option|argument)|Invalid value|Got unexpected extra)|: can't open file '", kind="error", cause="user_code_error",

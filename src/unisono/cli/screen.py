@@ -21,6 +21,11 @@ _PLAIN_PARTS = 10
 _SAMPLE_WIDTH = 176  # of a sample without a terminal
 
 
+def _cause_of(message: Message) -> str:
+    """The cause of a warning that has one, as after a verdict's summary."""
+    return f"  [{message['code']}]" if message.get("verdict") else ""
+
+
 class Line(Protocol):
     """The progress line, or its substitute without a terminal."""
 
@@ -198,7 +203,8 @@ class Screen:
         fix = f" ({one_line(str(message['fix']))})" if message.get("fix") else ""
         source = message.get("place") or (f"rank {message['rank']}" if "rank" in message else "")
         source = f"{one_line(str(source))}: " if source else ""
-        self._line.above(f"warning: {source}{one_line(str(message.get('text', '')))}{fix}")
+        text, cause = one_line(str(message.get("text", ""))), _cause_of(message)
+        self._line.above(f"warning: {source}{text}{cause}{fix}")
 
     def _on_note(self, message: Message) -> None:
         self._notify(one_line(str(message.get("text", ""))))
@@ -364,7 +370,8 @@ class RunOutput:
                 self._printer.notify(f"unisono: {one_line(str(message.get('text', '')))}")
             case "warning":
                 fix = f" ({one_line(str(message['fix']))})" if message.get("fix") else ""
-                self._printer.warn(f"unisono: warning: {one_line(str(message.get('text', '')))}{fix}")
+                text, cause = one_line(str(message.get("text", ""))), _cause_of(message)
+                self._printer.warn(f"unisono: warning: {text}{cause}{fix}")
             case "verdict":
                 self._on_verdict(message)
             case "result":

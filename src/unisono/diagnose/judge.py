@@ -7,6 +7,7 @@ from typing import Any
 from unisono.causes.verdict import Evidence, Verdict
 from unisono.diagnose.hypotheses import NARRATION, NO_FAILURE_FROM, Ranking, log_features, rank
 from unisono.diagnose.lines import redacted_json
+from unisono.diagnose.own_verdicts import find_stated
 from unisono.diagnose.remedy import remedy
 from unisono.diagnose.report_terms import Feature
 from unisono.diagnose.rules_death import (
@@ -78,7 +79,7 @@ def judge(facts: RunFacts) -> list[Hypothesis]:
     taken = find_preemption(view)
     structure = [finding for rule in _STRUCTURE for finding in rule(view)]
     resources = find_ray_resources(view)
-    ranked = [*certain, *nan, *_unless_caught(own), *structure, *resources, *own, *vague]
+    ranked = [*find_stated(view), *certain, *nan, *_unless_caught(own), *structure, *resources, *own, *vague]
     ranked = _with_preemption(taken, ranked)
     return _distinct([*(ranked or find_cancelled(view)), *find_undetermined(view)])
 

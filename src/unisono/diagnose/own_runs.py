@@ -13,6 +13,7 @@ from unisono.causes.verdict import Evidence, Verdict
 from unisono.config.sections import own_objective
 from unisono.diagnose.judge import Diagnosis
 from unisono.diagnose.lines import shown
+from unisono.diagnose.own_verdicts import suspected
 from unisono.diagnose.run_facts import Event, EventKind, Origin, RankFacts, RunFacts
 from unisono.events import MODEL_CODE, Message, own_frame, read_message
 from unisono.files import iterate_lines, objects_of, parse_json, read_object, read_text
@@ -248,6 +249,7 @@ def diagnose_run(root: Path, read_logs: Callable[[], Diagnosis] | None = None) -
         or _crashed(run, reports, facts)
         or _logs(read_logs, reports, facts)
         or _ended_badly(run, facts)
+        or suspected(run, facts)
         or _silent(reports, facts)
     )
     onward = (

@@ -73,7 +73,7 @@ def wait_channel(pid: int) -> str:
 def child_states(pid: int) -> str:
     """States of its child processes, one letter each; without those that were already reaped."""
     found = []
-    for child in _children(pid)[:_MOST_CHILDREN]:
+    for child in children_of(pid)[:_MOST_CHILDREN]:
         stat = read_stat(child)
         if stat is not None:
             found.append(stat.state)
@@ -100,7 +100,7 @@ def frozen_cgroup(pid: int, *, root: Path = CGROUP_ROOT) -> Path | None:
     return None
 
 
-def _children(pid: int) -> list[int]:
+def children_of(pid: int) -> list[int]:
     """Child processes of all threads."""
     try:
         threads = list(Path(f"/proc/{pid}/task").iterdir())

@@ -340,10 +340,10 @@ class LocalProgram:
         if self.run is not None:
             (self._timeline or self._start_timeline(self.run)).take(node_rank, message, ranks)
 
-    def mark_time(self, ranks: Sequence[int], text: str) -> None:
+    def mark_time(self, ranks: Sequence[int], text: str, cause: str) -> None:
         """Writes a suspicion to the timeline; an empty text ends it."""
         if self._timeline is not None:
-            self._timeline.warn(ranks, text)
+            self._timeline.warn(ranks, text, cause)
 
     def handle(self, message: Message) -> None:
         """Carries out a request of the head."""

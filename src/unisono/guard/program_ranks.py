@@ -14,10 +14,11 @@ from unisono.facts.limits import oom_kills
 from unisono.facts.processes import exit_status, processes_below, variables_of
 from unisono.integrations import border
 from unisono.integrations.border import Registration, start_of
+from unisono.integrations.worker_stacks import workers_below
 from unisono.plan import DeviceChoice, RankPlace
 from unisono.rundir import RunDir
 from unisono.supervise.local_ranks import FINAL_KINDS, RankEnd
-from unisono.watch.views import BeatMemory
+from unisono.watch.views import BeatMemory, WorkerProcess
 
 _VARIABLES = (
     "RANK",
@@ -208,6 +209,11 @@ class ProgramRanks:
         """The pid of a rank's process while it lives."""
         known = self._ranks.get(rank)
         return known.registration.pid if known is not None and known.end is None else None
+
+    def workers(self, rank: int) -> list[WorkerProcess]:
+        """Processes that a rank has started, e.g. those of its loaders; the caller closes their files."""
+        pid = self.pid(rank)
+        return workers_below(pid) if pid is not None else []
 
     def final_message(self, rank: int) -> Message | None:
         """The final message of a rank, once it has arrived."""

@@ -1,31 +1,22 @@
-"""Evidence of a verdict: stacks, the flight recorder, the end of the log and the rows of a rank, collected and kept as files in the run's directory."""
+"""Evidence of a verdict: stacks, the flight recorder, the end of the log and the rows of a rank, kept as files in the run's directory."""
 
 import contextlib
 import json
-import os
-import shutil
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import Any, Self
 
 from unisono.causes import Evidence, Verdict
 from unisono.errors import UnisonoError
-from unisono.facts.processes import frozen_cgroup, has_handler, read_stat
 from unisono.files import make_private_dir, open_plain, write_json, write_text
 from unisono.rundir import RunDir
-from unisono.supervise.child_process import ChildProcess, Programs
-from unisono.supervise.task_process import how_it_ended, run_task
-from unisono.text import one_line, plain, redact
+from unisono.supervise.child_process import Programs
+from unisono.supervise.task_process import run_task
+from unisono.text import plain, redact
 from unisono.watch import PHASES, phase_named
-from unisono.watch.rank_dumps import (
-    main_thread_of_faulthandler,
-    main_thread_of_py_spy,
-    read_flight,
-    shortened,
-)
-from unisono.watch.views import BeatMemory, Look
+from unisono.watch.rank_dumps import shortened
+from unisono.watch.views import Look
 
 LOG_LINES = 20
 MESSAGE_BYTES = 1 << 20
@@ -192,175 +183,3 @@ def _is_in_step(phase: str | None) -> bool:
 
 def _safe(text: str) -> str:
     return redact(plain(text))
-
-
-LIMIT_S = 1.5
-_ANSWERS_S = 0.5  # faulthandler takes a few milliseconds on an idle machine
-_SETTLED_S = 0.03  # it writes thread by thread; after this long without output it is done
-_PY_SPY_BYTES = 1 << 20
-_NO_SIGNAL = {
-    "T": "the process is stopped, and no signal reaches it",
-    "t": "the process is held by a tracer, and no signal reaches it",
-    "Z": "the process has ended",
-}
-
-
-class StackCollection:
-    """One collection, from its request to its result or time limit. Nothing here waits."""
-
-    def __init__(self, rank: int, pid: int | None, memory: BeatMemory, *, now: float) -> None:
-        """Requests the stack by a signal, and the flight recorder through shared memory.
-
-        Args:
-            pid: of its process; None if that has ended.
-            now: monotonic seconds.
-        """
-        self.rank = rank
-        self.raw = RawEvidence()
-        self._pid = pid
-        self._memory = memory
-        self._began = now
-        self._since = memory.stacks_bytes
-        self._size, self._grown_at = self._since, now
-        self._request = memory.ask()
-        self._spy: _PySpy | None = None
-        self._frozen = frozen_cgroup(pid) if pid is not None else None
-        self._signal_error = self._signal()
-
-    def result(self, now: float, *, has_pulse: bool) -> Look | None:
-        """The result, once it is complete or time is over; else None.
-
-        Args:
-            now: monotonic seconds.
-            has_pulse: whether the rank's second thread runs, which writes the flight recorder's dump.
-        """
-        if self._pid is None or now - self._began >= LIMIT_S:
-            return self._finish()
-        has_stacks = self._has_stacks(now)
-        if not has_stacks and (self._signal_error or now - self._began >= _ANSWERS_S):
-            has_stacks = self._spy_is_done(self._pid)
-        beat = self._memory.read()
-        is_answered = beat is not None and beat.answered >= self._request
-        return self._finish() if has_stacks and (is_answered or not has_pulse) else None
-
-    def close(self) -> None:
-        """Ends py-spy, if it was started."""
-        if self._spy is not None:
-            self._spy.close()
-
-    def _signal(self) -> str:
-        """Signals faulthandler in the rank; gives why that was not possible."""
-        if self._pid is None:
-            return "the process has ended"
-        stat = read_stat(self._pid)
-        state = stat.state if stat is not None else "Z"
-        if self._frozen is not None:
-            return f"the process is frozen by its control group {self._frozen}, and no signal reaches it"
-        if state in _NO_SIGNAL:
-            return _NO_SIGNAL[state]
-        number = self._memory.stacks_signal
-        if not number:
-            return "the program uses all signals itself"
-        if not has_handler(self._pid, number):  # its default would end the process
-            return "the process has only just started and cannot show its stack yet"
-        try:
-            os.kill(self._pid, number)
-        except OSError as error:
-            return f"the process cannot be signalled: {error.strerror}"
-        return ""
-
-    def _has_stacks(self, now: float) -> bool:
-        size = self._memory.stacks_bytes
-        if size != self._size:
-            self._size, self._grown_at = size, now
-        is_settled = size > self._since and now - self._grown_at >= _SETTLED_S
-        return is_settled and bool(main_thread_of_faulthandler(self._stacks()))
-
-    def _stacks(self) -> str:
-        return self._memory.stacks(since=self._since).decode("utf-8", "replace")
-
-    def _spy_is_done(self, pid: int) -> bool:
-        """Runs py-spy, if it is installed; whether nothing more is expected from it."""
-        if self._spy is None:
-            program = py_spy()
-            if program is None:
-                return bool(self._signal_error)  # a signal may still be answered
-            self._spy = _PySpy(program, pid)
-        return self._spy.has_ended()
-
-    def _finish(self) -> Look:
-        stacks, flight_text = self._stacks(), self._flight_text()
-        flight = read_flight(flight_text)
-        stack, how = main_thread_of_faulthandler(stacks, trains=flight.thread), "faulthandler"
-        if not stack:
-            stack, how, stacks = self._by_spy(stacks)
-        self.raw = RawEvidence(stacks, flight_text)
-        return Look(
-            rank=self.rank,
-            stack=stack,
-            how=how,
-            begun=flight.begun,
-            completed=flight.completed,
-            rows=tuple(self._memory.rows()),
-            recurs=flight.recurs,
-            may_step=flight.may_step,
-            note=f"its control group {self._frozen} is frozen" if self._frozen is not None else "",
-        )
-
-    def _by_spy(self, stacks: str) -> tuple[tuple[str, ...], str, str]:
-        """The stack, how it was obtained, and the text; or why there is none."""
-        late = f"the process did not answer a signal within {LIMIT_S:g} s"
-        why = self._signal_error or (late if not stacks else "faulthandler has omitted the main thread")
-        if self._spy is None:
-            return (), why, stacks
-        printed = self._spy.printed
-        stack = main_thread_of_py_spy(printed, pid=self._pid or 0)
-        if stack:
-            return stack, "py-spy", printed
-        return (), f"{why}; py-spy: {self._spy.why_missing}", stacks
-
-    def _flight_text(self) -> str:
-        beat = self._memory.read()
-        is_answered = beat is not None and beat.answered >= self._request
-        return self._memory.answer().decode("utf-8", "replace") if is_answered else ""
-
-
-class _PySpy:
-    """`py-spy dump` of a process without pausing it: it may be stopped, or wait where no signal reaches it."""
-
-    def __init__(self, program: Path, pid: int) -> None:
-        self._output: IO[bytes] = os.fdopen(os.memfd_create("unisono-py-spy", os.MFD_CLOEXEC), "w+b")
-        command = [str(program), "dump", "--nonblocking", "--json", "--pid", str(pid)]
-        try:
-            self._child = ChildProcess(lambda _: command, environment={}, output=self._output)
-        except BaseException:  # raised again
-            self._output.close()
-            raise
-
-    def has_ended(self) -> bool:
-        self._child.read(0)
-        return self._child.ended
-
-    @property
-    def printed(self) -> str:
-        return os.pread(self._output.fileno(), _PY_SPY_BYTES, 0).decode("utf-8", "replace")
-
-    @property
-    def why_missing(self) -> str:
-        code = self._child.returncode
-        if code is None:
-            return "has not ended in time"
-        return one_line(self.printed, limit=200) or how_it_ended(code)
-
-    def close(self) -> None:
-        self._child.end(patience_s=0)
-        self._output.close()
-
-
-def py_spy() -> Path | None:
-    """The program, beside this Python or on the path; installed by the extra `watch`."""
-    beside = Path(sys.executable).parent / "py-spy"
-    if beside.exists():
-        return beside
-    found = shutil.which("py-spy")
-    return Path(found) if found else None

@@ -22,7 +22,7 @@ from unisono.supervise.child_process import ChildProcess, Programs, worker_comma
 from unisono.supervise.fork_server import shared_fork_server
 from unisono.supervise.rank_logs import FollowedLog, LogTimes, RateLimit
 from unisono.supervise.task_process import tail_of
-from unisono.watch.views import BeatMemory
+from unisono.watch.views import BeatMemory, WorkerProcess
 
 
 class Job(Protocol):
@@ -83,6 +83,10 @@ class NodeRanks(Protocol):
 
     def pid(self, rank: int) -> int | None:
         """The pid of a rank's process while it lives."""
+        ...
+
+    def workers(self, rank: int) -> Sequence[WorkerProcess]:
+        """Processes that a rank has started, if they show their stacks; the caller closes their files."""
         ...
 
     def final_message(self, rank: int) -> Message | None:
@@ -283,6 +287,10 @@ class LocalRanks:
         """The pid of the rank's process while it lives."""
         member = self._ranks.get(rank)
         return member.child.pid if member is not None and member.child.returncode is None else None
+
+    def workers(self, rank: int) -> Sequence[WorkerProcess]:
+        """None: our ranks load their data in threads."""
+        return ()
 
     def final_message(self, rank: int) -> Message | None:
         """The message `result`, `refused` or `crashed` of a rank, once it has arrived."""

@@ -20,8 +20,9 @@ from unisono.facts.processes import (
 )
 from unisono.files import BackgroundThread
 from unisono.plan import RankPlace
-from unisono.supervise.evidence import RawEvidence, StackCollection, end_of_log
+from unisono.supervise.evidence import RawEvidence, end_of_log
 from unisono.supervise.local_ranks import Job, NodeRanks
+from unisono.supervise.stack_collection import StackCollection
 from unisono.watch import PHASES, phase_named
 from unisono.watch.judge import judge
 from unisono.watch.verdicts import Pace, Patience
@@ -112,8 +113,9 @@ class RankMonitor:
         for rank in ranks:
             memory = self._local.beats.get(rank)
             if memory is not None and rank not in self._collections:
+                workers = self._local.workers(rank)
                 self._collections[rank] = StackCollection(
-                    rank, self._local.pid(rank), memory, now=time.monotonic()
+                    rank, self._local.pid(rank), memory, workers, now=time.monotonic()
                 )
 
     def looks(self) -> list[Look]:
@@ -317,7 +319,7 @@ class StallMonitor:
         *,
         stall_after: str = "auto",
         idle_limit_s: float | None = None,
-        mark: Callable[[Sequence[int], str], None] = lambda _ranks, _text: None,
+        mark: Callable[[Sequence[int], str, str], None] = lambda _ranks, _text, _cause: None,
     ) -> None:
         """Sees nothing yet.
 
@@ -329,7 +331,7 @@ class StallMonitor:
             clock: monotonic seconds.
             stall_after: of the config.
             idle_limit_s: after which a foreign program whose ranks are all idle is ended; None: never.
-            mark: gets the present suspicion in words, with its ranks, for the board; empty when the ranks move again.
+            mark: gets the ranks of the present suspicion, its text and its cause, for the board; both are empty when the ranks move again.
         """
         self._mark = mark
         self._clock = clock
@@ -453,14 +455,18 @@ class StallMonitor:
         if self._episode is None:
             self._episode = Episode(found)
             self._notify(f"investigating: {found.verdict.summary}")
-            self._mark(self._episode.ranks, f"investigating: {found.verdict.summary}")
+            self._mark(self._episode.ranks, f"investigating: {found.verdict.summary}", found.verdict.cause)
         self._episode.take(found)
         who = (found.verdict.cause, found.verdict.ranks)
         if found.is_named and (who not in self._warned or self._episode.is_due):
             self._episode.reported_s = found.since_s
             self._warned.setdefault(who, found.since_s)
             self._warn(found.verdict, ends_in_s=found.ends_in_s)
-            self._mark(found.verdict.ranks, with_deadline(found.verdict.summary, found.ends_in_s))
+            self._mark(
+                found.verdict.ranks,
+                with_deadline(found.verdict.summary, found.ends_in_s),
+                found.verdict.cause,
+            )
 
     def _request_stacks(self, ranks: Sequence[int], now: float) -> None:
         """Requests stacks and flight recorder of some ranks, each from its node."""
@@ -482,7 +488,7 @@ class StallMonitor:
         has_moved, has_ended = episode.has_moved(self._views, now), episode.has_ended(self._views)
         if not has_moved and not has_ended:
             return
-        self._mark(episode.ranks, "")
+        self._mark(episode.ranks, "", "")
         if episode.reported_s is not None and not has_ended:
             suspicion = episode.suspicion
             self._notify(f"the ranks move again after {suspicion.since_s:.0f} s: {suspicion.verdict.summary}")

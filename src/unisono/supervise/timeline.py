@@ -3,7 +3,7 @@
     {"schema": 1, "time": …, "rank": 3, "phase": "comm", "step": 40, "seconds": 0.31}      a phase that lasted more than 0.1 s; time: its start
     {"schema": 1, "time": …, "rank": 3, "phase": "comm", "step": 41, "seconds": {"data": 0.2, "compute": 7.9, "comm": 1.7, "other": 0.2}}
 
-A line with a text `warning` and 0 seconds is a suspicion of a stall, which one without text ends. The second kind is a summary, at least one every 10 s and rank: the seconds since the last one, the current phase and, if that has lasted for longer than 0.1 s, `since`, its
+A line with a text `warning`, its `cause` and `ranks`, and 0 seconds is a suspicion of a stall, which one without text ends. The second kind is a summary, at least one every 10 s and rank: the seconds since the last one, the current phase and, if that has lasted for longer than 0.1 s, `since`, its
 start. Times are UTC seconds by the node's own clock. A file has at most 125 kB for each rank, and 1 MB for up to 8: then its older half is thinned. Nothing here waits for a
 disk in the thread of the caller. A node whose output_dir is not the head's sends the same lines to the head every 3 s, which keeps a copy of the file.
 """
@@ -42,6 +42,7 @@ _BYTES_OF_RANK = 125_000
 _LEAST_BYTES = 1_000_000
 _KEPT_SHARE = 0.25
 """Of the phases in the older half, the longest ones."""
+_MOST_WARNED = 64
 _SHARES = ("data", "compute", "comm", "other")
 _SHARE_OF = {phase.name: phase.share for phase in PHASES}
 Entry = dict[str, Any]
@@ -170,10 +171,16 @@ class Timeline:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def warn(self, ranks: Sequence[int], text: str) -> None:
-        """Writes that ranks may have stalled, at the first of them; an empty text ends an earlier warning."""
+    def warn(self, ranks: Sequence[int], text: str, cause: str) -> None:
+        """Writes that ranks may have stalled, at the first of them, and why; an empty text ends an earlier warning."""
         entry = {"schema": 1, "time": round(time.time(), 3), "rank": min(ranks, default=0), "phase": ""}
-        entry |= {"step": 0, "seconds": 0.0, "warning": text}
+        entry |= {
+            "step": 0,
+            "seconds": 0.0,
+            "warning": text,
+            "cause": cause,
+            "ranks": list(ranks[:_MOST_WARNED]),
+        }
         self._copied.append((self._node_rank, [_line(entry)], 0))
         self._written_at = 0.0  # it is written with the next sample
 

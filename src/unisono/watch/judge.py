@@ -9,10 +9,11 @@ mismatch); if all are in the same one, the network is. A rank is reported and a 
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import takewhile
 
 from unisono.causes import Evidence, Verdict
 from unisono.watch.verdicts import Limits, Patience, describe_activity, labels, mismatch, verdict
-from unisono.watch.views import Beat, RankView, RunView, Suspicion
+from unisono.watch.views import Beat, Look, RankView, RunView, Suspicion
 
 _MOVES_S = 1.0  # no rule needs less; usually all ranks have beaten since, which is checked first
 _STOPPED_S = 3.0
@@ -32,6 +33,9 @@ _IDLE_S = 30.0
 _IDLE_STEPS = 20  # times a mean step
 _IDLE_AT_START_S = 600.0
 _LOADER = "torch/utils/data/dataloader.py"
+_LOADS_A_BATCH = "torch/utils/data/_utils/fetch.py"
+_STARTS_A_WORKER = re.compile(r"/multiprocessing/process\.py:\d+ in _bootstrap$")
+_WORKER_LINES = 3
 _LONG_COLLECTIVE_S = 30.0  # of a foreign program, which may send a whole model in one
 
 
@@ -427,7 +431,29 @@ def _top(view: RankView, run_view: RunView) -> str:
     if look is None or not look.stack:
         return ""
     top, is_foreign = look.stack[0], view.beat is not None and view.beat.is_foreign
-    line = (
-        next((frame for frame in look.stack if not _IN_A_LIBRARY.search(frame)), top) if is_foreign else top
-    )
-    return f", at {top}" + (f", called from {line}" if line != top else "")
+    line = _line_of_program(look.stack) or top if is_foreign else top
+    workers = _workers_of(look)
+    return f", at {top}" + (f", called from {line}" if line != top else "") + workers
+
+
+def _line_of_program(stack: Sequence[str]) -> str | None:
+    """The innermost frame that is not a library's."""
+    return next((frame for frame in stack if not _IN_A_LIBRARY.search(frame)), None)
+
+
+def _workers_of(look: Look) -> str:
+    """Where the worker processes are that have something to do; empty if none has."""
+    lines = sorted({line for worker in look.workers if (line := _line_of_worker(worker.stack))})
+    if not lines:
+        return ""
+    return f", with worker processes at {', '.join(lines[:_WORKER_LINES])}{' …' if len(lines) > _WORKER_LINES else ''}"
+
+
+def _line_of_worker(stack: Sequence[str]) -> str | None:
+    """The line of the program that a worker process executes; None if it waits for its next task.
+
+    What a forked process was called from is its parent's. A loader may read rows of a library's dataset.
+    """
+    inner = list(takewhile(lambda frame: not _STARTS_A_WORKER.search(frame), stack))
+    has_task = any(_LOADS_A_BATCH in frame for frame in inner)
+    return _line_of_program(inner) or (inner[0] if has_task else None)

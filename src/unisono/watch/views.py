@@ -101,10 +101,45 @@ class Glance(NamedTuple):
     shares_s: tuple[float, float, float, float]
 
 
+class StacksFile:
+    """Where faulthandler writes in a process, as read by the front."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    @property
+    def size(self) -> int:
+        """Bytes written so far."""
+        return os.fstat(self.fd).st_size
+
+    def read(self, *, since: int = 0) -> bytes:
+        """What was written after the first `since` bytes."""
+        return os.pread(self.fd, max(0, self.size - since), since)
+
+    def close(self) -> None:
+        """Closes it; the process is not affected."""
+        os.close(self.fd)
+
+
+@dataclass(frozen=True)
+class WorkerProcess:
+    """A process that a rank has started, e.g. of a loader, and which shows its stack at a signal.
+
+    Attributes:
+        signal: at which faulthandler writes.
+        stacks: where it writes; to be closed.
+    """
+
+    pid: int
+    signal: int
+    stacks: StacksFile
+
+
 class BeatMemory:
     """The front's end of one rank's record, with the files for stacks and answers. They have no path, so nothing is left behind.
 
     Attributes:
+        stacks: faulthandler writes there.
         answers_fd: the second thread writes what it is asked for there.
         stacks_signal: at which faulthandler writes in the rank; 0 where it has none.
     """
@@ -133,13 +168,13 @@ class BeatMemory:
 
     def _hold(self, record_fd: int, stacks_fd: int, answers_fd: int) -> None:
         self._map = mmap.mmap(record_fd, RECORD_BYTES)
-        self.record_fd, self.stacks_fd, self.answers_fd = record_fd, stacks_fd, answers_fd
+        self.record_fd, self.stacks, self.answers_fd = record_fd, StacksFile(stacks_fd), answers_fd
         self._requests = 0
 
     @property
     def fds(self) -> tuple[int, int, int]:
         """For the rank, in the order of `Beats.inherited`."""
-        return self.record_fd, self.stacks_fd, self.answers_fd
+        return self.record_fd, self.stacks.fd, self.answers_fd
 
     def read(self) -> Beat | None:
         """The current heartbeat; None before the first, or if the record changes faster than it can be read."""
@@ -169,15 +204,6 @@ class BeatMemory:
     def answer(self) -> bytes:
         """The rank's answer to the last request."""
         return os.pread(self.answers_fd, os.fstat(self.answers_fd).st_size, 0)
-
-    def stacks(self, *, since: int = 0) -> bytes:
-        """faulthandler's output after the first `since` bytes."""
-        return os.pread(self.stacks_fd, max(0, self.stacks_bytes - since), since)
-
-    @property
-    def stacks_bytes(self) -> int:
-        """Size of faulthandler's output."""
-        return os.fstat(self.stacks_fd).st_size
 
     def close(self) -> None:
         """Releases the memory."""
@@ -364,6 +390,14 @@ class Collective:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerStack:
+    """The stack of a process that a rank has started, as in Look."""
+
+    pid: int
+    stack: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Look:
     """Data collected from one rank after it was suspected, or while it waited for a suspected one.
 
@@ -375,6 +409,7 @@ class Look:
         recurs: whether an equal one began before.
         may_step: whether it can still reach the place where it makes its steps; None if unknown.
         note: other information for a person, e.g. a frozen cgroup.
+        workers: processes that it has started, e.g. of its loader, if their stacks can be read.
     """
 
     rank: int
@@ -386,6 +421,7 @@ class Look:
     note: str = ""
     recurs: bool = False
     may_step: bool | None = None
+    workers: tuple[WorkerStack, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object for the head."""
@@ -399,6 +435,7 @@ class Look:
             "note": self.note,
             "recurs": self.recurs,
             "may_step": self.may_step,
+            "workers": [{"pid": worker.pid, "stack": list(worker.stack)} for worker in self.workers],
             "begun": None
             if begun is None
             else {"group": begun.group, "number": begun.number, "name": begun.name, "sizes": begun.sizes},
@@ -420,6 +457,10 @@ class Look:
             note=str(value["note"]),
             recurs=bool(value.get("recurs")),
             may_step=None if may_step is None else bool(may_step),
+            workers=tuple(
+                WorkerStack(int(worker["pid"]), tuple(map(str, worker["stack"])))
+                for worker in value.get("workers", ())
+            ),
             completed=None if completed is None else int(completed),
             begun=None
             if begun is None

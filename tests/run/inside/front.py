@@ -28,10 +28,11 @@ from unisono.integrations.border import (
     start_of,
 )
 from unisono.integrations.inside import injected
+from unisono.integrations.worker_stacks import workers_below
 from unisono.plan import DeviceChoice, NodePlace, RankPlace
 from unisono.rundir import RunDir
 from unisono.supervise.rank_monitor import RankMonitor, StallMonitor
-from unisono.watch.views import BeatMemory, Collective
+from unisono.watch.views import BeatMemory, Collective, WorkerProcess
 
 LIMIT_S = 300.0
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
@@ -85,6 +86,10 @@ class _Ranks:
     def pid(self, rank: int) -> int | None:
         known = self.known.get(rank)
         return known.pid if known is not None and start_of(known.pid) == known.started else None
+
+    def workers(self, rank: int) -> Sequence[WorkerProcess]:
+        pid = self.pid(rank)
+        return workers_below(pid) if pid is not None else []
 
     def final_message(self, rank: int) -> Message | None:
         words = [e for e in self.events.get(rank, ()) if e["kind"] in ("result", "refused", "crashed")]

@@ -19,6 +19,8 @@ import json
 import math
 import os
 import signal
+import socket
+import struct
 import sys
 import threading
 import time
@@ -39,6 +41,7 @@ from unisono.integrations.border import (
     start_of,
 )
 from unisono.integrations.inside import StepReachability, StepStarts
+from unisono.integrations.worker_stacks import show_stacks
 from unisono.torch_internals import flight_record, recorders
 from unisono.watch import Beats, Pulse, beat_while_collecting
 
@@ -71,6 +74,8 @@ class GuardedProcess:
         self.counts_steps = True
         self._has_ended = False
         self._exit_code = 0
+        self._signal = 0  # at which it writes its stacks
+        self._stacks: int | None = None  # their descriptor, of a worker
         os.register_at_fork(after_in_child=self._forked)
 
     @property
@@ -156,7 +161,7 @@ class GuardedProcess:
         if step:
             self.beats.begin_step(step)
         self.beats.enter("program")
-        number = _free_signal()
+        number = self._signal = self._signal or _free_signal()
         if number:
             import faulthandler
 
@@ -212,13 +217,23 @@ class GuardedProcess:
         else:
             self.presence.emit("crashed", step=step, **describe_crash(error))
 
+    def show_stacks(self) -> None:
+        """Shows the stacks of a process that is not a rank, or not yet, at a signal: a rank may have started it, e.g. for its loader."""
+        before = self._stacks
+        self._signal = self._signal or _free_signal()
+        with suppress(OSError):  # no free descriptor
+            self._stacks = show_stacks(self._signal) if self._signal else None
+        if before is not None:
+            os.close(before)
+
     def _forked(self) -> None:
-        """A forked child is not a rank, and must not write to its parent's record."""
+        """A forked child is not a rank, and must not write to its parent's record, nor its stacks."""
         self.presence = Presence(self.presence.guard)
         self.registration = None
         self.beats, self.step_starts, self.reachability = Beats(), StepStarts(), StepReachability()
         self.main = threading.get_ident()
         self.inside = self._has_ended = False
+        self.show_stacks()
 
 
 def _is_taken(presence: Presence, registration: Registration) -> bool:
@@ -258,6 +273,8 @@ def this_process(environment: Mapping[str, str] = os.environ) -> GuardedProcess 
         _this_process = GuardedProcess(Presence(guard))
         if "LOCAL_RANK" in environment:  # otherwise RANK may be the pod's, and this process its launcher
             _this_process.become(own_registration(environment))
+        if not _this_process.is_rank:
+            _this_process.show_stacks()
     return _this_process
 
 
@@ -270,6 +287,11 @@ _LITTLE_S = (
 _BACKGROUND_S = 0.05  # the same for other threads (loggers, gloo) while the training thread never runs
 _BACKGROUND_TICKS = 2  # of all child processes: idle loaders wake up every few seconds
 _MUCH_BYTES = 1 << 16
+_MUCH_TRAFFIC = 1 << 11  # in a second: heartbeats of stores have less, and the slowest downloads more
+_MOST_SOCKETS = 256
+_TCP_INFO_BYTES = 136
+_TRAFFIC = struct.Struct("=QQ")  # tcpi_bytes_acked, tcpi_bytes_received
+_TRAFFIC_AT = 120
 
 
 def count_begun() -> int:
@@ -379,18 +401,24 @@ class _Used(NamedTuple):
         cpu_s: CPU seconds of its threads, without those of the guard.
         child_ticks: CPU time of its children, in kernel ticks.
         io_bytes: read and written.
+        network_bytes: received and sent over TCP, which io_bytes need not contain.
         wakeups: how often the training thread has waited; None if unknown.
     """
 
     cpu_s: float
     child_ticks: int
     io_bytes: int
+    network_bytes: int
     wakeups: int | None
 
     @classmethod
     def now(cls, thread: int | None) -> Self:
         return cls(
-            time.process_time() - _own_cpu_s(), _ticks_below(os.getpid()), _io_bytes(), _wakeups(thread)
+            time.process_time() - _own_cpu_s(),
+            _ticks_below(os.getpid()),
+            _io_bytes(),
+            _network_bytes(),
+            _wakeups(thread),
         )
 
     def is_more_than(self, last: "_Used") -> bool:
@@ -400,6 +428,7 @@ class _Used(NamedTuple):
             self.cpu_s - last.cpu_s > (_BACKGROUND_S if sleeps else _LITTLE_S)
             or self.child_ticks - last.child_ticks > _BACKGROUND_TICKS
             or self.io_bytes - last.io_bytes > _MUCH_BYTES
+            or self.network_bytes - last.network_bytes > _MUCH_TRAFFIC
         )
 
 
@@ -453,6 +482,31 @@ def _io_bytes() -> int:
         lines = Path("/proc/self/io").read_text().splitlines()
         return sum(int(line.partition(": ")[2]) for line in lines if line.startswith(("rchar", "wchar")))
     return 0
+
+
+def _network_bytes() -> int:
+    """Bytes that the present TCP connections of this process have received and sent, by Linux's tcp_info."""
+    total = 0
+    with suppress(OSError):
+        names = os.listdir("/proc/self/fd")  # noqa: PTH208 - of names alone
+        sockets = 0
+        for name in names:
+            with suppress(OSError):
+                if sockets < _MOST_SOCKETS and os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):  # noqa: PTH115 - its text is not a path
+                    sockets += 1
+                    total += _traffic(int(name))
+    return total
+
+
+def _traffic(fd: int) -> int:
+    """The same of one connection.
+
+    Raises:
+        OSError: if it is not a TCP socket, or was closed.
+    """
+    with socket.socket(fileno=os.dup(fd)) as one:
+        info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+    return sum(_TRAFFIC.unpack_from(info, _TRAFFIC_AT)) if len(info) == _TCP_INFO_BYTES else 0
 
 
 class Guarded:
