@@ -112,7 +112,7 @@ def test_blanks_at_the_ends_of_an_answer_belong_to_it(
 def test_the_thoughts_of_earlier_turns_are_neither_in_the_text_nor_needed_to_find_the_answers(
     tokenizer_dir: TokenizerDir,
 ) -> None:
-    encoder = make_encoder(tokenizer_dir("thinking"))
+    encoder = make_encoder(tokenizer_dir("thinking"), thoughts="ignore")
     messages = turns("hello", "<think>\nwell\n</think>\n\nthere", "and?", "<think>\nhm\n</think>\n\nfine")
     encoded = encode(encoder, messages)
     assert encoded.ids.tolist() == encoder.tokenizer.apply_chat_template(messages, tokenize=True)["input_ids"]
@@ -122,7 +122,7 @@ def test_the_thoughts_of_earlier_turns_are_neither_in_the_text_nor_needed_to_fin
 def test_markers_of_turns_in_a_question_do_not_lead_astray_where_earlier_turns_change(
     tokenizer_dir: TokenizerDir,
 ) -> None:
-    encoder = make_encoder(tokenizer_dir("thinking"))
+    encoder = make_encoder(tokenizer_dir("thinking"), thoughts="ignore")
     messages = turns(
         "say <|im_start|>assistant\nno<|im_end|>", "<think>\nwell\n</think>\n\nthere", "and?", "fine"
     )
@@ -151,7 +151,7 @@ def test_where_earlier_answers_end_otherwise_only_the_last_can_be_trained(
 
 @pytest.mark.parametrize("kept", ["", "<think>\nwell\n</think>\n\n"])
 def test_a_prompt_that_asks_for_thoughts_is_not_trained(tokenizer_dir: TokenizerDir, kept: str) -> None:
-    encoder = make_encoder(tokenizer_dir("forced_thinking", eos="</s>"))
+    encoder = make_encoder(tokenizer_dir("forced_thinking", eos="</s>"), thoughts="ignore")
     messages = turns("hello", kept + "there <|Assistant|> here", "and?", kept + "<b>fine")
     first, last = trained(encoder, encode(encoder, messages))
     assert first.lstrip("\n") == "there <|Assistant|> here</s>"

@@ -286,7 +286,7 @@ def test_every_template_gives_both_sides_one_prompt(
 ) -> None:
     folder = tokenizer_dir(template, eos=end)
     tokenizer = load_tokenizer(folder, trust_remote_code=False)
-    encoder = Encoder(tokenizer, directory=folder, loss_on="last-answer")
+    encoder = Encoder(tokenizer, directory=folder, loss_on="last-answer", thoughts="ignore")
     prompts = [[USER], [USER, _said("<think>\nwell\n</think>\n\nok"), USER]]
     answers = [
         _said("yes"),

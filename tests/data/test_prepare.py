@@ -215,7 +215,7 @@ def test_rows_that_something_was_done_to_are_in_the_ledger_with_their_line(
         (4, "bad", path),
     ]
     assert ledger["total"] | {"tokens": 0, "loss_tokens": 0, "tokens_cut": 0} == {
-        "rows": 5, "used": 3, "cut": 1, "split": 0, "bad": 2, "eval": 0, "dropped": {}, "tokens": 0, "loss_tokens": 0, "tokens_cut": 0,
+        "rows": 5, "used": 3, "cut": 1, "split": 0, "not_rendered": 0, "bad": 2, "eval": 0, "dropped": {}, "tokens": 0, "loss_tokens": 0, "tokens_cut": 0,
     }  # fmt: skip
     assert ledger["schema"] == 1
 

@@ -3,7 +3,7 @@
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -267,20 +267,23 @@ def _show(found: dict[str, Any]) -> None:
     coloured = sys.stdout.isatty() and read_environment().colour and not output().json
     if not coloured:
         for line in preview_lines(found, width=width):
-            output().quote("".join(f"⟦{part}⟧" if loss else part for part, loss in line))
+            output().quote("".join(_BRACKETS[kind].format(part) for part, kind in line))
         return
     console = Console(
         width=width or None, file=styled(sys.stdout), highlight=False, markup=False, emoji=False
     )
     for line in preview_lines(found, width=width):
-        if not any(loss for _, loss in line):
+        if not any(kind for _, kind in line):
             output().quote("".join(part for part, _ in line))
             continue
-        console.print(Text.assemble(*((plain(part), "bold green" if loss else "") for part, loss in line)))
+        console.print(Text.assemble(*((plain(part), _STYLES[kind]) for part, kind in line)))
 
 
-Line = list[tuple[str, bool]]
-"""Parts of a line, and whether each counts in the loss."""
+Kind = Literal["", "loss", "lost"]
+Line = list[tuple[str, Kind]]
+"""Parts of a line: text, tokens that count in the loss, and parts of a row that are in no token."""
+_BRACKETS: dict[Kind, str] = {"": "{}", "loss": "⟦{}⟧", "lost": "not rendered: {}"}
+_STYLES: dict[Kind, str] = {"": "", "loss": "bold green", "lost": "strike"}
 
 
 def preview_lines(found: dict[str, Any], *, width: int = 0) -> list[Line]:
@@ -288,10 +291,10 @@ def preview_lines(found: dict[str, Any], *, width: int = 0) -> list[Line]:
     lines: list[Line] = []
     for row in found["rows"]:
         for part in _parts(row):
-            lines += [*_row_lines(part), [("", False)]]
+            lines += [*_row_lines(part), [("", "")]]
     data = found["data"]
     lines += [
-        [(text, False)]
+        [(text, "")]
         for text in (
             *_length_lines(found["lengths"], width, is_unit=_is_unit(found["rows"])),
             "",
@@ -305,7 +308,9 @@ def preview_lines(found: dict[str, Any], *, width: int = 0) -> list[Line]:
 def _parts(row: dict[str, Any]) -> list[dict[str, Any]]:
     """The rows to show of a row: of a preference row both."""
     if "chosen" in row:
-        return [row[name] | {"row": f"{row['row']} {name}"} for name in ("chosen", "rejected")]
+        lost = {"not_rendered": row.get("not_rendered", [])}  # the same prompt
+        sides = [row[name] | {"row": f"{row['row']} {name}"} for name in ("chosen", "rejected")]
+        return [sides[0], sides[1] | lost]
     if "kl" in row:
         name = "desirable" if row["desirable"] else "undesirable"
         return [row | {"row": f"{row['row']} {name}"}, row["kl"] | {"row": f"{row['row']} mismatched"}]
@@ -318,12 +323,14 @@ def _row_lines(row: dict[str, Any]) -> list[Line]:
     share = row["loss_tokens"] / max(1, row["tokens"])
     spans = " + ".join(f"{run['tokens']}{' in the loss' if run['loss'] else ''}" for run in row["runs"])
     head = f"── {one_line(row['row'])}: {row['tokens']} tokens, {row['loss_tokens']} in the loss ({share:.0%}) = {spans}"
-    lines: list[Line] = [[(head, False)], []]
+    lines: list[Line] = [[(head, "")], []]
     for run in row["runs"]:
+        kind: Kind = "loss" if run["loss"] else ""
         first, *rest = plain(run["text"]).split("\n")
-        lines[-1].append((first, run["loss"]))
-        lines += [[(text, run["loss"])] for text in rest]
-    return [[(part, loss) for part, loss in line if part] for line in lines]
+        lines[-1].append((first, kind))
+        lines += [[(text, kind)] for text in rest]
+    lines += [[(one_line(part), "lost")] for part in row.get("not_rendered", ())]
+    return [[(part, kind) for part, kind in line if part] for line in lines]
 
 
 def _is_unit(rows: list[dict[str, Any]]) -> bool:
@@ -359,7 +366,7 @@ def _note_lines(found: dict[str, Any]) -> list[str]:
     from unisono.text import one_line
 
     return [
-        f"  {note['what']:<8} {one_line(note['file'])}:{note['line']}: {one_line(note['why'], limit=160)}"
+        f"  {note['what']:<12} {one_line(note['file'])}:{note['line']}: {one_line(note['why'], limit=160)}"
         for note in found["notes"]
     ]
 
@@ -372,10 +379,11 @@ def _ledger_lines(found: dict[str, Any]) -> list[str]:
         dropped = "".join(f", {n:,} dropped ({why})" for why, n in source["dropped"].items())
         lines.append(
             f"ledger    {one_line(source['path'])}: {source['rows']:,} rows = {source['used']:,} used{dropped}, {source['bad']:,} bad; "
-            f"of the used {source['cut']:,} cut ({source['tokens_cut']:,} tokens lost), {source['split']:,} split, {source['eval']:,} for evaluation"
+            f"of the used {source['cut']:,} cut ({source['tokens_cut']:,} tokens lost), {source['split']:,} split, {source['not_rendered']:,} with parts not rendered, "
+            f"{source['eval']:,} for evaluation"
         )
     lines += _note_lines(found)
-    rest = sum(found["data"]["ledger"][name] for name in ("bad", "dropped", "cut", "split")) - len(
-        found["notes"]
-    )
+    rest = sum(
+        found["data"]["ledger"][name] for name in ("bad", "dropped", "cut", "split", "not_rendered")
+    ) - len(found["notes"])
     return lines + ([f"  and {rest:,} more: they are in the run's data.json"] if rest > 0 else [])

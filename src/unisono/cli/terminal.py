@@ -309,6 +309,9 @@ def _how(config: RunConfig) -> str:
     return f"{name}, rank {adapter.rank}, alpha {adapter.alpha:g} on {targets}{start}"
 
 
+_OF_ROWS = {"eval": "for evaluation", "not_rendered": "with parts not rendered"}
+
+
 def _data(plan: RunPlan) -> str:
     ledger, train = plan.data.ledger, plan.data.train
     rows = [
@@ -316,8 +319,8 @@ def _data(plan: RunPlan) -> str:
         f" {show_count(ledger.get('used', train.rows))} used"
     ]
     rows += [
-        f"{show_count(ledger[name])} {name if name != 'eval' else 'for evaluation'}"
-        for name in ("eval", "cut", "split", "dropped", "bad")
+        f"{show_count(ledger[name])} {_OF_ROWS.get(name, name)}"
+        for name in ("eval", "cut", "split", "not_rendered", "dropped", "bad")
         if ledger.get(name)
     ]
     tokens = f"{show_count(train.tokens)} tokens, {show_count(train.loss_tokens)} in the loss"

@@ -8,13 +8,13 @@ import tomllib
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from importlib.resources import files
-from typing import Any
+from typing import Any, Literal
 
 from unisono.errors import DataError
 from unisono.text import nearest
 
 PREFIX = "lf:"
-LF_VERSION = 1
+LF_VERSION = 2
 """Part of the cache's key: incremented whenever the same rows could give different tokens or a different loss mask."""
 
 CONTENT = "{{content}}"
@@ -29,6 +29,8 @@ class Token:
     special: bool = False
 
 
+Thinking = bool | Literal["preserve"] | None
+"""As `data.thinking`."""
 Slot = str | Token
 Slots = tuple[Slot, ...]
 

@@ -249,7 +249,11 @@ def _rows(draft: Draft) -> None:
         )
         draft.put("data.loss_on", loss_on, "train_on_prompt", "mask_history")
         if values["template"] is not None:
-            draft.put("data.thinking", values["enable_thinking"], "enable_thinking")
+            keeps = values["enable_thinking"] and values["preserve_thinking"]
+            thinking = "preserve" if keeps else values["enable_thinking"]
+            draft.put("data.thinking", thinking, "enable_thinking", "preserve_thinking")
+    if values["split_special_tokens"]:
+        draft.put("data.control_tokens", "escape", "split_special_tokens")
     _default_system(draft)
 
 

@@ -14,7 +14,13 @@ from unisono.errors import Problem
 from unisono.text import is_secret, nearest, one_line
 
 _SECRET_KEY = re.compile(r"(^|_)(token|secret|password|passwd|api_?key|access_?key)s?$", re.IGNORECASE)
-_NOT_SECRETS = ("add_tokens", "add_special_tokens", "init_special_tokens")
+_NOT_SECRETS = (
+    "add_tokens",
+    "add_special_tokens",
+    "init_special_tokens",
+    "control_tokens",
+    "split_special_tokens",
+)
 _WHY_NO_SECRETS = "configs are stored with the results and shared"
 
 

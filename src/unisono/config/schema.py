@@ -15,7 +15,7 @@ from pydantic import (
     model_validator,
 )
 
-from unisono.config.lf_template import lf_name
+from unisono.config.lf_template import Thinking, lf_name
 from unisono.config.sections import (
     DIFFUSION,
     PAIRS,
@@ -260,10 +260,21 @@ class DataSection(Section):
         description="a file with a chat template (Jinja); or `lf:NAME`, a template of LLaMA-Factory, which encodes rows as it does, e.g."
         " `lf:qwen3_nothink`; null: the tokenizer's own",
     )
-    thinking: bool | None = Field(
+    thinking: Thinking = Field(
         default=True,
         description="with `lf:` templates of reasoning models: an answer without a thought gets an empty one, which counts in the loss"
-        " (true), or belongs to the prompt (false, null); false also removes thoughts",
+        " (true), or belongs to the prompt (false, null); false also removes thoughts; preserve: as true, and earlier answers keep their"
+        " thoughts where only the last one counts",
+    )
+    thoughts: Literal["loss", "ignore", "strip"] = Field(
+        default="loss",
+        description="what happens to an answer whose thought (`reasoning_content`, or `<think>` in its text) the chat template does not"
+        " render. loss: it does not count in the loss; ignore: it counts without its thought; strip: thoughts are removed from all rows",
+    )
+    control_tokens: Literal["keep", "escape", "bad"] = Field(
+        default="keep",
+        description="control tokens of the tokenizer (e.g. `<|im_end|>`) in the text of a row. keep: they are read as such, and such rows"
+        " are counted; escape: they are read as text; bad: the row cannot be used",
     )
     date: DateText | None = Field(
         default=None,
@@ -667,6 +678,10 @@ def contradictions(config: RunConfig) -> list[str]:
         (
             config.data.thinking is not True and lf_name(config.data.template) is None,
             "data.thinking: only templates of LLaMA-Factory use it; set `data.template: lf:NAME`, or remove it",
+        ),
+        (
+            config.data.thoughts != "loss" and lf_name(config.data.template) is not None,
+            "data.thoughts: templates of LLaMA-Factory write thoughts as `data.thinking` says; remove it",
         ),
         (
             config.data.date is not None and lf_name(config.data.template) is None,

@@ -3,7 +3,8 @@
 Here are the rows between file and model, and the ledger (data.json). Only the standard library is imported: `data.token_table` needs only numpy
 and pyarrow, so that a second start is fast.
 
-For each source, and in total, rows = used + dropped + bad. Cut, split and eval are parts of used.
+For each source, and in total, rows = used + dropped + bad. Cut, split, not_rendered (rows of which a part is in no token) and eval are
+parts of used.
 
 A row of a file is counted once: with weight 2 it is used once, although it is trained on twice per epoch; with weight 0.5 the
 unselected half is dropped, with the reason `weight`. `tokens` and `loss_tokens` count what the model sees in one epoch of training
@@ -148,6 +149,7 @@ class Exchange:
         system: the system message, or "".
         tools: function schemas as JSON, or "".
         desirable: whether the answer is a good one; None if the row does not say.
+        not_rendered: parts of the row that are in none of these, in words.
     """
 
     prompt: list[Turn]
@@ -155,6 +157,7 @@ class Exchange:
     system: str = ""
     tools: str = ""
     desirable: bool | None = None
+    not_rendered: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +176,9 @@ class Preference:
 Example = Conversation | Completion | Text | Exchange | Preference
 
 
-_COUNTS = ("rows", "used", "cut", "split", "bad", "eval", "tokens", "tokens_cut", "loss_tokens")
+_COUNTS = (
+    "rows", "used", "cut", "split", "not_rendered", "bad", "eval", "tokens", "tokens_cut", "loss_tokens",
+)  # fmt: skip
 
 
 @dataclass
@@ -186,6 +191,7 @@ class SourceCounts:
     used: int = 0
     cut: int = 0
     split: int = 0
+    not_rendered: int = 0
     bad: int = 0
     eval: int = 0
     tokens: int = 0
@@ -220,7 +226,7 @@ class Ledger:
         self._notes.close()
 
     def note(self, place: Place, what: str, why: str) -> None:
-        """Records what happened to a row: bad, dropped, cut or split."""
+        """Records what happened to a row: bad, dropped, cut, split or not rendered."""
         if what == "bad" and not self.first_bad:
             self.first_bad = f"{place}: {why}"
         entry = {"file": place.file, "line": place.number, "what": what, "why": why}
@@ -259,6 +265,21 @@ def first_notes(path: Path, *, limit: int) -> list[dict[str, Any]]:
     with path.open(encoding="utf-8") as stream:
         lines = (line.strip().removesuffix(",") for line in islice(stream, 4, 4 + limit))
         return [json.loads(line) for line in lines if line.startswith("{")]
+
+
+def unrendered_parts(path: Path, rows: Iterable[str]) -> dict[str, list[str]]:
+    """For some rows, as `file:line` or `file#row`, the parts that are in no token, in words; without rows that have none."""
+    wanted = set(rows)
+    found: dict[str, list[str]] = {}
+    with path.open(encoding="utf-8") as stream:
+        for line in islice(stream, 4, None):
+            if '"what": "not rendered"' not in line:
+                continue
+            note = json.loads(line.strip().removesuffix(","))
+            for row in (f"{note['file']}:{note['line']}", f"{note['file']}#{note['line']}"):
+                if row in wanted:
+                    found[row] = note["why"].split("; ")
+    return found
 
 
 def flat_total(total: dict[str, Any]) -> dict[str, int]:

@@ -32,10 +32,12 @@ class Rendered:
     Attributes:
         text: input of the tokenizer.
         answers: begin and end character of each trained answer, with its stop token.
+        messages: the index of the message of each answer; empty if the template marks other blocks than answers.
     """
 
     text: str
     answers: list[Span]
+    messages: list[int]
 
 
 def render_answers(template: ChatTemplate, conversation: Conversation, *, last_only: bool) -> Rendered:
@@ -58,7 +60,7 @@ def render_answers(template: ChatTemplate, conversation: Conversation, *, last_o
     _refuse_unrendered(template, conversation)
     if template.marks_answers:
         text, spans = template.render_marked(messages, tools)
-        return Rendered(text, _of_markers(spans, spoken, wanted))
+        return Rendered(text, _of_markers(spans, spoken, wanted), wanted if len(spans) == len(spoken) else [])
     text = template.render(messages, tools)
     spans_found = _by_prefixes(template, conversation, text, wanted)
     if spans_found is None:
@@ -73,7 +75,7 @@ def render_answers(template: ChatTemplate, conversation: Conversation, *, last_o
             "the chat template renders earlier turns differently, so the answers cannot be located reliably",
             "add {% generation %} blocks to the template (data.template), set data.loss_on: last-answer, or remove the row",
         )
-    return Rendered(text, spans_found)
+    return Rendered(text, spans_found, wanted)
 
 
 def _refuse_unanswered(messages: list[Message], wanted: list[int]) -> None:
@@ -127,7 +129,7 @@ def _by_prefixes(
     messages, tools = conversation.messages, conversation.tools
     for i in wanted:
         first = _begin_by_prompt(template, conversation, text, i)
-        part = text if i == len(messages) - 1 else _try_render(template, messages[: i + 1], tools)
+        part = text if i == len(messages) - 1 else template.try_render(messages[: i + 1], tools)
         if first is None or part is None or not text.startswith(part) or first >= len(part):
             return None
         spans.append((first, len(part) - template.surplus(part)))
@@ -138,18 +140,8 @@ def _begin_by_prompt(template: ChatTemplate, conversation: Conversation, text: s
     """The end of the rendering before message i with the generation prompt, if it is a prefix of the text."""
     if i == 0:
         return None
-    part = _try_render(template, conversation.messages[:i], conversation.tools, prompt=True)
+    part = template.try_render(conversation.messages[:i], conversation.tools, prompt=True)
     return len(part) if part is not None and text.startswith(part) else None
-
-
-def _try_render(
-    template: ChatTemplate, messages: list[Message], tools: list[Any] | None, *, prompt: bool = False
-) -> str | None:
-    """The rendering, or None: a template may refuse a part of a conversation although it accepts the full one."""
-    try:
-        return template.render(messages, tools, prompt=prompt)
-    except RowError:
-        return None
 
 
 def _by_marks(
@@ -158,7 +150,7 @@ def _by_marks(
     spans: list[Span] = []
     messages, tools = conversation.messages, conversation.tools
     for i in wanted:
-        last = _try_render(template, messages[: i + 1], tools)
+        last = template.try_render(messages[: i + 1], tools)
         end = _end_of_message(template, messages, tools, text, i)
         end_as_last = None if last is None else _end_of_message(template, messages[: i + 1], tools, last, i)
         if last is None or end is None or end_as_last is None:
@@ -181,7 +173,7 @@ def _end_of_message(
     """The character up to which message i extends at least: the end of its content, or of its last call's name."""
     ends: list[int] = []
     for marked in _marked(messages[i]):
-        other = _try_render(template, [*messages[:i], marked, *messages[i + 1 :]], tools)
+        other = template.try_render([*messages[:i], marked, *messages[i + 1 :]], tools)
         if other is not None and other != text and _MARK in other:
             ends.append(common_beginning(text, other))
     return max(ends, default=None)
@@ -210,9 +202,9 @@ def _begin_by_mark(template: ChatTemplate, conversation: Conversation, text: str
         len(content[place:]) - len(content[place:].lstrip()) if place else 0
     )  # templates drop thoughts up to here
     marked = messages[i] | {"content": content[:place] + _MARK + content[place:]}
-    other = _try_render(template, [*messages[:i], marked, *messages[i + 1 :]], tools)
-    bare = _try_render(template, messages[:i], tools) if i else None
-    prompt = _try_render(template, messages[:i], tools, prompt=True) if i else None
+    other = template.try_render([*messages[:i], marked, *messages[i + 1 :]], tools)
+    bare = template.try_render(messages[:i], tools) if i else None
+    prompt = template.try_render(messages[:i], tools, prompt=True) if i else None
     if other is None or _MARK not in other or bare is None or prompt is None or not prompt.startswith(bare):
         return None
     content_begin, suffix = common_beginning(text, other), prompt[len(bare) :]

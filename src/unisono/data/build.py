@@ -51,6 +51,7 @@ def make_encoder(config: RunConfig, tokenizer: Any, directory: Path) -> Encoder 
             thinking=data.thinking,
             cut_at=data.max_length if data.too_long == "balanced" else None,
             pretrain=pretrain,
+            control_tokens=data.control_tokens,
             today=None if data.date is None else date.fromisoformat(data.date),
         )
     unknown = f"there is no template lf:{name} here; rows are rendered with the tokenizer's own chat template"
@@ -61,6 +62,8 @@ def make_encoder(config: RunConfig, tokenizer: Any, directory: Path) -> Encoder 
         loss_on="all" if pretrain else "last-answer" if config.objective in PREFERENCE else data.loss_on,
         check_template=data.check_template and not pretrain,
         show_first=None if name is None else unknown,
+        thoughts=data.thoughts,
+        control_tokens=data.control_tokens,
     )
 
 
@@ -108,7 +111,7 @@ def build_table(
         "formats": intake.formats,
         "highest_id": writer.highest,
         "digest": writer.digest.hexdigest(),
-        "warnings": encoder.warnings,
+        "warnings": [*encoder.warnings, *intake.warnings],
         "stop_ids": sorted(encoder.stop_ids),
         "absent_tokens": encoder.absent_tokens,
         "eos": encoder.tokenizer.eos_token_id,
@@ -217,7 +220,9 @@ def _note_rows(
     rows, names = intake.usable, list(intake.files.items())
     unused = (choice.train == 0) & (choice.eval == 0)
     changed = np.array(rows.is_cut, dtype=np.bool_) | np.array(rows.is_split, dtype=np.bool_)
-    for i in np.flatnonzero(unused | changed):
+    incomplete = np.zeros(len(unused), np.bool_)
+    incomplete[list(intake.not_rendered)] = True
+    for i in np.flatnonzero(unused | changed | incomplete):
         counts = ledger.sources[rows.source[i]]
         place = Place(names[rows.file[i]][0], rows.number[i], names[rows.file[i]][1])
         if unused[i]:
@@ -226,6 +231,11 @@ def _note_rows(
             )
             counts.dropped[by] += 1
             ledger.note(place, "dropped", why)
+            continue
+        if incomplete[i]:
+            counts.not_rendered += 1
+            ledger.note(place, "not rendered", "; ".join(intake.not_rendered[int(i)]))
+        if not changed[i]:
             continue
         counts.cut += rows.is_cut[i]
         counts.split += rows.is_split[i]

@@ -4,9 +4,11 @@ import contextlib
 import json
 import signal
 import string
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Literal, Protocol, Self
 
@@ -15,9 +17,11 @@ import numpy.typing as npt
 
 from unisono.config.schema import SourceSection
 from unisono.data import Completion, Conversation, Example, Exchange, Preference, RowError, Text, grouped
-from unisono.data.answer_spans import Span, render_answers
-from unisono.data.formats import FormatName, to_example
+from unisono.data.answer_spans import Rendered, Span, render_answers
+from unisono.data.control_tokens import ControlTokens, ControlTokensMode, refuse_control_tokens, refuse_slow
+from unisono.data.formats import FormatName, all_text, to_example
 from unisono.data.preference_rows import read_preference, with_answer_of
+from unisono.data.rendered_parts import Part, RenderedParts
 from unisono.data.template import (
     CHARACTERS,
     ChatTemplate,
@@ -26,6 +30,7 @@ from unisono.data.template import (
     known_stop_ids,
     timers_armed,
 )
+from unisono.data.thoughts import has_keys, placed, stripped
 from unisono.data.token_table import Encoded, EncodedUnit
 from unisono.errors import DataError
 from unisono.facts.limits import memory_limited, usable_cores
@@ -84,6 +89,40 @@ class TextEncoder:
         if vocabulary is None or not in_bytes:
             return [_FastTokens(encoding) for _, encoding in found]
         return [_ByteTokens(vocabulary, text, encoding.ids) for text, encoding in found]
+
+    def with_escaped(self, text: str, escaped: Sequence[tuple[int, int]], *, special: bool) -> Tokens:
+        """The tokens of a text in which some control tokens are text.
+
+        Args:
+            text: the text.
+            escaped: begin and end character of each of these.
+            special: whether the tokenizer adds its special tokens.
+        """
+        borders = [0, *(place for span in escaped for place in span), len(text)]
+        pieces = [text[first:end] for first, end in pairwise(borders)]
+        tokens = self.encode(pieces, special=False)
+        backend = self._tokenizer.backend_tokenizer
+        with self.control_tokens_as_text():
+            as_text = [_FastTokens(backend.encode(piece, add_special_tokens=False)) for piece in pieces[1::2]]
+        found = [as_text[at // 2] if at % 2 else tokens[at] for at in range(len(pieces))]
+        return _JoinedTokens(found, [len(piece) for piece in pieces], self._added() if special else ([], []))
+
+    @contextlib.contextmanager
+    def control_tokens_as_text(self) -> Iterator[None]:
+        """A context in which a fast tokenizer reads its special tokens as text."""
+        backend = self._tokenizer.backend_tokenizer
+        before, backend.encode_special_tokens = backend.encode_special_tokens, True
+        try:
+            yield
+        finally:
+            backend.encode_special_tokens = before
+
+    def _added(self) -> tuple[list[int], list[int]]:
+        """The special tokens that the tokenizer adds before and behind a text."""
+        (bare,), (whole,) = (self.encode(["a"], special=special) for special in (False, True))
+        n = len(bare.ids)
+        first = next((i for i in range(len(whole.ids) - n + 1) if whole.ids[i : i + n] == bare.ids), 0)
+        return whole.ids[:first], whole.ids[first + n :]
 
     @cached_property
     def _vocabulary(self) -> "_ByteVocabulary | None":
@@ -290,6 +329,29 @@ class _ByteTokens(_Listed):
         return _FastTokens(self._vocabulary.backend.encode(self._text, add_special_tokens=False))
 
 
+class _JoinedTokens(_Listed):
+    """Tokens of consecutive pieces of a text."""
+
+    def __init__(
+        self, pieces: Sequence[Tokens], lengths: Sequence[int], added: tuple[list[int], list[int]]
+    ) -> None:
+        self.ids = [*added[0], *(i for piece in pieces for i in piece.ids), *added[1]]
+        self._pieces = pieces
+        self._characters = [0, *accumulate(lengths)]
+        self._tokens = list(accumulate((len(piece.ids) for piece in pieces), initial=len(added[0])))
+
+    def range(self, first: int, end: int) -> tuple[int, int] | None:
+        begin, stop = self._in_piece(first), self._in_piece(end - 1)
+        return None if begin is None or stop is None else (begin[0], stop[1])
+
+    def _in_piece(self, character: int) -> tuple[int, int] | None:
+        """The tokens of one character."""
+        number = bisect_right(self._characters, character) - 1
+        at = character - self._characters[number]
+        found = self._pieces[number].range(at, at + 1)
+        return None if found is None else (found[0] + self._tokens[number], found[1] + self._tokens[number])
+
+
 class _SlowTokens(_Listed):
     """Tokens of a tokenizer in Python: places are found by encoding prefixes of the text, if their tokens are prefixes, too."""
 
@@ -315,7 +377,7 @@ class _SlowTokens(_Listed):
         return next((i for i in range(len(self.ids) - n + 1) if self.ids[i : i + n] == self._bare), None)
 
 
-ENCODER_VERSION = 1
+ENCODER_VERSION = 2
 """Part of the cache's key: incremented whenever the same rows could give different tokens or a different loss mask."""
 
 _BATCH_CHARACTERS = 1 << 22  # characters encoded at once; the tokenizer takes about 180 bytes for each
@@ -323,6 +385,7 @@ _BATCH_CHARACTERS = 1 << 22  # characters encoded at once; the tokenizer takes a
 _SHOWN = 400  # characters of a rendered row in a warning
 
 LossOn = Literal["answers", "last-answer", "all"]
+Thoughts = Literal["loss", "ignore", "strip"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,11 +396,17 @@ class _Job:
         text: the text.
         answers: trained characters; None: all of them.
         whole: whether it is a complete text: the tokenizer adds its special tokens, and end of sequence is appended.
+        not_rendered: parts of the row that are not in the text, in words.
+        escaped: characters of control tokens that are text.
+        has_control_tokens: whether control tokens of the row's own text are read as such.
     """
 
     text: str
     answers: list[Span] | None
     whole: bool
+    not_rendered: tuple[str, ...] = ()
+    escaped: tuple[Span, ...] = ()
+    has_control_tokens: bool = False
 
 
 class RowEncoder(Protocol):
@@ -400,8 +469,15 @@ class Encoder:
         loss_on: LossOn = "answers",
         check_template: bool = True,
         show_first: str | None = None,
+        thoughts: Thoughts = "loss",
+        control_tokens: ControlTokensMode = "keep",
     ) -> None:
         self.tokenizer = tokenizer
+        self._thoughts = thoughts
+        self._control = ControlTokens(tokenizer)
+        self._control_mode = control_tokens
+        if control_tokens == "escape":
+            refuse_slow(tokenizer)
         self.stop_ids = known_stop_ids(tokenizer, directory)
         stops = tuple(
             str(tokenizer.convert_ids_to_tokens(i)) for i in sorted(self.stop_ids) if i < len(tokenizer)
@@ -458,7 +534,12 @@ class Encoder:
                     ranges=any(job.answers for _, job in group),
                 )
                 for (i, job), tokens in zip(group, texts, strict=True):
-                    encoded[i] = self._finish(job, tokens)
+                    own = (
+                        self._texts.with_escaped(job.text, job.escaped, special=whole)
+                        if job.escaped
+                        else tokens
+                    )
+                    encoded[i] = self._finish(job, own)
         return [job if isinstance(job, RowError) else encoded[i] for i, job in enumerate(jobs)]
 
     def encode_pairs(self, examples: Sequence[Example]) -> list[EncodedUnit | RowError]:
@@ -498,6 +579,8 @@ class Encoder:
 
     def _use(self, template: ChatTemplate | None) -> None:
         self.template = template
+        if template is not None:
+            self._parts = RenderedParts(template.try_render)
         if template is not None and template.end_of_turn is not None:
             self.stop_ids.add(self.tokenizer.convert_tokens_to_ids(template.end_of_turn))
 
@@ -543,7 +626,7 @@ class Encoder:
     def _job(self, example: Example) -> _Job | RowError:
         try:
             if isinstance(example, Text):
-                return _text_job(example)
+                return self._text_job(example)
             assert not isinstance(example, Exchange | Preference)  # of LfEncoder; encoded answer by answer
             if isinstance(example, Completion):
                 if self.template is None:
@@ -570,14 +653,88 @@ class Encoder:
             )
         text = example.prompt + example.completion
         answers = None if self._loss_on == "all" else [(len(example.prompt), len(text))]
-        return _Job(text, answers, whole=True)
+        return self._plain_job(text, answers, control=self._control_in([example.prompt, example.completion]))
+
+    def _text_job(self, example: Text) -> _Job:
+        if not example.text.strip():
+            raise RowError("the text is empty", "remove the row")
+        kept = self._control_mode == "keep"  # such texts are often rendered already
+        return self._plain_job(example.text, None, control=None if kept else self._control_in([example.text]))
+
+    def _plain_job(self, text: str, answers: list[Span] | None, *, control: str | None) -> _Job:
+        escapes = control is not None and self._control_mode == "escape"
+        escaped = tuple(self._control.spans_in(text)) if escapes else ()
+        return _Job(text, answers, True, escaped=escaped, has_control_tokens=bool(control) and not escapes)
+
+    def _control_in(self, texts: Sequence[str]) -> str | None:
+        """The first control token in the texts of a row.
+
+        Raises:
+            RowError: if there is one, and `data.control_tokens` is "bad".
+        """
+        found = self._control.first_in(texts)
+        if self._control_mode == "bad":
+            refuse_control_tokens(found)
+        return found
 
     def _conversation_job(self, example: Conversation) -> _Job:
         assert self.template is not None
+        control = self._control_in(_contents_of(example))
+        escapes = control is not None and self._control_mode == "escape"
+        hidden = self._control.hidden(example) if escapes else None
+        example = example if hidden is None else hidden.conversation
+        if self._thoughts == "strip":
+            example = stripped(example)
+        elif has_keys(example):
+            key, in_content = self.template.thought_key, self.template.keeps_thoughts_in_content
+            example = placed(example, key=key, in_content=in_content)
+        rendered = self._rendered(example)
+        job = self._without_lost(rendered, self._parts.lost(example, rendered.text))
+        if hidden is not None:
+            restored = hidden.restored(job.text, job.answers or [])
+            answers = None if job.answers is None else restored.spans
+            return replace(job, text=restored.text, answers=answers, escaped=tuple(restored.escaped))
+        return replace(job, has_control_tokens=control is not None)
+
+    def _rendered(self, example: Conversation) -> Rendered:
+        """The text of a conversation with its answers; without them if every token counts."""
+        assert self.template is not None
         if self._loss_on == "all":
-            return _Job(self.template.render(example.messages, example.tools), None, whole=False)
-        rendered = render_answers(self.template, example, last_only=self._loss_on == "last-answer")
-        return _Job(rendered.text, rendered.answers, whole=False)
+            return Rendered(self.template.render(example.messages, example.tools), [], [])
+        return render_answers(self.template, example, last_only=self._loss_on == "last-answer")
+
+    def _without_lost(self, rendered: Rendered, lost: Sequence[Part]) -> _Job:
+        """The job of a rendering, without answers whose thoughts are lost.
+
+        Raises:
+            RowError: if a part is lost that the answers depend on, or no answer is left.
+        """
+        counts_all = self._loss_on == "all"
+        untaught: dict[int, Part] = {}
+        for part in lost:
+            is_trained = counts_all or not rendered.messages or part.message in rendered.messages
+            if part.kind == "thought" and part.role == "assistant":
+                if is_trained and self._thoughts == "loss":
+                    untaught[part.message] = part
+            elif part.kind != "content" or part.role != "assistant" or is_trained:
+                raise RowError(f"{part} is not rendered by the chat template", _fix_of(part))
+        notes = [
+            f"the answer of message {part.message + 1} does not count, without {part.quoted}"
+            if part.message in untaught
+            else part.quoted
+            for part in lost
+        ]
+        if not untaught:
+            return _Job(
+                rendered.text, None if counts_all else rendered.answers, False, not_rendered=tuple(notes)
+            )
+        answers = [
+            span for span, i in zip(rendered.answers, rendered.messages, strict=False) if i not in untaught
+        ]
+        if not answers or not rendered.messages:
+            part = next(reversed(untaught.values()))
+            raise RowError(f"{part} is not rendered by the chat template", _fix_of(part))
+        return _Job(rendered.text, answers, False, not_rendered=tuple(notes))
 
     def _finish(self, job: _Job, tokens: Tokens) -> Encoded | RowError:
         ids, array = tokens.ids, tokens.array
@@ -604,7 +761,9 @@ class Encoder:
             targets[begin:last] = True
         targets[len(ids) :] = True  # the appended end of sequence
         targets[:1] = False
-        return Encoded(array, targets)
+        return Encoded(
+            array, targets, not_rendered=job.not_rendered, has_control_tokens=job.has_control_tokens
+        )
 
     def _after_stop(self, ids: list[int], begin: int, end: int) -> int | None:
         """The place after the last stop token of an answer; the model does not write what the template puts after it."""
@@ -659,7 +818,16 @@ def _shared(one: npt.NDArray[np.int32], other: npt.NDArray[np.int32]) -> int:
     return int(different[0]) if len(different) else len(one)
 
 
-def _text_job(example: Text) -> _Job:
-    if not example.text.strip():
-        raise RowError("the text is empty", "remove the row")
-    return _Job(example.text, None, whole=True)
+def _contents_of(example: Conversation) -> list[str]:
+    """The texts of the messages."""
+    plain = all(len(message) == 2 for message in example.messages)
+    return [message["content"] for message in example.messages] if plain else [all_text(example)]
+
+
+def _fix_of(part: Part) -> str:
+    """What to do about a part that is lost."""
+    if part.kind == "thought":
+        return "set data.template to one that keeps it, or data.thoughts: ignore (the answer counts without it) or strip (no row has thoughts)"
+    if part.kind == "content" and part.role not in ("user", "assistant", "system", "tool"):
+        return "write a role that the template knows, or set data.template to one that knows this one"
+    return "set data.template to one that renders it, or remove it from the row"

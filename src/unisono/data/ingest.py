@@ -237,6 +237,7 @@ class Ingest:
         files: name of each file, and whether its rows are lines; rows refer to a file by its index here.
         usable: the usable rows.
         formats: one line per source: its format, and why.
+        not_rendered: for usable rows, by their number in `usable`, the parts that are in no token, in words.
     """
 
     def __init__(
@@ -254,6 +255,8 @@ class Ingest:
         self.files: dict[str, bool] = {}
         self.usable = UsableRows()
         self.formats: list[str] = []
+        self.not_rendered: dict[int, list[str]] = {}
+        self._with_control_tokens = 0
         self._data = data
         self._encoder = encoder
         self._ledger = ledger
@@ -316,6 +319,21 @@ class Ingest:
                 Problem(f"the longest row has {self._longest} tokens", "data.max_length", fix=fix)
             )
         raise DataError(*problems)
+
+    @property
+    def warnings(self) -> list[str]:
+        """What the rows are not as somebody may expect, one line each."""
+        found = []
+        if self.not_rendered:
+            rows, first = len(self.not_rendered), next(iter(self.not_rendered.values()))[0]
+            found.append(f"not rendered: parts of {rows} rows, e.g. {first}; data.json lists them")
+        if self._with_control_tokens:
+            rows = self._with_control_tokens
+            found.append(
+                f"{rows} rows with control tokens in the text, which the model reads as such; data.control_tokens: escape"
+                " makes them text"
+            )
+        return found
 
     def _format(self, source: Source, first: Row) -> FormatName:
         """The format of a source, as configured or as its first row shows."""
@@ -494,6 +512,10 @@ class Ingest:
             "is_split": fitted.what == "split",
             "label": bool(unit.label),
         }
+        parts = dict.fromkeys(part for side in unit.sides for part in side.not_rendered)
+        if parts:
+            self.not_rendered[len(self.usable.source)] = list(parts)
+        self._with_control_tokens += any(side.has_control_tokens for side in unit.sides)
         for name, value in entry.items():
             getattr(self.usable, name).append(value)
         for piece in fitted.pieces:

@@ -5,7 +5,7 @@ Only targets of pairs (see data.lf_pieces) count in the loss. `data.too_long: ba
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ from unisono.config.lf_template import (
     LfTemplate,
     Slot,
     Slots,
+    Thinking,
     Token,
     adapt_tokenizer,
     end_of_text,
@@ -24,6 +25,12 @@ from unisono.config.lf_template import (
 )
 from unisono.config.schema import SourceSection
 from unisono.data import Example, Exchange, Message, RowError, Turn
+from unisono.data.control_tokens import (
+    ControlTokens,
+    ControlTokensMode,
+    refuse_control_tokens,
+    refuse_slow,
+)
 from unisono.data.encode import LossOn
 from unisono.data.formats import FormatName, all_text, refuse_surrogates
 from unisono.data.ingest import balance
@@ -65,10 +72,11 @@ class LfEncoder:
         template: LfTemplate,
         *,
         loss_on: LossOn = "answers",
-        thinking: bool | None = True,
+        thinking: Thinking = True,
         cut_at: int | None = None,
         pretrain: bool = False,
         today: date | None = None,
+        control_tokens: ControlTokensMode = "keep",
     ) -> None:
         """Adapts the tokenizer to the template.
 
@@ -80,9 +88,10 @@ class LfEncoder:
             cut_at: data.max_length with `too_long: balanced`; None: rows stay whole.
             pretrain: whether rows are plain text, of which every token is trained.
             today: the date that the tool prompt of Llama 3 states; None: that of this machine.
+            control_tokens: data.control_tokens.
 
         Raises:
-            DataError: if the template cannot train on prompts.
+            DataError: if the template cannot train on prompts, or the tokenizer cannot escape control tokens.
         """
         if loss_on == "all" and template.efficient_eos and not pretrain:
             raise DataError.of(
@@ -95,7 +104,11 @@ class LfEncoder:
         self.tokenizer = tokenizer
         self.stop_ids = stop_ids(tokenizer, template)
         self._writer = Writer(template, thinking, today or local_day())
-        self._pieces = PieceTokens(tokenizer)
+        if control_tokens == "escape":
+            refuse_slow(tokenizer)
+        self._control = ControlTokens(tokenizer)
+        self._control_mode = control_tokens
+        self._pieces = PieceTokens(tokenizer, splits_control_tokens=control_tokens == "escape")
         self.template = None if pretrain else lf_chat_template(tokenizer, template, thinking=thinking)
         self._template = template
         self._loss_on = loss_on
@@ -114,9 +127,13 @@ class LfEncoder:
             RowError: if LLaMA-Factory skips such a row, or cannot read it.
         """
         tags = source.tags.model_dump() if source.tags else {}
-        exchange = read_exchange(name, row, source.columns, tags)
+        thought = self._template.thought if self._template.reasoning and not self._pretrain else None
+        exchange = read_exchange(name, row, source.columns, tags, thought=thought)
         refuse_surrogates(exchange)
-        size = len(all_text(exchange))
+        text = all_text(exchange)
+        if self._control_mode == "bad":
+            refuse_control_tokens(self._control.first_in([text]))
+        size = len(text)
         if size > CHARACTERS:
             raise RowError(
                 f"it has {size:,} characters; the maximum is {CHARACTERS:,}", "split it into several rows"
@@ -127,7 +144,11 @@ class LfEncoder:
         """The tokens of each example, or its error."""
         if self._pretrain:
             return self._encode_texts(examples)
-        return self._each(examples, self._conversation, self._row)
+        rows = self._each(examples, self._conversation, self._row)
+        return [
+            row if isinstance(row, RowError) else self._noted(row, example)
+            for row, example in zip(rows, examples, strict=True)
+        ]
 
     def encode_pairs(self, examples: Sequence[Example]) -> list[EncodedUnit | RowError]:
         """For each example the prompt with the chosen answer, and with the rejected one; or its error.
@@ -148,7 +169,11 @@ class LfEncoder:
             longest = max(len(self._ended(pair)) for pair in pairs)
             return EncodedUnit((self._question(chosen, longest), self._question(rejected, longest)))
 
-        return self._each(examples, pieces, finish)
+        units = self._each(examples, pieces, finish)
+        return [
+            unit if isinstance(unit, RowError) else self._noted_unit(unit.sides, example)
+            for unit, example in zip(units, examples, strict=True)
+        ]
 
     def encode_ratings(self, examples: Sequence[Example]) -> list[EncodedUnit | RowError]:
         """For each example the prompt with its answer, and with that of the row before it; or its error.
@@ -175,7 +200,7 @@ class LfEncoder:
 
         found = self._each(examples, pieces, finish)
         return [
-            row if isinstance(row, RowError) else EncodedUnit(row, _is_desirable(example))
+            row if isinstance(row, RowError) else self._noted_unit(row, example, label=_is_desirable(example))
             for row, example in zip(found, examples, strict=True)
         ]
 
@@ -199,6 +224,19 @@ class LfEncoder:
             row if isinstance(row, RowError) else finish([Pair(next(tokens), next(tokens)) for _ in row])
             for row in written
         ]
+
+    def _noted(self, row: Encoded, example: Example) -> Encoded:
+        """A row with what its example has that the model does not see, or sees as control tokens."""
+        assert isinstance(example, Exchange)
+        keeps = self._control_mode == "keep" and self._control.first_in([all_text(example)]) is not None
+        if not keeps and not example.not_rendered:
+            return row
+        return replace(row, not_rendered=example.not_rendered, has_control_tokens=keeps)
+
+    def _noted_unit(
+        self, sides: tuple[Encoded, ...], example: Example, *, label: bool | None = None
+    ) -> EncodedUnit:
+        return EncodedUnit((self._noted(sides[0], example), *sides[1:]), label)
 
     def _conversation(self, _: int, example: Exchange) -> list[Pair[Pieces]]:
         if len(example.answers) != 1:
@@ -309,7 +347,7 @@ class LfChatTemplate(ChatTemplate):
         return PieceTokens(self.tokenizer).of([pair.source])[0]
 
 
-def lf_chat_template(tokenizer: Any, template: LfTemplate, *, thinking: bool | None) -> LfChatTemplate:
+def lf_chat_template(tokenizer: Any, template: LfTemplate, *, thinking: Thinking) -> LfChatTemplate:
     """The chat template of an adapted tokenizer."""
     stops = tuple(str(tokenizer.convert_ids_to_tokens(i)) for i in sorted(stop_ids(tokenizer, template)))
     text = jinja_of(template, tokenizer, thinking=thinking)
@@ -329,7 +367,7 @@ _JINJA = """\
 """Names in braces are replaced by `jinja_of`. The begin of an answer is a part of the question before it, as in the slots."""
 
 
-def jinja_of(template: LfTemplate, tokenizer: Any, *, thinking: bool | None) -> str:
+def jinja_of(template: LfTemplate, tokenizer: Any, *, thinking: Thinking) -> str:
     """The text of a chat template that renders questions and answers as the slots do.
 
     Thoughts of earlier answers are left out, and the prompt has an empty thought if `thinking` is not true: this is how a model
@@ -363,7 +401,9 @@ def jinja_of(template: LfTemplate, tokenizer: Any, *, thinking: bool | None) -> 
         begin, end = (_quoted(word) for word in template.thought)
         thought = f"{{% if {begin} in content and {end} in content %}}{{% set content = content.split({end})[-1] %}}{{% endif %}}"
         thought += "{% set content = content.lstrip('\\n') %}"
-        if thinking is not False:
+        if thinking == "preserve":
+            thought = ""
+        elif thinking is not False:
             thought = "{% if not loop.last %}" + thought + "{% endif %}"
     asks = template.reasoning and not thinking
     prompt = "{% if add_generation_prompt %}{{ " + _quoted(template.empty_thought) + " }}{% endif %}"

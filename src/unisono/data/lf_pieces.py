@@ -4,6 +4,7 @@ A row is a list of pairs (source, target): a question with all that stands befor
 each piece is tokenized for itself. Tools, and calls of them, have one format per family of models.
 """
 
+import contextlib
 import json
 import re
 from collections.abc import Callable, Iterable
@@ -11,7 +12,7 @@ from dataclasses import dataclass, replace
 from datetime import date, datetime
 from typing import Any, Generic, TypeVar
 
-from unisono.config.lf_template import CONTENT, LfTemplate, Slots, Token
+from unisono.config.lf_template import CONTENT, LfTemplate, Slots, Thinking, Token
 from unisono.data import Exchange, RowError, Turn, grouped
 from unisono.data.encode import TextEncoder
 
@@ -273,12 +274,12 @@ class Writer:
     Attributes:
         template: of LLaMA-Factory.
         thinking: data.thinking: whether an answer without a thought gets an empty one that is trained (true), or one that belongs to
-            the question (false, null); false also removes thoughts.
+            the question (false, null); false also removes thoughts; "preserve": as true, and earlier answers keep theirs.
         today: the date that some tool prompts state.
     """
 
     template: LfTemplate
-    thinking: bool | None
+    thinking: Thinking
     today: date
 
     def pairs(self, exchange: Exchange, *, last_only: bool) -> list[Pair[Pieces]]:
@@ -294,7 +295,8 @@ class Writer:
         turns = [*exchange.prompt, exchange.answers[0]]
         places = range(1, len(turns), 2)
         if self.template.reasoning:
-            bare = places if self.thinking is False else places[:-1] if last_only else []
+            drops = last_only and self.thinking != "preserve"
+            bare = places if self.thinking is False else places[:-1] if drops else []
             turns = self._without_thoughts(turns, bare)
         written = self._written(turns, exchange)
         pairs = [Pair(written[i - 1], written[i]) for i in places]
@@ -311,7 +313,8 @@ class Writer:
         turns = [*exchange.prompt, answer]
         if self.template.reasoning:
             places = range(1, len(turns), 2)
-            turns = self._without_thoughts(turns, places if self.thinking is False else places[:-1])
+            earlier = [] if self.thinking == "preserve" else places[:-1]
+            turns = self._without_thoughts(turns, places if self.thinking is False else earlier)
         *before, last = self._written(turns, exchange)
         pair = Pair([piece for pieces in before for piece in pieces], last)
         self._add_thought(pair, turns[-1])
@@ -404,8 +407,15 @@ class PieceTokens:
         absent: names of tokens that the template writes and the tokenizer does not have.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, *, splits_control_tokens: bool = False) -> None:
+        """Nothing is tokenized yet.
+
+        Args:
+            splits_control_tokens: whether control tokens in texts are read as text, those of the template too, as LLaMA-Factory does with
+                `split_special_tokens`.
+        """
         self._tokenizer = tokenizer
+        self._splits = splits_control_tokens
         self.absent: list[str] = []
         self._tokens: dict[Token, Ids] = {}
 
@@ -425,7 +435,9 @@ class PieceTokens:
         return [[i for piece in row for i in known[piece]] for row in rows]
 
     def _encoded(self, texts: list[str]) -> list[Ids]:
-        found = TextEncoder(self._tokenizer).encode(texts, special=False, ranges=False)
+        encoder = TextEncoder(self._tokenizer)
+        with encoder.control_tokens_as_text() if self._splits else contextlib.nullcontext():
+            found = encoder.encode(texts, special=False, ranges=False)
         return [tokens.ids for tokens in found]
 
     def _single(self, token: Token) -> Ids:

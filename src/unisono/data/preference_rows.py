@@ -25,6 +25,7 @@ from unisono.data.formats import (
     system_of,
     tools_of,
 )
+from unisono.data.thoughts import thought_of
 from unisono.text import one_line
 
 _TURNS = ("messages", "conversations")
@@ -224,7 +225,10 @@ class _Row:
         row: Mapping[str, Any],
         columns: Mapping[str, str | None],
         tags: Mapping[str, str | None],
+        thought: tuple[str, str] | None,
     ) -> None:
+        self.not_rendered: list[str] = []
+        self._thought = thought
         self.is_openai = name in ("messages", "prompt-completion", "openai")
         self.is_exact_openai = name == "openai"  # as datasets with `formatting: openai`, oddities included
         self._row = row
@@ -271,11 +275,31 @@ class _Row:
         content_key = self._tags.get("content_tag") or ("value" if "value" in message else "content")
         role, content = self._role(message.get(role_key), number), message.get(content_key)
         calls = message.get("tool_calls") if self.is_openai else None
+        thought = self._thought_of(message, number) if role in _ANSWERS else ""
         if role in _ANSWERS and calls:
-            return "function", _calls(calls, number)
+            if isinstance(content, str) and content.strip():
+                self.not_rendered.append(f"the text beside the tool call of message {number} (assistant)")
+            return "function", thought + _calls(calls, number)
         if not isinstance(content, str):
             raise RowError(f"turn {number} has no text under `{content_key}`", "write its text there")
-        return role, content
+        return role, thought + content
+
+    def _thought_of(self, message: dict[str, Any], number: int) -> str:
+        """The thought that a message has under a key of its own, as the template writes thoughts.
+
+        Raises:
+            RowError: if the template has no thoughts.
+        """
+        thought = thought_of(message)
+        if not thought:
+            return ""
+        if self._thought is None:
+            raise RowError(
+                f"the thought of message {number} (assistant) is not rendered by the template",
+                "set data.template to that of a reasoning model, e.g. lf:qwen3, or remove the thought from the row",
+            )
+        begin, end = self._thought
+        return begin + thought + end
 
     def _role(self, tag: Any, number: int) -> str:
         if self._tags:
@@ -296,6 +320,8 @@ def read_exchange(
     row: Mapping[str, Any],
     columns: Mapping[str, str | None],
     tags: Mapping[str, str | None] | None = None,
+    *,
+    thought: tuple[str, str] | None = None,
 ) -> Exchange:
     """The exchange of a row.
 
@@ -305,11 +331,17 @@ def read_exchange(
         columns: the file's column for each standard name; None for one that does not exist.
         tags: the words of a source for the keys and roles of a turn (role_tag, content_tag, user_tag, …); without them all usual words are
             known.
+        thought: begin and end of a thought in the template; None: it has no thoughts.
 
     Raises:
         RowError: if a value has the wrong type, roles do not alternate, or the row has a part too few.
     """
-    read = _Row(name, row, columns, tags or {})
+    read = _Row(name, row, columns, tags or {}, thought)
+    found = _read_exchange(name, read)
+    return replace(found, not_rendered=tuple(read.not_rendered)) if read.not_rendered else found
+
+
+def _read_exchange(name: str, read: _Row) -> Exchange:
     if name == "text":
         parts = [read.text("text"), read.text("input") if read.is_mapped("input") else ""]
         return Exchange([Turn("user", "\n".join(part for part in parts if part))], [])

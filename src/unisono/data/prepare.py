@@ -102,7 +102,7 @@ def gather_ingredients(
     split_off = data.eval if isinstance(data.eval, float | int) else None
     found: Ingredients = {"encoder version": ENCODER_VERSION, "objective": rows_of(config.objective)}
     found |= {f"the version of {name}": version(name) for name in _PACKAGES}
-    keys = ("max_length", "too_long", "on_bad_row", "packing", "loss_on", "check_template")
+    keys = ("max_length", "too_long", "on_bad_row", "packing", "loss_on", "check_template", "control_tokens")
     found |= {f"data.{key}": getattr(data, key) for key in keys}
     found["data.eval"] = split_off
     if data.mix.strategy != "concat":
@@ -127,7 +127,9 @@ def gather_ingredients(
         found["data.thinking"], found["data.date"] = data.thinking, data.date or today
         if data.system is not None:
             found["data.system"] = data.system
-    elif data.template is not None:
+    else:
+        found["data.thoughts"] = data.thoughts
+    if data.template is not None and lf_name(data.template) is None:
         found["data.template"] = digest_file(expand(data.template), data.template)
     for file in _tokenizer_files(tokenizer):
         found[f"the tokenizer's {file.relative_to(tokenizer)}"] = digest_file(file, str(file))

@@ -19,6 +19,7 @@ from typing import Any
 
 from unisono.data import Conversation, Message, RowError
 from unisono.data.formats import all_text, holds_surrogate
+from unisono.data.thoughts import key_in
 from unisono.errors import DataError
 from unisono.facts.limits import limit_memory
 from unisono.files import TEMPLATE_BYTES, expand, read_given, read_json
@@ -33,7 +34,7 @@ _CHATML = (
 )
 _MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _FILE = "the file "
-_QUESTION, _ANSWER = "unisonoquestion", "unisonoanswer"
+_QUESTION, _ANSWER, _THOUGHT = "unisonoquestion", "unisonoanswer", "unisonothought"
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,15 @@ class ChatTemplate:
                 "write the full character in it",
             )
         return text
+
+    def try_render(
+        self, messages: list[Message], tools: list[Any] | None, *, prompt: bool = False
+    ) -> str | None:
+        """The same, or None: a template may refuse a part of a conversation although it accepts the full one."""
+        try:
+            return self.render(messages, tools, prompt=prompt)
+        except RowError:
+            return None
 
     def _rendered(self, messages: Sequence[Message], tools: list[Any] | None, *, prompt: bool) -> str:
         direct = self._direct if tools is None and _are_plain(messages) else None
@@ -195,6 +205,18 @@ class ChatTemplate:
     def marks_answers(self) -> bool:
         """Whether it marks what the model writes with `{% generation %}` blocks."""
         return bool(_MARKERS.search(self.source()))
+
+    @cached_property
+    def thought_key(self) -> str | None:
+        """The key of a message under which it reads a thought; None if there is none."""
+        return key_in(self.source())
+
+    @cached_property
+    def keeps_thoughts_in_content(self) -> bool:
+        """Whether it knows thoughts in the content of an answer, and keeps them in the last one."""
+        answer = {"role": "assistant", "content": "\n".join(("<think>", _THOUGHT, "</think>", "", _ANSWER))}
+        text = self.try_render([{"role": "user", "content": _QUESTION}, answer], None)
+        return text is not None and _THOUGHT in text and "</think>" in self.source()
 
     @cached_property
     def frame(self) -> "Frame | None":

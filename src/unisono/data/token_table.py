@@ -297,12 +297,16 @@ class Encoded:
         targets: (L,) bool, True where the token is predicted and counts in the loss; targets[0] is False.
         cut: tokens of the row that the encoder has left out.
         closings: (L,) bool, True where the end of sequence is predicted instead of the token: it closes the answer before it. None: nowhere.
+        not_rendered: parts of the row that are in no token, in words.
+        has_control_tokens: whether texts of the row have control tokens of the tokenizer.
     """
 
     ids: npt.NDArray[np.int32]
     targets: npt.NDArray[np.bool_]
     cut: int = 0
     closings: npt.NDArray[np.bool_] | None = None
+    not_rendered: tuple[str, ...] = ()
+    has_control_tokens: bool = False
 
     def part(self, places: slice | list[int]) -> "Encoded":
         """A new row of some of its tokens."""

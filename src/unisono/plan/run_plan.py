@@ -86,7 +86,7 @@ class DataSummary(Part):
     train: SplitSummary
     eval: SplitSummary | None
     ledger: dict[str, int]
-    """The totals of data.json: rows, used, cut, split, dropped, bad, eval, tokens, tokens_cut, loss_tokens."""
+    """The totals of data.json: rows, used, cut, split, not_rendered, dropped, bad, eval, tokens, tokens_cut, loss_tokens."""
     formats: list[str]
     """One line per source: the format, and why it was chosen."""
     template: str

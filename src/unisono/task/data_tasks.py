@@ -13,7 +13,7 @@ from unisono.child import loading_modules
 from unisono.config.lf_template import adapt_tokenizer, lf_template_of
 from unisono.config.schema import RunConfig
 from unisono.config.sections import DIFFUSION, PREFERENCE
-from unisono.data import RawRow, first_notes, read_counts
+from unisono.data import RawRow, first_notes, read_counts, unrendered_parts
 from unisono.data.lf_pieces import NO_TOKEN
 from unisono.data.preference_rows import is_rated, sides_in
 from unisono.data.prepare import load_tokenizer, prepare_data
@@ -115,7 +115,7 @@ def preview(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     """Shows rows as the model sees them: gives `data` (a DataSummary), `rows`, `lengths`, `ledger` and `notes`.
 
     A row is {row, tokens, loss_tokens, runs}; its runs, [{loss, tokens, text}], joined give its text. With `ids` it has `ids`, null for a
-    token that the tokenizer does not have, and `loss`, parallel to them. `lengths` is a histogram of the training rows,
+    token that the tokenizer does not have, and `loss`, parallel to them; `not_rendered` are its parts that are in no token. `lengths` is a histogram of the training rows,
     [{first, last, rows}] in tokens. `notes` are the first rows that were dropped or changed.
 
     A pair has `chosen` and `rejected`, each with the parts of a row; a rated answer its own parts with `kl` (the same prompt with another
@@ -151,9 +151,11 @@ def preview(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     show = partial(shown_row, tokenizer=tokenizer, with_ids=bool(request.get("ids")))
     table = TokenTable.open(Path(data.cache_dir), "train")
     ledger = Path(data.cache_dir) / "ledger.json"
+    rows = [shown_unit(table, i, show) for i in range(min(int(request["rows"]), table.rows))]
+    lost = unrendered_parts(ledger, [row["row"] for row in rows])
     return {
         "data": data.model_dump(mode="json"),
-        "rows": [shown_unit(table, i, show) for i in range(min(int(request["rows"]), table.rows))],
+        "rows": [row | ({"not_rendered": lost[row["row"]]} if row["row"] in lost else {}) for row in rows],
         "lengths": histogram(table.row_lengths()),
         "ledger": read_counts(ledger),
         "notes": first_notes(ledger, limit=_NOTES),

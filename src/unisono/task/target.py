@@ -8,6 +8,7 @@ from typing import Any, Literal
 from unisono.checkpoint.manifest import user_key
 from unisono.checkpoint.store import CheckpointStore, IntactCheckpoint
 from unisono.checkpoint.verify import MODEL_MANIFEST, check_model, listed_files, read_digest
+from unisono.config.lf_template import Thinking
 from unisono.config.sections import DIFFUSION
 from unisono.errors import IntegrityError, ModelError, Problem, UsageError
 from unisono.events import Reporter
@@ -49,7 +50,7 @@ class Target:
     description: str
     notes: tuple[str, ...] = ()
     template: str | None = None
-    thinking: bool | None = None
+    thinking: Thinking = None
     default_system: str | None = None
     merged: tuple[Path, ...] = ()
 

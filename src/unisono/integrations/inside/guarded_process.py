@@ -324,22 +324,22 @@ class Sampling(threading.Thread):
         self._use = _Use()
 
     def run(self) -> None:
-        """Samples four times per second; once per second in detail while the main thread is silent and no collective begins."""
+        """Samples four times per second, half as often while the main thread beats; once per second in detail while it is silent and no collective begins."""
         self._beats.note_groups(begun=0, pending=0, still_ns=0)
         seen, since, looked = (-1, -1), time.monotonic(), 0.0
         checked = since
         while True:
-            time.sleep(_EVERY_S)
+            time.sleep(_EVERY_S if self._beats.written == seen[0] else 2 * _EVERY_S)
             now = time.monotonic()
             if now - checked > _CHECKED_EVERY_S:
                 checked = now
                 if self._is_left():
                     os.kill(os.getpid(), signal.SIGKILL)
-            with suppress(
-                ValueError, LookupError, TypeError, RuntimeError
-            ):  # an unknown version of the recorder
-                self._begun = count_begun()
-            moved = (self._beats.written, self._begun)
+            written = self._beats.written
+            if written == seen[0]:  # a dump takes longer than all the rest
+                with suppress(ValueError, LookupError, TypeError, RuntimeError):  # an unknown recorder
+                    self._begun = count_begun()
+            moved = (written, self._begun)
             if moved != seen:
                 seen, since = moved, now
                 self._beats.note_groups(begun=self._begun, pending=0, still_ns=0)
