@@ -263,7 +263,7 @@ class DataSection(Section):
     thinking: Thinking = Field(
         default=True,
         description="with `lf:` templates of reasoning models: an answer without a thought gets an empty one, which counts in the loss"
-        " (true), or belongs to the prompt (false, null); false also removes thoughts; preserve: as true, and earlier answers keep their"
+        " (true), or belongs to the prompt (false, null); false also removes thoughts; preserve: like true, but earlier answers keep their"
         " thoughts where only the last one counts",
     )
     thoughts: Literal["loss", "ignore", "strip"] = Field(
