@@ -47,8 +47,8 @@ def _judge_value(value: Any, places: KeyPlaces, key: KeyPath) -> Problem | None:
 
 
 _VARIABLE = re.compile(r"\$\{[^}\n]+\}|(?:^|(?<=/))\$[A-Za-z_]\w*(?=$|/)")
-_TEXTS = (("data", "system"),)
-"""Keys of texts for the model, which may hold anything."""
+_TEXTS = (("data", "system"), ("reasons",))
+"""Keys of texts, which may hold anything."""
 
 
 def find_variables(value: Any, places: KeyPlaces, key: KeyPath = ()) -> dict[KeyPath, Problem]:
@@ -60,7 +60,8 @@ def find_variables(value: Any, places: KeyPlaces, key: KeyPath = ()) -> dict[Key
             for name, inner in items
             for k, found in find_variables(inner, places, (*key, name)).items()
         }
-    match = _VARIABLE.search(value) if isinstance(value, str) and key not in _TEXTS else None
+    is_text = any(key[: len(text)] == text for text in _TEXTS)
+    match = _VARIABLE.search(value) if isinstance(value, str) and not is_text else None
     if match is None:
         return {}
     name, variable = ".".join(map(str, key)), one_line(match[0], limit=_LONGEST_VALUE)
