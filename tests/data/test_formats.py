@@ -60,7 +60,7 @@ def test_tags_are_the_words_of_a_source_and_there_are_no_others() -> None:
         role_tag="who", content_tag="said", user_tag="me", assistant_tag="it", observation_tag=None, function_tag="call",
     )  # fmt: skip
     rows = turns(("system", "s"), ("me", "q"), ("call", '{"name": "f", "arguments": {"a": 1}}'))
-    assert to_example("sharegpt", {"conversations": rows, "system": "not read"}, {}, tags) == Conversation(
+    assert to_example("sharegpt", {"conversations": rows, "system": "s"}, {}, tags) == Conversation(
         [{"role": "system", "content": "s"}, USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
     )
     for word in ("human", "observation", "gpt"):

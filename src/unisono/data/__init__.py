@@ -20,7 +20,7 @@ from typing import IO, Any, Literal, Self, TypeVar
 
 Item = TypeVar("Item")
 Message = dict[str, Any]
-"""A message of a conversation in OpenAI's format: role, content, tool_calls."""
+"""A message of a conversation in OpenAI's format: role, content, tool_calls; `weight: 0` in an answer that does not count in the loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +132,17 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A turn as text. `content` of a function turn is JSON: a call {name, arguments}, or a list of calls."""
+    """A turn as text.
+
+    Attributes:
+        role: who speaks.
+        content: of a function turn JSON: a call {name, arguments}, or a list of calls.
+        trained: False if the row leaves this answer out of the loss.
+    """
 
     role: Literal["user", "assistant", "function", "observation"]
     content: str
+    trained: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -315,7 +315,7 @@ class _SlowTokens(_Listed):
         return next((i for i in range(len(self.ids) - n + 1) if self.ids[i : i + n] == self._bare), None)
 
 
-ENCODER_VERSION = 1
+ENCODER_VERSION = 2
 """Part of the cache's key: incremented whenever the same rows could give different tokens or a different loss mask."""
 
 _BATCH_CHARACTERS = 1 << 22  # characters encoded at once; the tokenizer takes about 180 bytes for each

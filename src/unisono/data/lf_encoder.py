@@ -196,7 +196,9 @@ class LfEncoder:
         ]
         tokens = iter(self._pieces.of(flat))
         return [
-            row if isinstance(row, RowError) else finish([Pair(next(tokens), next(tokens)) for _ in row])
+            row
+            if isinstance(row, RowError)
+            else finish([Pair(next(tokens), next(tokens), pair.trained) for pair in row])
             for row in written
         ]
 
@@ -206,7 +208,11 @@ class LfEncoder:
                 "no answer" if not example.answers else "a pair of answers, which is for preference training"
             )
             raise RowError(f"the row has {why}", "write one answer, or remove the row")
-        return self._writer.pairs(example, last_only=self._loss_on == "last-answer")
+        pairs = self._writer.pairs(example, last_only=self._loss_on == "last-answer")
+        counting = pairs[-1:] if self._loss_on == "last-answer" else pairs
+        if self._loss_on != "all" and not any(pair.trained for pair in counting):
+            raise RowError("all its answers have weight 0", "add an answer, or remove the row")
+        return pairs
 
     def _row(self, pairs: list[Pair[Ids]]) -> Encoded:
         """The row of a conversation. With `loss_on: last-answer` pairs are taken from the end, so that the cut spares the last."""
@@ -221,14 +227,17 @@ class LfEncoder:
                 break
             source, target = balance(len(pair.source), len(pair.target), room)
             room -= source + target
-            loss = [int(self._loss_on == "all")] * source + [int(number == 0 or not last_only)] * target
-            if source and eos and number:
+            trained = pair.trained or self._loss_on == "all"
+            counts = trained and (number == 0 or not last_only)
+            loss = [int(self._loss_on == "all")] * source + [int(counts)] * target
+            if source and eos and number and (last_only or pairs[number - 1].trained):
                 loss[0] = _CLOSES  # where a question begins, the answer before it ends
             parts.append((pair.source[:source] + pair.target[:target], loss))
         if last_only:
             parts.reverse()
         ids = [i for part, _ in parts for i in part] + eos
-        return _encoded(ids, [kind for _, part in parts for kind in part] + [1] * len(eos), whole=whole)
+        ends = [int(pairs[-1].trained)] * len(eos)
+        return _encoded(ids, [kind for _, part in parts for kind in part] + ends, whole=whole)
 
     def _ended(self, pair: Pair[Ids]) -> Ids:
         return [*pair.target, self.tokenizer.eos_token_id] if self._template.efficient_eos else pair.target

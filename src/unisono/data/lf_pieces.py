@@ -257,10 +257,17 @@ Part = TypeVar("Part", Pieces, Ids)
 
 @dataclass
 class Pair(Generic[Part]):
-    """A question with all that stands before it, and its answer: as pieces, or as tokens."""
+    """A question with all that stands before it, and its answer: as pieces, or as tokens.
+
+    Attributes:
+        source: the question.
+        target: the answer.
+        trained: False if the row leaves the answer out of the loss.
+    """
 
     source: Part
     target: Part
+    trained: bool = True
 
 
 # ---- from turns to pieces
@@ -297,7 +304,7 @@ class Writer:
             bare = places if self.thinking is False else places[:-1] if last_only else []
             turns = self._without_thoughts(turns, bare)
         written = self._written(turns, exchange)
-        pairs = [Pair(written[i - 1], written[i]) for i in places]
+        pairs = [Pair(written[i - 1], written[i], turns[i].trained) for i in places]
         for pair, i in list(zip(pairs, places, strict=True))[-1 if last_only else 0 :]:
             self._add_thought(pair, turns[i])
         return pairs

@@ -105,6 +105,8 @@ def gather_ingredients(
     keys = ("max_length", "too_long", "on_bad_row", "packing", "loss_on", "check_template")
     found |= {f"data.{key}": getattr(data, key) for key in keys}
     found["data.eval"] = split_off
+    if data.ignore:
+        found["data.ignore"] = sorted(data.ignore)
     if data.mix.strategy != "concat":
         found["data.mix"] = data.mix.model_dump(mode="json")
     if limit_rows is not None:

@@ -239,7 +239,9 @@ def _comma(error: json.JSONDecodeError) -> tuple[str, str] | None:
     after = error.doc[error.pos : error.pos + _NEAR].strip()
     if error.msg == "Extra data" and after == ",":
         return "a comma after the row", "remove it: rows of JSON lines have no commas between them"
-    closing = after.removeprefix(",").lstrip()[:1]  # from Python 3.13 the error is at the comma, before at what follows
+    closing = after.removeprefix(",").lstrip()[
+        :1
+    ]  # from Python 3.13 the error is at the comma, before at what follows
     is_before = after[:1] == "," or before[-1:] == ","
     if is_before and closing and closing in "]}":
         return f"a comma before {closing}", "remove it: JSON has no comma after the last element"
