@@ -98,7 +98,7 @@ def talk(**flags: Any) -> dict[str, Any]:
 
 # Flags of messages.
 
-OFF = [
+OFF: list[dict[str, Any]] = [
     {"weight": 0},
     {"weight": 0.0},
     {"train": False},
@@ -107,7 +107,7 @@ OFF = [
     {"training": False},
     {"loss": 0},
 ]
-ON = [
+ON: list[dict[str, Any]] = [
     {"weight": 1},
     {"weight": 1.0},
     {"train": True},
@@ -202,7 +202,7 @@ def test_an_ignored_key_is_not_read_even_if_it_could_be(both: Sources) -> None:
 
 
 def test_null_and_empty_values_and_what_exports_carry_pass(both: Sources) -> None:
-    exported = {
+    exported: dict[str, Any] = {
         "refusal": None, "audio": None, "function_call": None, "tool_calls": None, "annotations": [], "citations": "", "extra": {},
         "name": "Ann", "id": "m1", "tool_call_id": "c1", "thought_signature": None,
     }  # fmt: skip

@@ -39,6 +39,9 @@ COLUMNS: dict[FormatName, tuple[tuple[str, ...], tuple[str, ...]]] = {
 FLAGS = ("weight", "train", "loss", "trainable", "training")
 """Keys of a message that say whether it counts in the loss; other programs write each of them."""
 
+THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking", "thought")
+"""Keys of a message that hold the thought of an answer."""
+
 
 def detect(row: dict[str, Any], renamed: Renamed) -> tuple[FormatName, str] | None:
     """The format of a source by its first row, and why; None if it matches no known format.
@@ -255,6 +258,8 @@ def sharegpt_messages(turns: list[Any], tags: TagsSection | None) -> list[Messag
             message: Message = {"role": "assistant", "content": "", "tool_calls": calls}
         else:
             message = {"role": role, "content": text}
+        if message["role"] == "assistant":
+            message |= {key: turn[key] for key in THOUGHT_KEYS if turn.get(key)}
         messages.append(_flagged(message, turn, number))
     return messages
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from unisono.config.schema import SourceSection, TagsSection
 from unisono.data import Place, RawRow, RowError
-from unisono.data.formats import COLUMNS, FLAGS, FormatName, Renamed, shown
+from unisono.data.formats import COLUMNS, FLAGS, THOUGHT_KEYS, FormatName, Renamed, shown
 from unisono.errors import Problem
 from unisono.text import nearest
 
@@ -28,9 +28,8 @@ MEDIA = {
 _TURNS = ("messages", "conversations", "prompt", "completion", "output", "chosen", "rejected")
 """Columns that may hold messages."""
 _CARRIED = ("name", "id", "tool_call_id", "refusal")  # what exports of other programs always have
-_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-_OF_MESSAGES = frozenset(("role", "content", "tool_calls", "function_call", *_THOUGHTS, *_CARRIED))
-_OF_SHAREGPT = frozenset(("from", "value", *_CARRIED))
+_OF_MESSAGES = frozenset(("role", "content", "tool_calls", "function_call", *THOUGHT_KEYS, *_CARRIED))
+_OF_SHAREGPT = frozenset(("from", "value", *THOUGHT_KEYS, *_CARRIED))
 _KNOWN = {True: _OF_SHAREGPT, False: _OF_MESSAGES}
 """Keys of a message that has `from` and no role, and of other messages, besides the flags."""
 _FLAGS = frozenset(FLAGS)
@@ -219,7 +218,7 @@ def _needed(name: FormatName) -> Sequence[str]:
 
 
 def _of_tags(tags: TagsSection) -> frozenset[str]:
-    return frozenset((tags.role_tag, tags.content_tag, "tool_calls", *_CARRIED))
+    return frozenset((tags.role_tag, tags.content_tag, "tool_calls", *THOUGHT_KEYS, *_CARRIED))
 
 
 def refuse_media(row: Mapping[str, Any], renamed: Renamed) -> None:
