@@ -52,7 +52,10 @@ def test_a_row_becomes_its_example(name: FormatName, row: dict[str, Any], expect
 
 
 def test_a_turn_keeps_the_key_of_its_thought() -> None:
-    rows = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a", "reasoning": "hm", "thinking": None}]
+    rows = [
+        {"from": "human", "value": "q"},
+        {"from": "gpt", "value": "a", "reasoning": "hm", "thinking": None},
+    ]
     example = to_example("sharegpt", {"conversations": rows}, {})
     assert example == Conversation([USER, ASSISTANT | {"reasoning": "hm"}])
 

@@ -16,7 +16,7 @@ from unisono.config.schema import COLUMN_NAMES, RunConfig
 from unisono.data.formats import COLUMNS, FormatName
 from unisono.data.prepare import prepare_data
 from unisono.data.row_names import MEDIA, READABLE
-from unisono.data.token_table import TokenTable
+from unisono.data.token_table import TokenTable, collate
 from unisono.errors import DataError, Problem
 from unisono.events import Reporter
 from unisono.plan import DataSummary
@@ -126,6 +126,20 @@ def test_an_answer_that_a_flag_leaves_out_is_not_in_the_loss(both: Sources) -> N
         assert "bad" in loss
 
 
+def test_an_answer_may_count_in_part(both: Sources) -> None:
+    tables = [
+        TokenTable.open(Path(both.prepare(rows).cache_dir), "train")
+        for rows in ([talk(weight=0.25), talk(loss=0.001), talk()], [talk(), talk(weight=1)])
+    ]
+    quarter, least, full = (tables[0].weights(i) for i in range(3))
+    half = len(full) // 2  # both answers have as many tokens, or nearly so
+    assert set(quarter[: half - 1]) == {np.float32(0.25)}
+    assert set(least[: half - 1]) == {np.float32(0.005)}  # weights are multiples of 1/200
+    assert set(quarter[half + 1 :]) == set(full) == {np.float32(1)}
+    assert collate(tables[0], [0, 2]).weights.tolist() == [*quarter, *full]  # type: ignore[union-attr]
+    assert collate(tables[1], [0, 1]).weights is None
+
+
 def test_flags_of_sharegpt_turns_count_too(both: Sources) -> None:
     rows = [
         {
@@ -151,10 +165,25 @@ def test_flags_are_those_of_the_own_row_where_a_question_closes_an_answer(tmp_pa
     assert not without[: len(without) // 2].any()
 
 
+@pytest.mark.parametrize("objective", ["dpo", "reward"])
+def test_preferences_have_no_weights(both: Sources, objective: str) -> None:
+    row = {"messages": [user("a")], "chosen": answer("b", weight=0.5), "rejected": answer("c")}
+    assert "weight" in str(both.refused([row], objective=objective)[0])
+
+
+def test_where_an_answer_ends_in_the_next_question_it_counts_or_it_does_not(tmp_path: Path) -> None:
+    sources = Sources(tmp_path, LF_TOKENIZER)
+    (problem,) = sources.refused([talk(weight=0.5)], data={"template": "lf:falcon"})
+    assert "answers of lf:falcon end in the next question" in problem.why
+
+
 @pytest.mark.parametrize(
     ("messages", "why"),
     [
-        ([user("a"), answer("b", weight=0.5)], "weight of message 2 is 0.5, not 0 or 1"),
+        (
+            [user("a"), answer("b", weight=1.5)],
+            "weight of message 2 is 1.5, neither false or true, nor a number",
+        ),
         ([user("a"), answer("b", train="no")], "train of message 2 is 'no'"),
         (
             [user("a"), answer("b", train=True, weight=0)],

@@ -20,7 +20,7 @@ from typing import IO, Any, Literal, Self, TypeVar
 
 Item = TypeVar("Item")
 Message = dict[str, Any]
-"""A message of a conversation in OpenAI's format: role, content, tool_calls; `weight: 0` in an answer that does not count in the loss."""
+"""A message of a conversation in OpenAI's format: role, content, tool_calls; `weight` in an answer that does not count in the loss in full."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,12 +137,12 @@ class Turn:
     Attributes:
         role: who speaks.
         content: of a function turn JSON: a call {name, arguments}, or a list of calls.
-        trained: False if the row leaves this answer out of the loss.
+        weight: of this answer in the loss, from 0 to 1.
     """
 
     role: Literal["user", "assistant", "function", "observation"]
     content: str
-    trained: bool = True
+    weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,6 +106,7 @@ def build_table(
     meta = {
         "splits": splits,
         "sides": sides_of(config.objective),
+        "has_shares": writer.has_shares,
         "total": ledger.total(),
         "formats": intake.formats,
         "highest_id": writer.highest,

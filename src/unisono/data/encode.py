@@ -26,7 +26,7 @@ from unisono.data.template import (
     known_stop_ids,
     timers_armed,
 )
-from unisono.data.token_table import Encoded, EncodedUnit
+from unisono.data.token_table import Encoded, EncodedUnit, share_of
 from unisono.errors import DataError
 from unisono.facts.limits import memory_limited, usable_cores
 from unisono.text import library_words, one_line
@@ -333,11 +333,13 @@ class _Job:
         text: the text.
         answers: trained characters; None: all of them.
         whole: whether it is a complete text: the tokenizer adds its special tokens, and end of sequence is appended.
+        weights: of each answer in the loss, above 0 and up to 1; empty: all 1.
     """
 
     text: str
     answers: list[Span] | None
     whole: bool
+    weights: Sequence[float] = ()
 
 
 class RowEncoder(Protocol):
@@ -577,7 +579,7 @@ class Encoder:
         if self._loss_on == "all":
             return _Job(self.template.render(example.messages, example.tools), None, whole=False)
         rendered = render_answers(self.template, example, last_only=self._loss_on == "last-answer")
-        return _Job(rendered.text, rendered.answers, whole=False)
+        return _Job(rendered.text, rendered.answers, whole=False, weights=rendered.weights)
 
     def _finish(self, job: _Job, tokens: Tokens) -> Encoded | RowError:
         ids, array = tokens.ids, tokens.array
@@ -585,6 +587,7 @@ class Encoder:
         if eos is not None and ids[-1:] != [eos]:
             array = np.append(array, np.int32(eos))
         targets = np.zeros(len(array), np.bool_)
+        shares = np.zeros(len(array), np.uint8) if any(map(share_of, job.weights)) else None
         if job.answers is None:
             targets[:] = True
         for number, (first, end) in enumerate(job.answers or [], 1):
@@ -602,9 +605,11 @@ class Encoder:
                     "end each answer with it in the template, or set data.check_template: false",
                 )
             targets[begin:last] = True
+            if shares is not None:
+                shares[begin:last] = share_of(job.weights[number - 1])
         targets[len(ids) :] = True  # the appended end of sequence
         targets[:1] = False
-        return Encoded(array, targets)
+        return Encoded(array, targets, shares=shares)
 
     def _after_stop(self, ids: list[int], begin: int, end: int) -> int | None:
         """The place after the last stop token of an answer; the model does not write what the template puts after it."""

@@ -37,7 +37,7 @@ COLUMNS: dict[FormatName, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 
 FLAGS = ("weight", "train", "loss", "trainable", "training")
-"""Keys of a message that say whether it counts in the loss; other programs write each of them."""
+"""Keys of a message that say whether, or with which weight, it counts in the loss; other programs write each of them."""
 
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking", "thought")
 """Keys of a message that hold the thought of an answer."""
@@ -323,14 +323,13 @@ def with_system(messages: list[Message], row: RowColumns) -> list[Message]:
 
 
 def _flagged(message: Message, source: Message, number: int) -> Message:
-    """The message of a source, with `weight: 0` if it is an answer that does not count in the loss."""
-    if is_trained(source, number, is_answer=message["role"] == "assistant"):
-        return message
-    return message | {"weight": 0}
+    """The message of a source, with `weight` if it is an answer that does not count in full."""
+    weight = weight_of(source, number, is_answer=message["role"] == "assistant")
+    return message if weight == 1 else message | {"weight": weight}
 
 
-def is_trained(message: Message, number: int, *, is_answer: bool) -> bool:
-    """Whether the flags of a message leave it in the loss; True without flags.
+def weight_of(message: Message, number: int, *, is_answer: bool) -> float:
+    """The weight of a message in the loss by its flags, from 0 to 1; 1 without flags.
 
     Args:
         message: as in the file.
@@ -338,28 +337,27 @@ def is_trained(message: Message, number: int, *, is_answer: bool) -> bool:
         is_answer: whether it is of the assistant; others never count.
 
     Raises:
-        RowError: if a flag has another value than true, false, 0 or 1, flags contradict each other, or a message that is no answer
-            should count.
+        RowError: if a flag is neither true, false nor a number from 0 to 1, flags contradict each other, or a message that is no
+            answer should count.
     """
     flags = {name: message[name] for name in FLAGS if message.get(name) is not None}
     for name, value in flags.items():
-        if isinstance(value, bool | int | float) and value in (0, 1):
+        if isinstance(value, bool | int | float) and 0 <= value <= 1:
             continue
         raise RowError(
-            f"{name} of message {number} is {one_line(repr(value), limit=40)}, not 0 or 1, or false or true",
-            "a message counts in the loss or it does not: shares are not supported",
+            f"{name} of message {number} is {one_line(repr(value), limit=40)}, neither false or true, nor a number from 0 to 1",
+            "write the weight of the message in the loss",
         )
-    if len(set(map(bool, flags.values()))) > 1:
+    if len(set(map(float, flags.values()))) > 1:
         names = ", ".join(f"{name}: {value}" for name, value in flags.items())
         raise RowError(f"message {number} contradicts itself: {names}", "remove one of them")
-    trained = all(flags.values())
-    if flags and trained and not is_answer:
-        name, value = next(iter(flags.items()))
+    name, value = next(iter(flags.items()), ("weight", 1))
+    if flags and value and not is_answer:
         raise RowError(
             f"message {number} has {name}: {str(value).lower()}, and is not an answer",
             f"only messages of the assistant count in the loss: remove it, or set data.ignore: [{name}]",
         )
-    return trained
+    return float(value)
 
 
 _OPENAI_TAGS = TagsSection(

@@ -262,12 +262,12 @@ class Pair(Generic[Part]):
     Attributes:
         source: the question.
         target: the answer.
-        trained: False if the row leaves the answer out of the loss.
+        weight: of the answer in the loss, from 0 to 1.
     """
 
     source: Part
     target: Part
-    trained: bool = True
+    weight: float = 1.0
 
 
 # ---- from turns to pieces
@@ -304,7 +304,7 @@ class Writer:
             bare = places if self.thinking is False else places[:-1] if last_only else []
             turns = self._without_thoughts(turns, bare)
         written = self._written(turns, exchange)
-        pairs = [Pair(written[i - 1], written[i], turns[i].trained) for i in places]
+        pairs = [Pair(written[i - 1], written[i], turns[i].weight) for i in places]
         for pair, i in list(zip(pairs, places, strict=True))[-1 if last_only else 0 :]:
             self._add_thought(pair, turns[i])
         return pairs

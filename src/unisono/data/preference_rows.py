@@ -18,7 +18,6 @@ from unisono.data.formats import (
     RowColumns,
     alpaca_prompt,
     completion_of,
-    is_trained,
     kind_of,
     list_of,
     messages_of,
@@ -26,6 +25,7 @@ from unisono.data.formats import (
     sharegpt_messages,
     system_of,
     tools_of,
+    weight_of,
     with_system,
 )
 from unisono.data.template import common_beginning
@@ -405,6 +405,8 @@ def _answer(row: _Row, value: Any, column: str) -> Turn:
     role, content = row.turn(value, 1)
     if role not in _ANSWERS:
         raise RowError(f"{column} is a turn of the {role}, not an answer", "write an answer of the assistant")
+    if weight_of(value, 1, is_answer=True) != 1:
+        raise RowError(f"{column} has a weight in the loss, and preferences have none", "remove it")
     return Turn(role, content)  # type: ignore[arg-type]  # one of _ANSWERS
 
 
@@ -430,7 +432,7 @@ def _exchange(row: _Row, messages: list[Any], *, has_answer: bool) -> Exchange:
     while row.is_exact_openai and found and found[-1][0] == "observation":
         found.pop()
     turns: list[Turn] = []
-    for number, (role, content, trained) in enumerate(found, first):
+    for number, (role, content, weight) in enumerate(found, first):
         if row.is_openai and role == "observation" and turns and turns[-1].role == "observation":
             turns[-1] = Turn("observation", turns[-1].content + JOINT + content)
             continue
@@ -440,7 +442,7 @@ def _exchange(row: _Row, messages: list[Any], *, has_answer: bool) -> Exchange:
                 f"turn {number} is of the {role}, where a turn of the {' or '.join(expected)} must be",
                 "questions and answers must alternate, beginning with a question",
             )
-        turns.append(Turn(role, content, trained))  # type: ignore[arg-type]  # one of `expected`
+        turns.append(Turn(role, content, weight))  # type: ignore[arg-type]  # one of `expected`
     if len(turns) % 2 == has_answer:
         raise RowError(
             f"the conversation has {len(turns)} turns and ends with {'a question' if has_answer else 'an answer'}",
@@ -452,10 +454,10 @@ def _exchange(row: _Row, messages: list[Any], *, has_answer: bool) -> Exchange:
     return Exchange(turns, answers, system, row.tools())
 
 
-def _turn(row: _Row, message: Any, number: int) -> tuple[str, str, bool]:
-    """Role and text of a message, and whether it counts in the loss if it is an answer."""
+def _turn(row: _Row, message: Any, number: int) -> tuple[str, str, float]:
+    """Role and text of a message, and its weight in the loss if it is an answer."""
     role, content = row.turn(message, number)
-    return role, content, is_trained(message, number, is_answer=role in _ANSWERS)
+    return role, content, weight_of(message, number, is_answer=role in _ANSWERS)
 
 
 def _calls(calls: Any, number: int) -> str:

@@ -340,6 +340,8 @@ def prepare_data(
         if limit_rows is None:
             store_ingredients(cache_dir, ingredients, sources)
     meta = read_json(found.directory / "meta.json")
+    if meta["has_shares"]:
+        _refuse_weights(config)
     try:
         _check_vocabulary(meta, vocab_size, tokenizer, config)
     except ModelError as error:
@@ -406,6 +408,23 @@ def _refuse_if_changed(before: Ingredients, after: Ingredients) -> None:
             where="data.train",
             fix="run again when no process writes to it",
         )
+
+
+def _refuse_weights(config: RunConfig) -> None:
+    """Refuses answers that count in part where the loss has no weights of tokens.
+
+    Raises:
+        DataError: with what to change.
+    """
+    smoothed = bool(config.optim.label_smoothing)
+    if config.objective == "sft" and not smoothed:
+        return
+    raise DataError.of(
+        "answers have a weight between 0 and 1, and this loss has no weights of tokens",
+        where="optim.label_smoothing" if smoothed else "objective",
+        why="weights are those of objective sft, without label smoothing",
+        fix="set the weights to 0 or 1, or leave them out with data.ignore: [weight, loss]",
+    )
 
 
 def _check_vocabulary(
