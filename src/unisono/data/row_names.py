@@ -11,7 +11,7 @@ from typing import Any
 
 from unisono.config.schema import SourceSection, TagsSection
 from unisono.data import Place, RawRow, RowError
-from unisono.data.formats import COLUMNS, FLAGS, THOUGHT_KEYS, FormatName, Renamed, shown
+from unisono.data.formats import COLUMNS, FLAGS, THOUGHT_KEYS, FormatName, shown
 from unisono.errors import Problem
 from unisono.text import nearest
 
@@ -92,6 +92,10 @@ class RowNames:
         self._columns: Counter[str] = Counter()
         self._absent = {theirs for theirs in section.columns.values() if theirs is not None}
         self._rows = 0
+        turns = (section.columns.get(turn, turn) for turn in _TURNS if turn in READABLE[name])
+        self._turns = [column for column in turns if column is not None]
+        media = {section.columns.get(kind, kind): kind for kind in MEDIA}
+        self._media = {column: kind for column, kind in media.items() if column is not None}
         self._known = _KNOWN if section.tags is None else dict.fromkeys(_KNOWN, _of_tags(section.tags))
         self._read_by_template: dict[str, bool] = {}
 
@@ -105,7 +109,8 @@ class RowNames:
         if self._absent:
             self._columns.update(map(str, row.value))
             self._absent.difference_update(row.value)
-        refuse_media(row.value, self._section.columns)
+        if not self._media.keys().isdisjoint(row.value):
+            self._refuse_media(row.value)
         value = self._without_ignored(row.value) if self._ignore else row.value
         for message in self._messages(value):
             is_sharegpt = "from" in message and "role" not in message
@@ -122,22 +127,26 @@ class RowNames:
 
     def _messages(self, row: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """The messages of a row, in all its columns; those that are JSON in a text are not looked at."""
-        readable = READABLE[self._name]
-        for name in _TURNS:
-            column = self._section.columns.get(name, name) if name in readable else None
-            value = row.get(column) if column is not None else None
+        for column in self._turns:
+            value = row.get(column)
             if isinstance(value, dict):
                 yield value
             elif isinstance(value, list):
                 yield from (message for message in value if isinstance(message, dict))
 
+    def _refuse_media(self, row: dict[str, Any]) -> None:
+        for column, kind in self._media.items():
+            value = row.get(column)
+            if value and (not isinstance(value, list) or any(value)):
+                raise RowError(
+                    f"it has {MEDIA[kind]} in the column {shown(column)}, and only text can be trained on yet",
+                    f"remove the row; or set the source's columns: {{{kind}: null}} to train on its text alone",
+                )
+
     def _without_ignored(self, row: dict[str, Any]) -> dict[str, Any]:
         kept = dict(row)
-        for name in _TURNS:
-            column = self._section.columns.get(name, name)
-            if column is None or column not in kept:
-                continue
-            value = kept[column]
+        for column in self._turns:
+            value = row.get(column)
             if isinstance(value, dict):
                 kept[column] = self._without(value)
             elif isinstance(value, list):
@@ -219,19 +228,3 @@ def _needed(name: FormatName) -> Sequence[str]:
 
 def _of_tags(tags: TagsSection) -> frozenset[str]:
     return frozenset((tags.role_tag, tags.content_tag, "tool_calls", *THOUGHT_KEYS, *_CARRIED))
-
-
-def refuse_media(row: Mapping[str, Any], renamed: Renamed) -> None:
-    """Refuses a row with a picture, a video or a recording.
-
-    Raises:
-        RowError: for such a row.
-    """
-    for name, what in MEDIA.items():
-        column = renamed.get(name, name)
-        value = row.get(column) if column is not None else None
-        if value and (not isinstance(value, list) or any(value)):
-            raise RowError(
-                f"it has {what} in the column {shown(column)}, and only text can be trained on yet",
-                f"remove the row; or set the source's columns: {{{name}: null}} to train on its text alone",
-            )
