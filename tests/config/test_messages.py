@@ -216,3 +216,24 @@ def test_a_date_is_text(tmp_path: Path) -> None:
 
 def test_a_whole_number_stands_where_a_number_is_requested(tmp_path: Path) -> None:
     assert accepted(tmp_path, GOOD, "adapter.alpha=16").adapter.alpha == 16.0  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "variable"),
+    [
+        ("model: m\ndata: {train: '${DATA_FILE}'}\noutput_dir: o\n", "data.train", "${DATA_FILE}"),
+        ("model: m\ndata: {train: d}\noutput_dir: ${oc.env:HOME}/o\n", "output_dir", "${oc.env:HOME}"),
+        ("model: $HOME/m\ndata: {train: d}\noutput_dir: o\n", "model.path", "$HOME"),
+        ("model: m\ndata: {train: [{path: a/$USER}]}\noutput_dir: o\n", "data.train.0.path", "$USER"),
+    ],
+)
+def test_a_variable_is_not_expanded_and_refused(tmp_path: Path, text: str, key: str, variable: str) -> None:
+    problem = the_one(tmp_path, text)
+    assert problem.what == f"{key} has the variable {variable}"
+    assert "not expanded" in problem.why
+    assert f'"{key}={variable}"' in problem.fix
+
+
+def test_a_dollar_elsewhere_is_a_character(tmp_path: Path) -> None:
+    text = GOOD + "adapter: {kind: lora, targets: ['.*(q|v)_proj$']}\n"
+    accepted(tmp_path, text, "data.template=lf:qwen3", "data.system=Price in $USD of ${item}")

@@ -51,6 +51,15 @@ def test_a_row_becomes_its_example(name: FormatName, row: dict[str, Any], expect
     assert to_example(name, row, {}) == expected
 
 
+def test_a_turn_keeps_the_key_of_its_thought() -> None:
+    rows = [
+        {"from": "human", "value": "q"},
+        {"from": "gpt", "value": "a", "reasoning": "hm", "thinking": None},
+    ]
+    example = to_example("sharegpt", {"conversations": rows}, {})
+    assert example == Conversation([USER, ASSISTANT | {"reasoning": "hm"}])
+
+
 def turns(*pairs: tuple[str, str]) -> list[dict[str, str]]:
     return [{"who": who, "said": said} for who, said in pairs]
 
@@ -60,7 +69,7 @@ def test_tags_are_the_words_of_a_source_and_there_are_no_others() -> None:
         role_tag="who", content_tag="said", user_tag="me", assistant_tag="it", observation_tag=None, function_tag="call",
     )  # fmt: skip
     rows = turns(("system", "s"), ("me", "q"), ("call", '{"name": "f", "arguments": {"a": 1}}'))
-    assert to_example("sharegpt", {"conversations": rows, "system": "not read"}, {}, tags) == Conversation(
+    assert to_example("sharegpt", {"conversations": rows, "system": "s"}, {}, tags) == Conversation(
         [{"role": "system", "content": "s"}, USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
     )
     for word in ("human", "observation", "gpt"):

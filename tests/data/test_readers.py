@@ -127,6 +127,37 @@ def test_a_malformed_json_file_is_refused_with_line_and_column(tmp_path: Path) -
     assert caught.value.problems[0].where == "rows.json:3:10"
 
 
+@pytest.mark.parametrize(
+    ("text", "where", "why"),
+    [
+        ('[{"instruction":"a","input":"","output":"b"},]', "rows.json:1:46", "a comma before ]"),
+        ('[\n {"text": "a",},\n {"text": "b"}\n]', "rows.json:2:15", "a comma before }"),
+    ],
+)
+def test_a_comma_after_the_last_element_of_a_json_file_is_named(
+    tmp_path: Path, text: str, where: str, why: str
+) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(DataError) as caught:
+        read(path)
+    (problem,) = caught.value.problems
+    assert (problem.where, problem.why) == (where, why)
+    assert problem.fix == "remove it: JSON has no comma after the last element"
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
+def test_a_comma_after_a_line_is_named(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_text('{"text": "a"},\n{"text": "b",}\n{"text": "c"}', encoding="utf-8")
+    after, before, last = read(path)
+    assert isinstance(after, BadRow)
+    assert isinstance(before, BadRow)
+    assert isinstance(last, RawRow)
+    assert (after.column, after.why) == (14, "malformed JSON: a comma after the row")
+    assert before.why == "malformed JSON: a comma before }"
+
+
 def test_a_json_file_that_does_not_fit_into_memory_is_refused_before_it_is_read(tmp_path: Path) -> None:
     path = write(tmp_path, "json")
     path.write_text(path.read_text()[:-1] + " " * 8192)

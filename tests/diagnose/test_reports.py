@@ -159,6 +159,37 @@ def test_a_statement_is_shown_as_one_and_proves_nothing(tmp_path: Path) -> None:
     assert kinds["believed:disk"] == "statement"
 
 
+_WORDS = st.sampled_from(
+    ["It hangs", "on driver", "550.", "Single GPU works", "-", "both nodes", "*", "of 2**3", "#", "3)", "with **kwargs of __init__", "at 12, then stops:", "why?", "a.b", "__x"]
+)  # fmt: skip
+_LINES = st.lists(_WORDS, min_size=1, max_size=14).map(" ".join)
+
+
+@given(st.lists(_LINES, min_size=1, max_size=6))
+def test_each_quote_is_a_part_of_the_report(lines: list[str]) -> None:
+    """But for white space, and for the marks of lists and headings at the beginning of a line."""
+    text = "Hi, my training on our cluster hangs, any idea?\n\n" + "\n".join(lines) + "\n"
+    report = read_report("report.md", text.encode())
+    assert report is not None
+    whole = " ".join(text.split())
+    for passage in report.passages:
+        assert " ".join(passage.text.split()) in whole
+
+
+@pytest.mark.parametrize(
+    ("line", "quote"),
+    [
+        ("We use driver 550. Single GPU works, two hang.", "Single GPU works, two hang."),
+        ("- **Expected** the [usual](http://x.y/z) speed", "Expected the usual speed"),
+        ("it hangs<br>at the __first big__ step", "it hangs at the first big step"),
+    ],
+)
+def test_a_quote_loses_markup_and_no_word(line: str, quote: str) -> None:
+    report = read_report("report.md", f"Hi, my training hangs, any idea?\n\n{line}\n".encode())
+    assert report is not None
+    assert quote in [passage.text for passage in report.passages]
+
+
 def test_what_is_denied_does_not_count(tmp_path: Path) -> None:
     found = diagnosed(tmp_path, {"report.md": "Training is slow, but it does not hang, and there is no OOM."})
     names = {feature.id for feature in found.features}

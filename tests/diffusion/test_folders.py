@@ -178,6 +178,54 @@ def test_captions_come_from_files_metadata_and_folders(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+def test_an_empty_caption_is_bad_and_lines_after_the_first_are_counted(folder: Path) -> None:
+    for name, caption in (
+        ("empty", ""),
+        ("blank", " \n\n"),
+        ("lines", "a red house\non a hill\n\nwith three cats\n"),
+    ):
+        Image.new("RGB", (64, 64)).save(folder / f"{name}.png")
+        (folder / f"{name}.txt").write_text(caption)
+    Image.new("RGB", (64, 64)).save(folder / "table.png")
+    (folder / "metadata.jsonl").write_text('{"file_name": "table.png", "text": " "}\n')
+    found = _read(folder)
+    read = {p.path.name: (p.caption, p.unread_lines) for p in found.pictures}
+    assert read == {"good.png": ("a good one", 0), "lines.png": ("a red house", 2)}
+    bad = {Path(lost.name).name: lost.why for lost in found.lost}
+    assert bad == {
+        "empty.png": "its caption in empty.txt is empty",
+        "blank.png": "its caption in blank.txt is empty",
+        "table.png": "its caption in metadata.jsonl is empty",
+    }
+
+
+def test_every_file_of_a_folder_is_used_or_accounted_for(folder: Path) -> None:
+    red = Image.new("RGB", (64, 64), (250, 0, 0))
+    for name in ("photo.jfif", "photo2.JPE"):
+        (folder / name).write_bytes(_jpeg(red))
+        (folder / name).with_suffix(".txt").write_text("red")
+    others = {
+        "alone.txt": "a caption without a picture of its name",
+        "good.caption": "its picture has its caption in another file",
+        "good.npz": ".npz files are neither pictures nor captions",
+        "README": "such files are neither pictures nor captions",
+        "metadata.jsonl": "its pictures have captions in other files",
+        "._good.png": "its name begins with a dot",
+        "photo.avif": ".avif files are not read; save it as PNG, JPEG or WebP",
+        "moving.gif": ".gif files are not read; save it as PNG, JPEG or WebP",
+    }
+    for name in others:
+        (folder / name).write_text("x")
+    (folder / "moving.txt").write_text("the caption of a file that is dropped belongs to it")
+    (folder.parent / ".checkpoints").mkdir()
+    (folder.parent / ".checkpoints" / "good.png").write_bytes(b"")
+    found = _read(folder)
+    assert sorted(p.path.name for p in found.pictures) == ["good.png", "photo.jfif", "photo2.JPE"]
+    lost = {Path(one.name).name: one.why for one in found.lost}
+    assert lost == others | {".checkpoints": "its name begins with a dot"}
+    assert {one.what for one in found.lost} == {"dropped"}
+
+
 def _pixels(path: Path, data: bytes, size: tuple[int, int]) -> Any:
     path.write_bytes(data)
     width, height, digest = probe(path, {})
@@ -252,6 +300,53 @@ def test_the_ledger_lists_every_file_and_bad_ones_are_refused_unless_they_are_to
     assert {row["what"] for row in ledger["rows"]} == {"used", "bad"}
     assert len(ledger["rows"]) == 5
     assert any("pixels" in row["why"] for row in ledger["rows"])
+
+
+def test_captions_that_are_cut_and_lines_that_are_not_read_are_in_the_ledger(
+    studio: Studio, tmp_path: Path
+) -> None:
+    captions = {
+        "a": "a red thing",
+        "long": ", ".join(f"tag{i}" for i in range(60)),
+        "lines": "a red house\nwith three cats",
+    }
+    place = tmp_path / "p" / "1_thing"
+    place.mkdir(parents=True)
+    for number, (name, caption) in enumerate(captions.items()):
+        Image.new("RGB", (32, 32), (number, 0, 0)).save(place / f"{name}.png")
+        (place / f"{name}.txt").write_text(caption)
+    plan = studio.plan("diffusion", data={"train": str(place.parent)})
+    ledger = json.loads((Path(plan.output_dir) / "data.json").read_text())
+    rows = {Path(row["file"]).name: row for row in ledger["rows"]}
+    assert {name: row["what"] for name, row in rows.items()} == {
+        "a.png": "used",
+        "long.png": "cut",
+        "lines.png": "used",
+    }
+    assert (ledger["total"]["used"], ledger["total"]["cut"]) == (3, 1)
+    length = re.search(
+        r"its caption has (\d+) tokens, of which the text encoder reads 75$", rows["long.png"]["why"]
+    )
+    assert length is not None
+    assert ledger["total"]["tokens_cut"] == int(length[1]) - 75 > 0
+    assert rows["lines.png"]["why"].endswith("; 1 more lines of its caption file are not read")
+    cut, lines = plan.data.warnings
+    assert cut.startswith("1 captions are cut, e.g. of ")
+    assert lines.startswith(
+        "1 caption files have more than one line, and only the first is read, as in sd-scripts"
+    )
+    whole = studio.plan("diffusion", data={"train": str(place.parent)}, diffusion={"max_tokens": 225})
+    assert whole.data.ledger["cut"] == int(int(length[1]) > 225)
+
+
+def test_a_new_file_that_is_not_used_is_in_the_ledger_of_the_next_start(
+    studio: Studio, tmp_path: Path
+) -> None:
+    place = write_pictures(tmp_path / "p" / "1_own", ["grey"], ((56, 24),))
+    for dropped in (0, 1):
+        plan = studio.plan("diffusion", data={"train": str(place.parent)})
+        assert plan.data.ledger["dropped"] == dropped
+        (place / "moving.gif").write_bytes(b"GIF89a")
 
 
 def test_a_damaged_entry_of_the_cache_is_computed_again(studio: Studio) -> None:

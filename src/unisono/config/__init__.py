@@ -19,7 +19,7 @@ from unisono.config.llamafactory import (
     refuse_v1,
     translate,
 )
-from unisono.config.problems import find_secrets, problems_of
+from unisono.config.problems import find_secrets, find_variables, problems_of
 from unisono.config.schema import RunConfig, config_digest
 from unisono.config.sd_scripts import is_sd_scripts, read_sd_scripts
 from unisono.config.yaml_file import COMMAND_LINE, KeyPath, KeyPlaces, parse_value, read_yaml
@@ -142,13 +142,13 @@ def _build(
     problems: list[Problem],
 ) -> LoadedConfig:
     raw, wrong = apply_overrides(raw, overrides, places)
-    secrets = find_secrets(raw, places)
-    problems = [*problems, *wrong, *secrets.values()]
+    refused = find_variables(raw, places) | find_secrets(raw, places)
+    problems = [*problems, *wrong, *refused.values()]
     try:
         config = RunConfig.model_validate(raw)
     except ValidationError as error:
         others = problems_of(error, raw, places)
-        problems += [problem for key, found in others.items() if key not in secrets for problem in found]
+        problems += [problem for key, found in others.items() if key not in refused for problem in found]
         # Without the cause: pydantic's message would repeat the values, including secrets.
         raise ConfigError(*sorted(problems, key=_line)) from None
     if problems:

@@ -14,7 +14,7 @@ from unisono.errors import DataError
 from unisono.text import nearest
 
 PREFIX = "lf:"
-LF_VERSION = 2
+LF_VERSION = 3
 """Part of the cache's key: incremented whenever the same rows could give different tokens or a different loss mask."""
 
 CONTENT = "{{content}}"

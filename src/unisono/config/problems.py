@@ -52,6 +52,30 @@ def _judge_value(value: Any, places: KeyPlaces, key: KeyPath) -> Problem | None:
     return None
 
 
+_VARIABLE = re.compile(r"\$\{[^}\n]+\}|(?:^|(?<=/))\$[A-Za-z_]\w*(?=$|/)")
+_TEXTS = (("data", "system"), ("reasons",))
+"""Keys of texts, which may hold anything."""
+
+
+def find_variables(value: Any, places: KeyPlaces, key: KeyPath = ()) -> dict[KeyPath, Problem]:
+    """A problem for every value that asks for a variable, `${NAME}` or `$NAME/…`: a file says what it says, on every machine."""
+    if isinstance(value, dict | list):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        return {
+            k: found
+            for name, inner in items
+            for k, found in find_variables(inner, places, (*key, name)).items()
+        }
+    is_text = any(key[: len(text)] == text for text in _TEXTS)
+    match = _VARIABLE.search(value) if isinstance(value, str) and not is_text else None
+    if match is None:
+        return {}
+    name, variable = ".".join(map(str, key)), one_line(match[0], limit=_LONGEST_VALUE)
+    why = "variables are not expanded in a config, so that it means the same on every machine"
+    fix = f'write the value, or let the shell expand it on the command line: "{name}={variable}"'
+    return {key: Problem(f"{name} has the variable {variable}", places.of(key), why, fix)}
+
+
 def names_secret(key: str) -> bool:
     """Whether a key of this name holds a secret, e.g. `hf_hub_token`."""
     return bool(_SECRET_KEY.search(key)) and key not in _NOT_SECRETS

@@ -8,6 +8,7 @@ import json
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     Field,
     SerializerFunctionWrapHandler,
@@ -41,7 +42,7 @@ from unisono.config.sections import (
     keys_of,
 )
 from unisono.config.yaml_file import Takes
-from unisono.text import Duration
+from unisono.text import Duration, nearest, one_line
 
 _ROUNDING = 1e-6  # of a sum of probabilities, which people write with few digits
 
@@ -191,6 +192,33 @@ class TagsSection(Section):
     )
 
 
+COLUMN_NAMES = (
+    *(
+        "messages",
+        "conversations",
+        "prompt",
+        "completion",
+        "instruction",
+        "input",
+        "output",
+        "history",
+        "text",
+    ),
+    *("system", "tools", "functions", "chosen", "rejected", "label"),
+    *("images", "image", "videos", "video", "audios", "audio"),
+)
+"""Our names of columns; the last ones only to be switched off."""
+
+
+def _check_columns(columns: dict[str, str | None]) -> dict[str, str | None]:
+    for name in columns:
+        if name not in COLUMN_NAMES:
+            near = nearest(name, list(COLUMN_NAMES))
+            words = f"did you mean `{near}`?" if near else f"known names are {', '.join(COLUMN_NAMES)}"
+            raise ValueError(f"unknown name `{one_line(name, limit=60)}`; {words}")
+    return columns
+
+
 class SourceSection(Section):
     """One source of rows."""
 
@@ -211,7 +239,7 @@ class SourceSection(Section):
     split: str | None = Field(default=None, description="the split of a hub dataset; null: `train`")
     subset: str | None = Field(default=None, description="the subset (configuration) of a hub dataset")
     folder: str | None = Field(default=None, description="the directory within a hub dataset")
-    columns: dict[str, str | None] = Field(
+    columns: Annotated[dict[str, str | None], AfterValidator(_check_columns)] = Field(
         default={}, description="mapping from our column names to those of the file; null: not read"
     )
     tags: TagsSection | None = Field(
@@ -300,6 +328,10 @@ class DataSection(Section):
     )
     on_bad_row: Literal["error", "skip"] = Field(
         default="error", description="what happens to a row that cannot be read or has no answer"
+    )
+    ignore: list[Annotated[str, Field(min_length=1)]] = Field(
+        default=[],
+        description="keys of messages that are not read, with all that they hold; other keys that are not read are an error",
     )
     packing: bool = Field(default=True, description="rows share a sequence, never attention")
     loss_on: Literal["answers", "last-answer", "all"] = Field(

@@ -21,7 +21,7 @@ from typing import IO, Any, Literal, Self, TypeVar
 
 Item = TypeVar("Item")
 Message = dict[str, Any]
-"""A message of a conversation in OpenAI's format: role, content, tool_calls."""
+"""A message of a conversation in OpenAI's format: role, content, tool_calls; `weight` in an answer that does not count in the loss in full."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +133,17 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A turn as text. `content` of a function turn is JSON: a call {name, arguments}, or a list of calls."""
+    """A turn as text.
+
+    Attributes:
+        role: who speaks.
+        content: of a function turn JSON: a call {name, arguments}, or a list of calls.
+        weight: of this answer in the loss, from 0 to 1.
+    """
 
     role: Literal["user", "assistant", "function", "observation"]
     content: str
+    weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,17 +33,19 @@ class Rendered:
         text: input of the tokenizer.
         answers: begin and end character of each trained answer, with its stop token.
         messages: the index of the message of each answer; empty if the template marks other blocks than answers.
+        weights: of each of them in the loss, above 0 and up to 1.
     """
 
     text: str
     answers: list[Span]
     messages: list[int]
+    weights: list[float]
 
 
 def render_answers(template: ChatTemplate, conversation: Conversation, *, last_only: bool) -> Rendered:
     """The text of a conversation and its trained answers, at least one.
 
-    A message with `weight: 0` (as in OpenAI's fine-tuning files) is not a trained answer.
+    A message with `weight: 0` (as in OpenAI's fine-tuning files) is not a trained answer; one with a weight between 0 and 1 counts in part.
 
     Args:
         template: the run's template.
@@ -56,11 +58,21 @@ def render_answers(template: ChatTemplate, conversation: Conversation, *, last_o
     messages, tools = conversation.messages, conversation.tools
     spoken = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     wanted = [i for i in (spoken[-1:] if last_only else spoken) if messages[i].get("weight") != 0]
+    weights = [float(messages[i].get("weight", 1)) for i in wanted]
     _refuse_unanswered(messages, wanted)
     _refuse_unrendered(template, conversation)
     if template.marks_answers:
         text, spans = template.render_marked(messages, tools)
-        return Rendered(text, _of_markers(spans, spoken, wanted), wanted if len(spans) == len(spoken) else [])
+        found = _of_markers(spans, spoken, wanted)
+        if len(found) != len(weights) and set(weights) != {1.0}:
+            raise RowError(
+                f"the chat template marks {len(spans)} blocks for {len(spoken)} answers, so their weights are ambiguous",
+                "write the template with one {% generation %} block per answer, or remove the weights",
+            )
+        of_messages = wanted if len(spans) == len(spoken) else []
+        return Rendered(
+            text, found, of_messages, weights if len(found) == len(weights) else [1.0] * len(found)
+        )
     text = template.render(messages, tools)
     spans_found = _by_prefixes(template, conversation, text, wanted)
     if spans_found is None:
@@ -75,7 +87,7 @@ def render_answers(template: ChatTemplate, conversation: Conversation, *, last_o
             "the chat template renders earlier turns differently, so the answers cannot be located reliably",
             "add {% generation %} blocks to the template (data.template), set data.loss_on: last-answer, or remove the row",
         )
-    return Rendered(text, spans_found, wanted)
+    return Rendered(text, spans_found, wanted, weights)
 
 
 def _refuse_unanswered(messages: list[Message], wanted: list[int]) -> None:

@@ -97,6 +97,8 @@ def build_table(
             for source in sources:
                 intake.read(source)
             intake.refuse()
+            if config.objective in RATINGS:
+                encoder.warnings += _one_sided(intake.usable.label)
             report.phase("pack", "selecting and packing rows")
         splits = _write_splits(config, sources, intake, ledger, writer, directory)
         ledger.write(directory / "ledger.json")
@@ -107,6 +109,7 @@ def build_table(
     meta = {
         "splits": splits,
         "sides": sides_of(config.objective),
+        "has_shares": writer.has_shares,
         "total": ledger.total(),
         "formats": intake.formats,
         "highest_id": writer.highest,
@@ -118,6 +121,17 @@ def build_table(
         "template": template.origin if template else "none: rows are plain text",
     }
     write_meta(directory, meta, files=list(intake.files.items()))
+
+
+def _one_sided(labels: Sequence[int]) -> list[str]:
+    """A warning if all rated answers have the same label."""
+    if len(set(labels)) != 1:
+        return []
+    other = "undesirable" if labels[0] else "desirable"
+    return [
+        f"all {len(labels)} rows have label: {'true' if labels[0] else 'false'}; objective kto compares desirable answers with"
+        f" undesirable ones, and there is no {other} one (preference.{other}_weight has no effect)"
+    ]
 
 
 @dataclass(frozen=True, slots=True)

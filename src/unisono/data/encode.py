@@ -31,7 +31,7 @@ from unisono.data.template import (
     timers_armed,
 )
 from unisono.data.thoughts import has_keys, placed, stripped
-from unisono.data.token_table import Encoded, EncodedUnit
+from unisono.data.token_table import Encoded, EncodedUnit, share_of
 from unisono.errors import DataError
 from unisono.facts.limits import memory_limited, usable_cores
 from unisono.text import library_words, one_line
@@ -377,7 +377,7 @@ class _SlowTokens(_Listed):
         return next((i for i in range(len(self.ids) - n + 1) if self.ids[i : i + n] == self._bare), None)
 
 
-ENCODER_VERSION = 2
+ENCODER_VERSION = 3
 """Part of the cache's key: incremented whenever the same rows could give different tokens or a different loss mask."""
 
 _BATCH_CHARACTERS = 1 << 22  # characters encoded at once; the tokenizer takes about 180 bytes for each
@@ -399,6 +399,7 @@ class _Job:
         not_rendered: parts of the row that are not in the text, in words.
         escaped: characters of control tokens that are text.
         has_control_tokens: whether control tokens of the row's own text are read as such.
+        weights: of each answer in the loss, above 0 and up to 1; empty: all 1.
     """
 
     text: str
@@ -407,6 +408,7 @@ class _Job:
     not_rendered: tuple[str, ...] = ()
     escaped: tuple[Span, ...] = ()
     has_control_tokens: bool = False
+    weights: Sequence[float] = ()
 
 
 class RowEncoder(Protocol):
@@ -700,7 +702,7 @@ class Encoder:
         """The text of a conversation with its answers; without them if every token counts."""
         assert self.template is not None
         if self._loss_on == "all":
-            return Rendered(self.template.render(example.messages, example.tools), [], [])
+            return Rendered(self.template.render(example.messages, example.tools), [], [], [])
         return render_answers(self.template, example, last_only=self._loss_on == "last-answer")
 
     def _without_lost(self, rendered: Rendered, lost: Sequence[Part]) -> _Job:
@@ -724,17 +726,15 @@ class Encoder:
             else part.quoted
             for part in lost
         ]
-        if not untaught:
-            return _Job(
-                rendered.text, None if counts_all else rendered.answers, False, not_rendered=tuple(notes)
-            )
-        answers = [
-            span for span, i in zip(rendered.answers, rendered.messages, strict=False) if i not in untaught
-        ]
-        if not answers or not rendered.messages:
+        if counts_all and not untaught:
+            return _Job(rendered.text, None, False, not_rendered=tuple(notes))
+        messages = rendered.messages or [-1] * len(rendered.answers)
+        kept = [number for number, message in enumerate(messages) if message not in untaught]
+        if untaught and (not kept or not rendered.messages):
             part = next(reversed(untaught.values()))
             raise RowError(f"{part} is not rendered by the chat template", _fix_of(part))
-        return _Job(rendered.text, answers, False, not_rendered=tuple(notes))
+        answers, weights = [rendered.answers[i] for i in kept], [rendered.weights[i] for i in kept]
+        return _Job(rendered.text, answers, False, weights=weights, not_rendered=tuple(notes))
 
     def _finish(self, job: _Job, tokens: Tokens) -> Encoded | RowError:
         ids, array = tokens.ids, tokens.array
@@ -742,6 +742,7 @@ class Encoder:
         if eos is not None and ids[-1:] != [eos]:
             array = np.append(array, np.int32(eos))
         targets = np.zeros(len(array), np.bool_)
+        shares = np.zeros(len(array), np.uint8) if any(map(share_of, job.weights)) else None
         if job.answers is None:
             targets[:] = True
         for number, (first, end) in enumerate(job.answers or [], 1):
@@ -759,10 +760,16 @@ class Encoder:
                     "end each answer with it in the template, or set data.check_template: false",
                 )
             targets[begin:last] = True
+            if shares is not None:
+                shares[begin:last] = share_of(job.weights[number - 1])
         targets[len(ids) :] = True  # the appended end of sequence
         targets[:1] = False
         return Encoded(
-            array, targets, not_rendered=job.not_rendered, has_control_tokens=job.has_control_tokens
+            array,
+            targets,
+            shares=shares,
+            not_rendered=job.not_rendered,
+            has_control_tokens=job.has_control_tokens,
         )
 
     def _after_stop(self, ids: list[int], begin: int, end: int) -> int | None:

@@ -29,12 +29,18 @@ _ROLES = {
 
 # Required and optional columns of each format, in the order in which `auto` tries them.
 COLUMNS: dict[FormatName, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "messages": (("messages",), ("tools",)),
+    "messages": (("messages",), ("system", "tools", "functions")),
     "sharegpt": (("conversations",), ("system", "tools")),
-    "prompt-completion": (("prompt", "completion"), ("tools",)),
+    "prompt-completion": (("prompt", "completion"), ("system", "tools", "functions")),
     "alpaca": (("instruction", "output"), ("input", "history", "system", "tools")),
     "text": (("text",), ()),
 }
+
+FLAGS = ("weight", "train", "loss", "trainable", "training")
+"""Keys of a message that say whether, or with which weight, it counts in the loss; other programs write each of them."""
+
+THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking", "thought")
+"""Keys of a message that hold the thought of an answer."""
 
 
 def detect(row: dict[str, Any], renamed: Renamed) -> tuple[FormatName, str] | None:
@@ -169,19 +175,28 @@ def _read_text(row: RowColumns) -> Example:
 def _read_completion(row: RowColumns) -> Example:
     prompt, completion = row.get("prompt"), row.get("completion")
     if isinstance(prompt, str) and isinstance(completion, str):
-        return Completion(prompt, completion)
+        return completion_of(row, prompt, completion)
     if isinstance(prompt, list) and isinstance(completion, list):
-        return Conversation(messages_of([*prompt, *completion], "prompt and completion"), tools_of(row))
+        messages = messages_of([*prompt, *completion], "prompt and completion")
+        return Conversation(with_system(messages, row), tools_of(row))
     raise RowError(
         f"prompt is {kind_of(prompt)} and completion is {kind_of(completion)}",
         "make both strings, or both lists of messages",
     )
 
 
+def completion_of(row: RowColumns, prompt: str, answer: str) -> Conversation | Completion:
+    """Text after text, unless the row has more, which only a template can render."""
+    tools, system = tools_of(row), system_of(row)
+    if tools is None and not system:
+        return Completion(prompt, answer)
+    turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+    return Conversation([*system, *turns], tools)
+
+
 def _read_messages(row: RowColumns) -> Example:
-    return Conversation(
-        messages_of(row.get("messages" if row.has("messages") else _either(row)), "messages"), tools_of(row)
-    )
+    messages = messages_of(row.get("messages" if row.has("messages") else _either(row)), "messages")
+    return Conversation(with_system(messages, row), tools_of(row))
 
 
 def _either(row: RowColumns) -> str:
@@ -225,7 +240,7 @@ def system_of(row: RowColumns) -> list[Message]:
 def _read_sharegpt(row: RowColumns) -> Example:
     turns = list_of(row.get("conversations" if not row.has("messages") else "messages"), "conversations")
     messages = sharegpt_messages(turns, row.tags)
-    return Conversation(_checked(_with_system(messages, row), "conversations"), tools_of(row))
+    return Conversation(_checked(with_system(messages, row), "conversations"), tools_of(row))
 
 
 def sharegpt_messages(turns: list[Any], tags: TagsSection | None) -> list[Message]:
@@ -239,9 +254,13 @@ def sharegpt_messages(turns: list[Any], tags: TagsSection | None) -> list[Messag
     for number, turn in enumerate(turns, 1):
         role, text = _role_and_text(turn, number, words)
         if role == "function_call":
-            messages.append({"role": "assistant", "content": "", "tool_calls": _calls_of_text(text, number)})
+            calls = _calls_of_text(text, number)
+            message: Message = {"role": "assistant", "content": "", "tool_calls": calls}
         else:
-            messages.append({"role": role, "content": text})
+            message = {"role": role, "content": text}
+        if message["role"] == "assistant":
+            message |= {key: turn[key] for key in THOUGHT_KEYS if turn.get(key)}
+        messages.append(_flagged(message, turn, number))
     return messages
 
 
@@ -286,9 +305,59 @@ def _role_and_text(turn: Any, number: int, words: _Words) -> tuple[str, str]:
     return role, turn[words.text]
 
 
-def _with_system(messages: list[Message], row: RowColumns) -> list[Message]:
-    """The messages behind the one in the column `system`. One that leads the conversation takes its place."""
-    return messages if messages and messages[0]["role"] == "system" else [*system_of(row), *messages]
+def with_system(messages: list[Message], row: RowColumns) -> list[Message]:
+    """The messages behind the one in the column `system`.
+
+    Raises:
+        RowError: if a different one leads the conversation.
+    """
+    column = system_of(row)
+    if not messages or messages[0]["role"] != "system":
+        return [*column, *messages]
+    if column and column[0]["content"] != messages[0]["content"]:
+        raise RowError(
+            "it has two system messages: the column system, and a different first message",
+            "remove one of them; or set the source's columns: {system: null} to use the first message",
+        )
+    return messages
+
+
+def _flagged(message: Message, source: Message, number: int) -> Message:
+    """The message of a source, with `weight` if it is an answer that does not count in full."""
+    weight = weight_of(source, number, is_answer=message["role"] == "assistant")
+    return message if weight == 1 else message | {"weight": weight}
+
+
+def weight_of(message: Message, number: int, *, is_answer: bool) -> float:
+    """The weight of a message in the loss by its flags, from 0 to 1; 1 without flags.
+
+    Args:
+        message: as in the file.
+        number: of the message, for errors.
+        is_answer: whether it is of the assistant; others never count.
+
+    Raises:
+        RowError: if a flag is neither true, false nor a number from 0 to 1, flags contradict each other, or a message that is no
+            answer should count.
+    """
+    flags = {name: message[name] for name in FLAGS if message.get(name) is not None}
+    for name, value in flags.items():
+        if isinstance(value, bool | int | float) and 0 <= value <= 1:
+            continue
+        raise RowError(
+            f"{name} of message {number} is {one_line(repr(value), limit=40)}, neither false or true, nor a number from 0 to 1",
+            "write the weight of the message in the loss",
+        )
+    if len(set(map(float, flags.values()))) > 1:
+        names = ", ".join(f"{name}: {value}" for name, value in flags.items())
+        raise RowError(f"message {number} contradicts itself: {names}", "remove one of them")
+    name, value = next(iter(flags.items()), ("weight", 1))
+    if flags and value and not is_answer:
+        raise RowError(
+            f"message {number} has {name}: {str(value).lower()}, and is not an answer",
+            f"only messages of the assistant count in the loss: remove it, or set data.ignore: [{name}]",
+        )
+    return float(value)
 
 
 _OPENAI_TAGS = TagsSection(
@@ -321,7 +390,7 @@ def _read_openai(row: RowColumns) -> Example:
         if answers:
             turns.append({"role": "tool", "content": _BETWEEN_ANSWERS.join(answers)})
             answers = []
-        turns.append(message)
+        turns.append(_flagged(message, turn, number))
     leading = turns.pop(0)["content"] if turns and turns[0]["role"] == "system" else None
     _refuse_disorder(turns)
     has_tools = row.has("tools") and row.get("tools") != ""
@@ -413,9 +482,16 @@ def messages_of(value: Any, column: str) -> list[Message]:
 def _message(message: Message, number: int) -> Message:
     """The message with its content as one string, arguments of calls as objects, and without null keys.
 
-    Templates expect this form; it is passed to `tokenizer.apply_chat_template`.
+    Templates expect this form; it is passed to `tokenizer.apply_chat_template`. A call in OpenAI's old form becomes one in the new form.
     """
-    kept = {name: value for name, value in message.items() if value is not None}
+    kept = {name: value for name, value in message.items() if value is not None and name not in FLAGS}
+    if kept["role"] == "function":
+        kept["role"] = "tool"
+    old_call = kept.pop("function_call", None)
+    if old_call and kept.get("tool_calls"):
+        raise RowError(f"message {number} has tool_calls and function_call", "remove one of them")
+    if old_call:
+        kept["tool_calls"] = [old_call]
     content = kept.get("content", "")
     if isinstance(content, list):
         content = "".join(_part(part, number) for part in content)
@@ -428,7 +504,7 @@ def _message(message: Message, number: int) -> Message:
         kept["tool_calls"] = [_call(call, number) for call in calls]
         if not calls:
             del kept["tool_calls"]
-    return kept
+    return _flagged(kept, message, number)
 
 
 def _part(part: Any, number: int) -> str:
@@ -461,21 +537,22 @@ def _function(function: dict[str, Any]) -> dict[str, Any]:
 
 
 def tools_of(row: RowColumns) -> list[Any] | None:
-    """The function schemas of a row; None if it has none.
+    """The function schemas of a row, also in OpenAI's old column `functions`; None if it has none.
 
     Raises:
         RowError: if they are not a list of objects.
     """
-    if not row.has("tools"):
+    column = "tools" if row.has("tools") else "functions"
+    if not row.has(column):
         return None
-    tools = row.get("tools")
+    tools = row.get(column)
     if isinstance(tools, str):
         try:
             tools = json.loads(tools) if tools.strip() else []
         except (ValueError, RecursionError):
-            raise RowError("tools is not valid JSON", "write a list of function schemas") from None
+            raise RowError(f"{column} is not valid JSON", "write a list of function schemas") from None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise RowError("tools is not a list of function schemas", "write a list of function schemas")
+        raise RowError(f"{column} is not a list of function schemas", "write a list of function schemas")
     return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools] or None
 
 

@@ -25,9 +25,10 @@ from unisono.data import (
     SourceCounts,
 )
 from unisono.data.encode import RowEncoder
-from unisono.data.formats import COLUMNS, FormatName, detect, shown
+from unisono.data.formats import COLUMNS, FLAGS, FormatName, detect, shown
 from unisono.data.preference_rows import is_rated, sides_in
 from unisono.data.readers import read_rows
+from unisono.data.row_names import RowNames
 from unisono.data.sources import Source
 from unisono.data.token_table import Encoded, EncodedUnit, TokenWriter
 from unisono.errors import DataError, Problem
@@ -265,6 +266,7 @@ class Ingest:
         self._limit_rows = limit_rows
         self._file_number: dict[str, int] = {}
         self._problems: list[Problem] = []
+        self._misnamed: list[Problem] = []
         self._refused = 0
         self._reasons: set[str] = set()  # a few suffice: the question is whether there is more than one
         self._longest = 0
@@ -285,9 +287,24 @@ class Ingest:
         if not leading:
             raise DataError.of(f"{path} has no rows", where=path, fix="use a file with rows")
         name = self._format(source, leading[-1])
-        readable = self._readable(source, name, chain(leading, rows))
+        names = self._names(source, name)
+        readable = self._readable(source, name, chain(leading, rows), names)
         while batch := list(islice(readable, _RATED_BATCH if self._objective in RATINGS else _BATCH)):
             self._read_batch(path, batch)
+        self._misnamed += names.problems(all_rows=self._limit_rows is None)
+        if names.has_flags and (self._data.loss_on == "all" or self._objective == "pretrain"):
+            self._encoder.warnings.append(
+                f"{path}: {', '.join(FLAGS)} in messages have no effect, since every token counts in the loss"
+            )
+
+    def _names(self, source: Source, name: FormatName) -> RowNames:
+        def text_of_template() -> str:
+            template = self._encoder.template
+            return template.source() if template is not None else ""
+
+        return RowNames(
+            source.section, name, key=source.key, ignore=self._data.ignore, template=text_of_template
+        )
 
     def _limit_of(self, source: Source) -> int | None:
         """The rows to read. With `samples`, `rows` limits the pick instead, which is made among all."""
@@ -300,7 +317,7 @@ class Ingest:
         Raises:
             DataError: with the first refused rows, and the number of the others.
         """
-        if not self._refused:
+        if not self._refused and not self._misnamed:
             return
         problems = list(self._problems)
         rest = self._refused - len(problems)
@@ -318,7 +335,7 @@ class Ingest:
             problems.append(
                 Problem(f"the longest row has {self._longest} tokens", "data.max_length", fix=fix)
             )
-        raise DataError(*problems)
+        raise DataError(*self._misnamed, *problems)
 
     @property
     def warnings(self) -> list[str]:
@@ -368,14 +385,14 @@ class Ingest:
         return found[0]
 
     def _readable(
-        self, source: Source, name: FormatName, rows: Iterator[Row]
+        self, source: Source, name: FormatName, rows: Iterator[Row], names: RowNames
     ) -> Iterator[tuple[Place, Example]]:
         """The examples of the rows that can be read; the others are counted as bad."""
         counts = self._ledger.sources[-1]
         for row in rows:
             counts.rows += 1
             self._progress.add(1, source.section.path)
-            example = row if isinstance(row, BadRow) else self._example(name, row, source)
+            example = row if isinstance(row, BadRow) else self._example(name, row, source, names)
             if isinstance(example, BadRow):
                 self._take_bad(example, counts)
             else:
@@ -439,9 +456,9 @@ class Ingest:
         rows = self._encoder.encode(examples)
         return [row if isinstance(row, RowError) else EncodedUnit((row,)) for row in rows]
 
-    def _example(self, name: FormatName, row: RawRow, source: Source) -> Example | BadRow:
+    def _example(self, name: FormatName, row: RawRow, source: Source, names: RowNames) -> Example | BadRow:
         try:
-            example = self._encoder.read_row(name, row.value, source.section)
+            example = self._encoder.read_row(name, names.checked(row), source.section)
             self._refuse_other_units(example)
         except RowError as error:
             return error.at(row.place)

@@ -47,7 +47,7 @@ from unisono.data.lf_pieces import (
 )
 from unisono.data.preference_rows import JOINT, read_exchange
 from unisono.data.template import CHARACTERS, ChatTemplate
-from unisono.data.token_table import Encoded, EncodedUnit
+from unisono.data.token_table import Encoded, EncodedUnit, share_of
 from unisono.errors import DataError
 
 _KL_GROUP = 1000  # rows among which the answers are exchanged for KTO
@@ -221,7 +221,9 @@ class LfEncoder:
         ]
         tokens = iter(self._pieces.of(flat))
         return [
-            row if isinstance(row, RowError) else finish([Pair(next(tokens), next(tokens)) for _ in row])
+            row
+            if isinstance(row, RowError)
+            else finish([Pair(next(tokens), next(tokens), pair.weight) for pair in row])
             for row in written
         ]
 
@@ -244,7 +246,16 @@ class LfEncoder:
                 "no answer" if not example.answers else "a pair of answers, which is for preference training"
             )
             raise RowError(f"the row has {why}", "write one answer, or remove the row")
-        return self._writer.pairs(example, last_only=self._loss_on == "last-answer")
+        pairs = self._writer.pairs(example, last_only=self._loss_on == "last-answer")
+        counting = pairs[-1:] if self._loss_on == "last-answer" else pairs
+        if self._loss_on != "all" and not any(pair.weight for pair in counting):
+            raise RowError("all its answers have weight 0", "add an answer, or remove the row")
+        if self._template.efficient_eos and any(share_of(pair.weight) for pair in counting):
+            raise RowError(
+                f"an answer has a weight between 0 and 1, and answers of {PREFIX}{self._template.name} end in the next question",
+                "set its weight to 0 or 1, or data.template to a different one",
+            )
+        return pairs
 
     def _row(self, pairs: list[Pair[Ids]]) -> Encoded:
         """The row of a conversation. With `loss_on: last-answer` pairs are taken from the end, so that the cut spares the last."""
@@ -253,20 +264,22 @@ class LfEncoder:
         whole = sum(len(pair.source) + len(pair.target) for pair in pairs) + len(eos)
         room = whole if self._cut_at is None else self._cut_at
         room -= len(eos)
-        parts: list[tuple[Ids, list[int]]] = []
+        parts: list[tuple[Ids, list[float]]] = []
         for number, pair in enumerate(reversed(pairs) if last_only else pairs):
             if room <= 0:
                 break
             source, target = balance(len(pair.source), len(pair.target), room)
             room -= source + target
-            loss = [int(self._loss_on == "all")] * source + [int(number == 0 or not last_only)] * target
-            if source and eos and number:
+            weight = 1.0 if self._loss_on == "all" else pair.weight if number == 0 or not last_only else 0.0
+            loss = [float(self._loss_on == "all")] * source + [weight] * target
+            if source and eos and number and (last_only or pairs[number - 1].weight):
                 loss[0] = _CLOSES  # where a question begins, the answer before it ends
             parts.append((pair.source[:source] + pair.target[:target], loss))
         if last_only:
             parts.reverse()
         ids = [i for part, _ in parts for i in part] + eos
-        return _encoded(ids, [kind for _, part in parts for kind in part] + [1] * len(eos), whole=whole)
+        ends = [pairs[-1].weight] * len(eos)
+        return _encoded(ids, [one for _, part in parts for one in part] + ends, whole=whole)
 
     def _ended(self, pair: Pair[Ids]) -> Ids:
         return [*pair.target, self.tokenizer.eos_token_id] if self._template.efficient_eos else pair.target
@@ -315,12 +328,18 @@ def _is_desirable(example: Example) -> bool:
     return isinstance(example, Exchange) and bool(example.desirable and example.answers[0].content)
 
 
-def _encoded(ids: Ids, loss: list[int], *, whole: int) -> Encoded:
-    kinds = np.array(loss, dtype=np.uint8)
-    kinds[:1] = 0
-    closings = kinds == _CLOSES
+def _encoded(ids: Ids, loss: Sequence[float], *, whole: int) -> Encoded:
+    """The row of tokens with a weight in the loss for each, or _CLOSES."""
+    weights = np.array(loss, dtype=np.float64)
+    weights[:1] = 0
+    closings, in_part = weights == _CLOSES, (weights > 0) & (weights < 1)
+    shares = np.array([share_of(weight) for weight in loss], dtype=np.uint8) if in_part.any() else None
     return Encoded(
-        np.array(ids, dtype=np.int32), kinds != 0, whole - len(ids), closings if closings.any() else None
+        np.array(ids, dtype=np.int32),
+        weights != 0,
+        whole - len(ids),
+        closings if closings.any() else None,
+        shares=shares,
     )
 
 

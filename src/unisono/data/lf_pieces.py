@@ -258,10 +258,17 @@ Part = TypeVar("Part", Pieces, Ids)
 
 @dataclass
 class Pair(Generic[Part]):
-    """A question with all that stands before it, and its answer: as pieces, or as tokens."""
+    """A question with all that stands before it, and its answer: as pieces, or as tokens.
+
+    Attributes:
+        source: the question.
+        target: the answer.
+        weight: of the answer in the loss, from 0 to 1.
+    """
 
     source: Part
     target: Part
+    weight: float = 1.0
 
 
 # ---- from turns to pieces
@@ -299,7 +306,7 @@ class Writer:
             bare = places if self.thinking is False else places[:-1] if drops else []
             turns = self._without_thoughts(turns, bare)
         written = self._written(turns, exchange)
-        pairs = [Pair(written[i - 1], written[i]) for i in places]
+        pairs = [Pair(written[i - 1], written[i], turns[i].weight) for i in places]
         for pair, i in list(zip(pairs, places, strict=True))[-1 if last_only else 0 :]:
             self._add_thought(pair, turns[i])
         return pairs

@@ -17,6 +17,7 @@ from unisono.data.formats import (
     Renamed,
     RowColumns,
     alpaca_prompt,
+    completion_of,
     kind_of,
     list_of,
     messages_of,
@@ -24,7 +25,10 @@ from unisono.data.formats import (
     sharegpt_messages,
     system_of,
     tools_of,
+    weight_of,
+    with_system,
 )
+from unisono.data.template import common_beginning
 from unisono.data.thoughts import thought_of
 from unisono.text import one_line
 
@@ -43,6 +47,7 @@ _ROLES = {
     "tool": "observation",
     "function_response": "observation",
 }
+_OLD_ROLES = {"function": "observation"}  # of OpenAI's messages before tool_calls
 _TAGGED = ("user", "assistant", "observation", "function", "system")
 _ASKS, _ANSWERS = ("user", "observation"), ("assistant", "function")
 JOINT = "\n</tool_response>\n<tool_response>\n"  # between the results of several calls, whatever the template
@@ -124,14 +129,9 @@ def _as_messages(prompt: str | list[Message], row: RowColumns) -> list[Message]:
 
 
 def _completion(row: RowColumns, prompt: str, answer: str, name: str) -> Conversation | Completion:
-    """Text after text, unless there is more, which only a template can render."""
     if not answer.strip():
         raise RowError(f"{name} is empty", "write an answer, or remove the row")
-    tools, system = tools_of(row), system_of(row)
-    if tools is None and not system:
-        return Completion(prompt, answer)
-    turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
-    return Conversation([*system, *turns], tools)
+    return completion_of(row, prompt, answer)
 
 
 def _prompt(row: RowColumns) -> str | list[Message]:
@@ -141,7 +141,7 @@ def _prompt(row: RowColumns) -> str | list[Message]:
         if isinstance(prompt, str) and not prompt.lstrip().startswith("[{"):
             return prompt
         if isinstance(prompt, list | str):
-            return _with_system(_messages(list_of(prompt, "prompt"), "prompt", row.tags), row)
+            return with_system(_messages(list_of(prompt, "prompt"), "prompt", row.tags), row)
         raise RowError(f"prompt is {kind_of(prompt)}, neither text nor messages", "make it a string")
     if row.has("instruction"):
         return alpaca_prompt(row)
@@ -150,12 +150,7 @@ def _prompt(row: RowColumns) -> str | list[Message]:
 
 def _turns(row: RowColumns) -> list[Message]:
     name = next(name for name in _TURNS if row.has(name))
-    return _with_system(_messages(list_of(row.get(name), name), name, row.tags), row)
-
-
-def _with_system(messages: list[Message], row: RowColumns) -> list[Message]:
-    """The messages behind the one in the column `system`. One that leads the conversation takes its place."""
-    return messages if messages[:1] and messages[0]["role"] == "system" else [*system_of(row), *messages]
+    return with_system(_messages(list_of(row.get(name), name), name, row.tags), row)
 
 
 def _messages(turns: list[Any], name: str, tags: TagsSection | None) -> list[Message]:
@@ -171,10 +166,7 @@ def _conversation(row: RowColumns, prompt: list[Message], name: str) -> Conversa
     value = row.get(name)
     if isinstance(value, str) and not value.lstrip().startswith("[{"):
         if not prompt:
-            raise RowError(
-                "it has no prompt",
-                "add prompt, instruction or messages, or make both answers whole conversations",
-            )
+            raise _without_prompt(row)
         messages: list[Message] = [{"role": "assistant", "content": value}]
     elif isinstance(value, dict | list | str):
         messages = _messages([value] if isinstance(value, dict) else list_of(value, name), name, row.tags)
@@ -183,7 +175,25 @@ def _conversation(row: RowColumns, prompt: list[Message], name: str) -> Conversa
     for repeated in (prompt, prompt[1:] if prompt and prompt[0]["role"] == "system" else []):
         if repeated and messages[: len(repeated)] == repeated:
             messages = messages[len(repeated) :]
-    return Conversation(_ending_with_answer([*prompt, *messages], name), tools_of(row))
+    whole = [*prompt, *messages] if prompt else with_system(messages, row)
+    return Conversation(_ending_with_answer(whole, name), tools_of(row))
+
+
+def _without_prompt(row: RowColumns) -> RowError:
+    """The error of a row whose answers are text, without a prompt. Texts with the same beginning are transcripts, of hh-rlhf's kind."""
+    texts = [row.get(side) for side in _SIDES if row.has(side)]
+    is_pair = len(texts) > 1 and all(isinstance(text, str) for text in texts)
+    shared = texts[0][: common_beginning(*texts)] if is_pair else ""
+    if not shared.strip():
+        return RowError(
+            "it has no prompt",
+            "add prompt, instruction or messages, or make both answers whole conversations",
+        )
+    beginning = one_line(repr(shared), limit=80)
+    return RowError(
+        "its answers are text, and no column has the prompt",
+        f"write their shared beginning ({beginning}) into a column prompt, or write both as lists of messages: a text is not parsed",
+    )
 
 
 def _ending_with_answer(messages: list[Message], name: str) -> list[Message]:
@@ -257,6 +267,8 @@ class _Row:
     def tools(self) -> str:
         """Function schemas as JSON, or ""."""
         value = self.get("tools")
+        if value is None and self.is_openai and not self.is_exact_openai:
+            value = self.get("functions")
         if isinstance(value, list | dict):
             return json.dumps(value, ensure_ascii=False) if value or self.is_exact_openai else ""
         return self.text("tools")
@@ -274,7 +286,7 @@ class _Row:
         role_key = self._tags.get("role_tag") or ("from" if "from" in message else "role")
         content_key = self._tags.get("content_tag") or ("value" if "value" in message else "content")
         role, content = self._role(message.get(role_key), number), message.get(content_key)
-        calls = message.get("tool_calls") if self.is_openai else None
+        calls = self._calls(message)
         thought = self._thought_of(message, number) if role in _ANSWERS else ""
         if role in _ANSWERS and calls:
             if isinstance(content, str) and content.strip():
@@ -301,11 +313,18 @@ class _Row:
         begin, end = self._thought
         return begin + thought + end
 
+    def _calls(self, message: dict[str, Any]) -> Any:
+        """The tool calls of a message, also in OpenAI's old form; None if it has none."""
+        if not self.is_openai:
+            return None
+        calls, old = message.get("tool_calls"), message.get("function_call")
+        return calls or ([old] if old and not self.is_exact_openai else None)
+
     def _role(self, tag: Any, number: int) -> str:
         if self._tags:
             known = {word: role for role in reversed(_TAGGED) if (word := self._tags.get(f"{role}_tag"))}
         else:
-            known = _ROLES
+            known = _ROLES | (_OLD_ROLES if self.is_openai else {})
         role = known.get(tag) if isinstance(tag, str) else None
         if role is None:
             raise RowError(
@@ -418,13 +437,16 @@ def _answer(row: _Row, value: Any, column: str) -> Turn:
     role, content = row.turn(value, 1)
     if role not in _ANSWERS:
         raise RowError(f"{column} is a turn of the {role}, not an answer", "write an answer of the assistant")
+    if weight_of(value, 1, is_answer=True) != 1:
+        raise RowError(f"{column} has a weight in the loss, and preferences have none", "remove it")
     return Turn(role, content)  # type: ignore[arg-type]  # one of _ANSWERS
 
 
 def _prompt_completion(row: _Row) -> Exchange:
     prompt, completion = row.get("prompt"), row.get("completion")
     if isinstance(prompt, str) and isinstance(completion, str):
-        return Exchange([Turn("user", prompt)], [Turn("assistant", completion)], "", row.tools())
+        answers = [Turn("assistant", completion)]
+        return Exchange([Turn("user", prompt)], answers, row.text("system"), row.tools())
     if isinstance(prompt, list) and isinstance(completion, list):
         return _exchange(row, [*prompt, *completion], has_answer=True)
     raise RowError(
@@ -434,7 +456,7 @@ def _prompt_completion(row: _Row) -> Exchange:
 
 def _exchange(row: _Row, messages: list[Any], *, has_answer: bool) -> Exchange:
     """The turns of a conversation in order; a leading system message replaces the column `system`."""
-    found = [row.turn(message, number) for number, message in enumerate(messages, 1)]
+    found = [_turn(row, message, number) for number, message in enumerate(messages, 1)]
     system = row.text("system")
     first = 1
     if found and found[0][0] == "system":
@@ -442,7 +464,7 @@ def _exchange(row: _Row, messages: list[Any], *, has_answer: bool) -> Exchange:
     while row.is_exact_openai and found and found[-1][0] == "observation":
         found.pop()
     turns: list[Turn] = []
-    for number, (role, content) in enumerate(found, first):
+    for number, (role, content, weight) in enumerate(found, first):
         if row.is_openai and role == "observation" and turns and turns[-1].role == "observation":
             turns[-1] = Turn("observation", turns[-1].content + JOINT + content)
             continue
@@ -452,7 +474,7 @@ def _exchange(row: _Row, messages: list[Any], *, has_answer: bool) -> Exchange:
                 f"turn {number} is of the {role}, where a turn of the {' or '.join(expected)} must be",
                 "questions and answers must alternate, beginning with a question",
             )
-        turns.append(Turn(role, content))  # type: ignore[arg-type]  # one of `expected`
+        turns.append(Turn(role, content, weight))  # type: ignore[arg-type]  # one of `expected`
     if len(turns) % 2 == has_answer:
         raise RowError(
             f"the conversation has {len(turns)} turns and ends with {'a question' if has_answer else 'an answer'}",
@@ -462,6 +484,12 @@ def _exchange(row: _Row, messages: list[Any], *, has_answer: bool) -> Exchange:
         raise RowError("the conversation is empty", "remove the row, or add a question and an answer")
     answers = [turns.pop()] if has_answer else []
     return Exchange(turns, answers, system, row.tools())
+
+
+def _turn(row: _Row, message: Any, number: int) -> tuple[str, str, float]:
+    """Role and text of a message, and its weight in the loss if it is an answer."""
+    role, content = row.turn(message, number)
+    return role, content, weight_of(message, number, is_answer=role in _ANSWERS)
 
 
 def _calls(calls: Any, number: int) -> str:

@@ -105,6 +105,8 @@ def gather_ingredients(
     keys = ("max_length", "too_long", "on_bad_row", "packing", "loss_on", "check_template", "control_tokens")
     found |= {f"data.{key}": getattr(data, key) for key in keys}
     found["data.eval"] = split_off
+    if data.ignore:
+        found["data.ignore"] = sorted(data.ignore)
     if data.mix.strategy != "concat":
         found["data.mix"] = data.mix.model_dump(mode="json")
     if limit_rows is not None:
@@ -340,6 +342,8 @@ def prepare_data(
         if limit_rows is None:
             store_ingredients(cache_dir, ingredients, sources)
     meta = read_json(found.directory / "meta.json")
+    if meta["has_shares"]:
+        _refuse_weights(config)
     try:
         _check_vocabulary(meta, vocab_size, tokenizer, config)
     except ModelError as error:
@@ -406,6 +410,23 @@ def _refuse_if_changed(before: Ingredients, after: Ingredients) -> None:
             where="data.train",
             fix="run again when no process writes to it",
         )
+
+
+def _refuse_weights(config: RunConfig) -> None:
+    """Refuses answers that count in part where the loss has no weights of tokens.
+
+    Raises:
+        DataError: with what to change.
+    """
+    smoothed = bool(config.optim.label_smoothing)
+    if config.objective == "sft" and not smoothed:
+        return
+    raise DataError.of(
+        "answers have a weight between 0 and 1, and this loss has no weights of tokens",
+        where="optim.label_smoothing" if smoothed else "objective",
+        why="weights are those of objective sft, without label smoothing",
+        fix="set the weights to 0 or 1, or leave them out with data.ignore: [weight, loss]",
+    )
 
 
 def _check_vocabulary(

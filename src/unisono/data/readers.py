@@ -24,6 +24,7 @@ _LINE_LIMIT = 1 << 28  # bytes of a line or a value; a file without line ends wo
 _TIMES_IN_MEMORY = 4  # the bytes, their text, and its rows: 4.3 measured for chats
 _SMALL_DOCUMENT = 64 << 20  # read in any case
 _BINARY = ("parquet", "arrow")
+_NEAR = 200  # characters around an error that are looked at
 _BIG_INTEGER = "a number with too many digits"
 _ARROW_ROWS = 128  # at a time: few bytes on disk may unfold into long texts
 _ARROW_BYTES = 2 << 30
@@ -224,9 +225,27 @@ def _malformed(place: Place, error: Exception, line: bytes = b"") -> BadRow:
                 "convert it: tr '\\r' '\\n' < FILE > NEW",
                 error.pos + 1,
             )
+        comma = _comma(error)
+        if comma is not None:
+            return BadRow(place, f"malformed JSON: {comma[0]}", comma[1], error.pos + 1)
         return BadRow(place, f"malformed JSON: {error.msg}", "fix the line", error.pos + 1)
     why = "nested too deep" if isinstance(error, RecursionError) else _BIG_INTEGER
     return BadRow(place, f"malformed JSON: {why}", "fix the line")
+
+
+def _comma(error: json.JSONDecodeError) -> tuple[str, str] | None:
+    """What is wrong with a comma, and what to do about it; None: the error is another one."""
+    before = error.doc[max(0, error.pos - _NEAR) : error.pos].rstrip()
+    after = error.doc[error.pos : error.pos + _NEAR].strip()
+    if error.msg == "Extra data" and after == ",":
+        return "a comma after the row", "remove it: rows of JSON lines have no commas between them"
+    closing = after.removeprefix(",").lstrip()[
+        :1
+    ]  # from Python 3.13 the error is at the comma, before at what follows
+    is_before = after[:1] == "," or before[-1:] == ","
+    if is_before and closing and closing in "]}":
+        return f"a comma before {closing}", "remove it: JSON has no comma after the last element"
+    return None
 
 
 def _mapping(place: Place, value: Any) -> Row:
@@ -265,11 +284,15 @@ def _read_json(file: RowFile) -> Iterator[Row]:
         if text.lstrip().startswith("{") and error.msg == "Extra data":
             yield from _read_jsonl(file)
             return
+        why, fix = _comma(error) or (
+            error.msg,
+            "fix the file; a file with one row per line must be named .jsonl",
+        )
         raise DataError.of(
             f"{file.name} is malformed JSON",
             where=f"{file.name}:{error.lineno}:{error.colno}",
-            why=error.msg,
-            fix="fix the file; a file with one row per line must be named .jsonl",
+            why=why,
+            fix=fix,
         ) from error
     except (ValueError, RecursionError) as error:
         why = "it is nested too deep" if isinstance(error, RecursionError) else _BIG_INTEGER

@@ -19,14 +19,13 @@ from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from unisono.data import Conversation, Message
+from unisono.data.formats import THOUGHT_KEYS
 from unisono.text import one_line
 
 Kind = Literal["content", "thought", "call", "tools"]
 Render = Callable[[list[Message], list[Any] | None], str | None]
 """Renders messages with tools; None if the template refuses them."""
 
-THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking", "thought")
-"""Keys of a message for its thought, as datasets and templates spell them."""
 THINK = re.compile(r"<think>(.*?)</think>", re.DOTALL)
 
 _MOST_SHAPES, _MOST_LAYOUTS = 1024, 8

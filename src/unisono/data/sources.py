@@ -30,11 +30,13 @@ class Source:
         section: its section of the config.
         files: in reading order.
         role: train; or eval, if all its rows are for evaluation.
+        key: its key in the config, for messages.
     """
 
     section: SourceSection
     files: list[RowFile]
     role: str = "train"
+    key: str = "data.train"
 
 
 def find_sources(data: DataSection, *, cache_dir: Path) -> list[Source]:
@@ -56,7 +58,7 @@ def find_sources(data: DataSection, *, cache_dir: Path) -> list[Source]:
     for key, section in sources_of(data):
         role = key.split(".")[1]
         try:
-            found.append(Source(section, _find(section, key, cache_dir, role=role), role))
+            found.append(Source(section, _find(section, key, cache_dir, role=role), role, key))
         except DataError as error:
             problems += error.problems
     if problems:

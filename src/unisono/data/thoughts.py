@@ -3,7 +3,7 @@
 import re
 
 from unisono.data import Conversation, Message
-from unisono.data.rendered_parts import THOUGHT_KEYS
+from unisono.data.formats import THOUGHT_KEYS
 
 _THOUGHT = re.compile(r"\s*<think>.*?</think>\s*", re.DOTALL)
 

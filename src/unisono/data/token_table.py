@@ -3,14 +3,15 @@
 A table is a directory:
 
     tokens.arrow            all rows in the order of their sources: `ids` lists of int32, `targets` lists of uint8: 1 where the token is
-                            predicted, 2 where the end of sequence is predicted in its place, else 0.
+                            predicted, 2 where the end of sequence is predicted in its place, 2 + n where the token is predicted and
+                            counts n/200 in the loss, else 0.
                             Every record batch but the last has ROWS_PER_BATCH rows
     train-rows.arrow        one entry per row of the split: `stored` (row in tokens.arrow), `length`, `loss`, `file`, `number`; of rated
                             answers also `label`, 1 for a desirable one; of pictures `picture` and `group`, a number for each size, and `number` is 0. With two sides, a pair or a rated answer with a mismatched one,
                             these are the rows `stored` and `stored` + 1 of tokens.arrow, and `length` and `loss` are sums over both
     train-sequences.arrow   one entry per sequence: `rows` lists of int64 (entries of train-rows), `tokens`, `loss_tokens`
     eval-rows.arrow, eval-sequences.arrow   the same for the evaluation, if there is one
-    meta.json               file names, figures, sides (1 if absent), stop tokens, end of sequence
+    meta.json               file names, figures, sides (1 if absent), stop tokens, end of sequence, whether any token counts in part
     ledger.json             data.json of a run
 """
 
@@ -32,7 +33,9 @@ import xxhash
 from unisono.text import one_line
 
 ROWS_PER_BATCH = 1024
-_CLOSES = 2  # in `targets`
+_CLOSES = 2  # in `targets`; above it are the shares
+SHARES = 200
+"""Weights of tokens in the loss are multiples of 1/SHARES."""
 
 Split = Literal["train", "eval"]
 Ints = npt.NDArray[np.int64]
@@ -67,6 +70,7 @@ class TokenTable:
         files: the name of each file, and whether its rows are lines.
         eos: the end of sequence; None if the tokenizer has none.
         sides: rows of tokens of each row of the table: 2 for a pair (chosen, rejected), and for a rated answer with a mismatched one.
+        has_shares: whether a token of the table counts in part, in either split.
     """
 
     split: Split
@@ -78,6 +82,7 @@ class TokenTable:
     files: list[tuple[str, bool]]
     eos: int | None = None
     sides: int = 1
+    has_shares: bool = False
 
     @classmethod
     def open(cls, directory: Path, split: Split) -> Self:
@@ -106,6 +111,7 @@ class TokenTable:
             files=[(name, by_line) for name, by_line in meta["files"]],
             eos=meta.get("eos"),
             sides=meta.get("sides", 1),
+            has_shares=meta.get("has_shares", False),
         )
 
     @property
@@ -132,6 +138,12 @@ class TokenTable:
         ids, targets = self._stored(i, side)
         wanted = targets[targets != 0]
         return np.where(wanted == _CLOSES, self.eos or 0, ids[targets != 0])
+
+    def weights(self, i: int, side: int = 0) -> npt.NDArray[np.float32]:
+        """The weight in the loss of each target of a side, (N,) float32, above 0 and up to 1."""
+        kinds = self._stored(i, side)[1]
+        kinds = kinds[kinds != 0].astype(np.float32)
+        return np.where(kinds > _CLOSES, (kinds - _CLOSES) / SHARES, 1).astype(np.float32)
 
     def _stored(self, i: int, side: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]:
         assert side < self.sides
@@ -223,6 +235,7 @@ class Batch:
         common: for each row, how many of its first tokens are those of the side before it; 0 for a first side.
         units: rows of the table, in order; each gives a row here for each side that was requested.
         row_ids: the origin of each row of tokens.
+        weights: (N,) float32, the weight of each loss token, up to 1; None if all tokens of the table count in full.
     """
 
     input_ids: Ints
@@ -234,6 +247,7 @@ class Batch:
     common: list[int]
     units: list[int]
     row_ids: list[str]
+    weights: npt.NDArray[np.float32] | None = None
 
     @property
     def tokens(self) -> int:
@@ -275,6 +289,9 @@ def collate_units(table: TokenTable, units: Sequence[int], sides: Sequence[int] 
         ],
         units=list(units),
         row_ids=[table.row_id(unit) for unit, _ in rows],
+        weights=np.concatenate([np.zeros(0, np.float32), *(table.weights(*row) for row in rows)])
+        if table.has_shares
+        else None,
     )
 
 
@@ -299,6 +316,7 @@ class Encoded:
         closings: (L,) bool, True where the end of sequence is predicted instead of the token: it closes the answer before it. None: nowhere.
         not_rendered: parts of the row that are in no token, in words.
         has_control_tokens: whether texts of the row have control tokens of the tokenizer.
+        shares: (L,) uint8, where a target counts in part its weight in the loss, times SHARES; else 0. None: nowhere.
     """
 
     ids: npt.NDArray[np.int32]
@@ -307,11 +325,18 @@ class Encoded:
     closings: npt.NDArray[np.bool_] | None = None
     not_rendered: tuple[str, ...] = ()
     has_control_tokens: bool = False
+    shares: npt.NDArray[np.uint8] | None = None
 
     def part(self, places: slice | list[int]) -> "Encoded":
         """A new row of some of its tokens."""
         closings = None if self.closings is None else self.closings[places]
-        return Encoded(self.ids[places], self.targets[places].copy(), closings=closings)
+        shares = None if self.shares is None else self.shares[places]
+        return Encoded(self.ids[places], self.targets[places].copy(), closings=closings, shares=shares)
+
+
+def share_of(weight: float) -> int:
+    """A weight between 0 and 1 in the form of `Encoded.shares`; 0 for any other."""
+    return 0 if not 0 < weight < 1 else min(max(round(weight * SHARES), 1), SHARES - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,6 +360,7 @@ class TokenWriter:
         loss: loss tokens of each row.
         digest: of all rows, in order.
         highest: the highest token id so far, -1 before the first row.
+        has_shares: whether a token counts in part.
     """
 
     def __init__(self, path: Path) -> None:
@@ -342,6 +368,7 @@ class TokenWriter:
         self.loss = array("q")
         self.digest = xxhash.xxh3_128()
         self.highest = -1
+        self.has_shares = False
         self._waiting: list[Encoded] = []
         self._sink = pa.OSFile(str(path), "wb")
         self._file = pa.ipc.new_file(self._sink, _SCHEMA)
@@ -359,6 +386,7 @@ class TokenWriter:
         """Adds the next row."""
         self.lengths.append(len(row.ids))
         self.loss.append(int(np.count_nonzero(row.targets)))
+        self.has_shares |= row.shares is not None
         self._waiting.append(row)
         if len(self._waiting) == ROWS_PER_BATCH:
             self._write()
@@ -379,6 +407,9 @@ def _kinds(row: Encoded) -> npt.NDArray[np.uint8]:
     kinds = row.targets.astype(np.uint8)
     if row.closings is not None:
         kinds[row.targets & row.closings] = _CLOSES
+    if row.shares is not None:
+        in_part = row.targets & (row.shares > 0)
+        kinds[in_part] = row.shares[in_part] + _CLOSES
     return kinds
 
 

@@ -280,12 +280,16 @@ def _html_rows(text: str) -> list[tuple[int, str]]:
 
 _FENCE = re.compile(r"\s{0,40}(?:`{3,}|~{3,})")
 _QUOTE = re.compile(r"[\s>]{0,4000}")
-_BULLET = re.compile(r"\s{0,40}(?:[-*+•]|\d{1,3}[.)、])\s+(?=\S)")
-_HEADING = re.compile(r"\s{0,3}#{1,6}\s+")
+_BULLET = re.compile(r"^\s{0,40}(?:[-*+•]|\d{1,3}[.)、])\s+(?=\S)")
+_HEADING = re.compile(r"^\s{0,3}#{1,6}\s+")
 _MARKUP = re.compile(
-    r"!?\[([^\]\n]{0,300})\]\([^)\n]{0,600}\)|\*\*|__(?=\w)|(?<=\w)__|</?(?:b|i|br|p|details|summary|kbd|sub|sup)/?>",
+    r"!?\[([^\]\n]{0,300})\]\([^)\n]{0,600}\)"
+    r"|(?<![A-Za-z0-9_*])\*\*(?=\S)([^*\n]{1,300})(?<=\S)\*\*(?![A-Za-z0-9_*])"
+    r"|(?<![A-Za-z0-9_])__(?=\S)([^_\n]{1,300}\s[^_\n]{1,300})(?<=\S)__(?![A-Za-z0-9_])"
+    r"|</?(?:b|i|br|p|details|summary|kbd|sub|sup)/?>",
     re.IGNORECASE,
 )
+"""A link, an emphasis, or a tag. Only pairs are one: `2**3`, `**kwargs` and `__init__` are words of the report."""
 _INLINE = re.compile(
     r"`{1,3}([^`\n]{2,1500})`{1,3}|[“「『]([^“”「」『』\n]{6,600})[”」』]|\"([^\"\n]{12,600})\""
 )
@@ -369,11 +373,16 @@ def _of_paragraph(lines: Sequence[tuple[int, str]]) -> list[Passage]:
             if "`" not in match[0] and match[0].count(" ") >= 2
         ]
     left = list(lines)
-    for sentence in _sentences(_MARKUP.sub(r"\1", " ".join(text for _, text in lines))):
+    for sentence in _sentences(_MARKUP.sub(_without_markup, " ".join(text for _, text in lines))):
         while len(left) > 1 and sentence[:_BEGINNING] not in left[0][1]:
             left.pop(0)
         found.append(Passage(left[0][0], sentence, "prose"))
     return found
+
+
+def _without_markup(match: re.Match[str]) -> str:
+    """The text of a link or an emphasis; a space for a tag, which may stand between two words."""
+    return " " if match.lastindex is None else match[match.lastindex]
 
 
 _BEGINNING = 12

@@ -1,6 +1,6 @@
 """Folders of pictures with captions, as sd-scripts has them: `4_name/picture.png` with `picture.txt`, used four times an epoch.
 
-Every file with the suffix of a picture is used, dropped or bad, and the ledger says why. Without torch.
+Every file is a picture or its caption, or is dropped or bad, and the ledger says why. Without torch.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from unisono.errors import DataError, UsageError
 from unisono.files import iterate_lines, open_plain, parse_json
 from unisono.text import one_line
 
-SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+SUFFIXES = (".png", ".jpg", ".jpeg", ".jfif", ".jpe", ".webp", ".bmp")
 _OTHERS = (".gif", ".tif", ".tiff", ".avif", ".heic", ".heif", ".jxl", ".svg", ".psd")
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP")
 MOST_PIXELS = 89_478_485
@@ -77,6 +77,7 @@ class Picture:
         relative: its path in that folder.
         is_prior: whether it is a regularization picture.
         size: width and height of its bucket.
+        unread_lines: lines of its caption file after the caption.
     """
 
     path: Path
@@ -90,16 +91,22 @@ class Picture:
     relative: str
     is_prior: bool = False
     size: tuple[int, int] = (0, 0)
+    unread_lines: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A file that is not used: `what` is bad or dropped."""
+    """A file that is not used: `what` is bad or dropped.
+
+    Attributes:
+        is_picture: whether it may have been meant to be trained on, so that a warning counts it.
+    """
 
     name: str
     source: int
     what: str
     why: str
+    is_picture: bool = True
 
 
 @dataclass
@@ -176,16 +183,21 @@ def read_folder(
     found = Found()
     inside = root.resolve()
     captions = _Captions(section, folder_names=section.folder_captions or is_prior)
+    others: list[Path] = []
+    stems: set[Path] = set()  # of pictures, used or not
     for path, repeats, folder in list_files(root):
         relative = path.relative_to(root).as_posix()
         name = f"{named.rstrip('/')}/{relative}"
         suffix = path.suffix.lower()
+        is_link_to_folder = path.is_symlink() and path.is_dir()
+        if suffix in (*SUFFIXES, *_OTHERS):
+            stems.add(path.with_suffix(""))
         if suffix in _OTHERS:
             found.lost.append(
                 Lost(name, source, "dropped", f"{suffix} files are not read; save it as PNG, JPEG or WebP")
             )
-        is_link_to_folder = path.is_symlink() and path.is_dir()
         if suffix not in SUFFIXES and not is_link_to_folder:
+            others += [path] if suffix not in _OTHERS else []
             continue
         if repeats is None or repeats == 0:
             why = "the name of its folder does not begin with a number of repeats, e.g. 4_name"
@@ -196,14 +208,27 @@ def read_folder(
         try:
             _refuse_link(path, inside)
             width, height, digest = probe(path, decoded)
-            caption = captions.of(path, folder, root)
+            caption, unread = captions.of(path, folder, root)
         except BadPictureError as error:
             found.lost.append(Lost(name, source, "bad", one_line(str(error), limit=200)))
             continue
-        found.pictures.append(
-            Picture(path, name, caption, repeats, width, height, digest, source, relative, is_prior)
-        )
+        picture = Picture(path, name, caption, repeats, width, height, digest, source, relative, is_prior)
+        found.pictures.append(replace(picture, unread_lines=unread))
+    used = {picture.path.with_suffix("") for picture in found.pictures}
+    for path in [*others, *_hidden_below(root)]:
+        lost = captions.why_unused(path, stems - used, used)
+        if lost is not None:
+            why, is_picture = lost
+            name = f"{named.rstrip('/')}/{path.relative_to(root).as_posix()}"
+            found.lost.append(Lost(name, source, "dropped", why, is_picture))
     return found
+
+
+def _hidden_below(root: Path) -> Iterator[Path]:
+    """Files and directories whose names begin with a dot, which `list_files` leaves out."""
+    for folder, directories, files in os.walk(root):
+        yield from (Path(folder, name) for name in sorted([*directories, *files]) if name.startswith("."))
+        directories[:] = [name for name in directories if not name.startswith(".")]
 
 
 def _refuse_link(path: Path, inside: Path) -> None:
@@ -224,22 +249,52 @@ class _Captions:
         self._section = section
         self._folder_names = folder_names
         self._tables: dict[Path, dict[str, str]] = {}
+        self._read: set[Path] = set()
 
-    def of(self, path: Path, folder: str, root: Path) -> str:
+    def of(self, path: Path, folder: str, root: Path) -> tuple[str, int]:
+        """The caption of a picture, and how many lines of its file follow.
+
+        Raises:
+            BadPictureError: if there is none, or it is empty.
+        """
         for extension in self._section.caption_extensions:
             file = path.with_suffix(extension)
             if file.is_file():
+                self._read.add(file)
                 return _read_caption(file)
         for place in (path.parent, root):
             caption = self._table(place).get(path.relative_to(place).as_posix())
             if caption is not None:
-                return caption
+                return _refuse_empty(caption, METADATA), 0
         if self._folder_names:
-            return folder
+            return folder, 0
         extensions = " or ".join(self._section.caption_extensions)
         raise BadPictureError(
             f"no caption: there is no {path.stem} with {extensions}, and no entry in {METADATA}"
         )
+
+    def why_unused(self, path: Path, lost: set[Path], used: set[Path]) -> tuple[str, bool] | None:
+        """Why a file that is no picture is not used, and whether a warning counts it; None: it is, or its picture accounts for it.
+
+        Args:
+            path: of the file.
+            lost: paths of pictures that are not used, without suffixes.
+            used: those of the others.
+        """
+        stem, suffix = path.with_suffix(""), path.suffix.lower()
+        if path in self._read or (path.name == METADATA and path.parent in self._tables):
+            return None
+        if path.name.startswith("."):
+            return "its name begins with a dot", False
+        if path.name == METADATA:
+            return "its pictures have captions in other files", False
+        if path.suffix not in self._section.caption_extensions:
+            return f"{suffix or 'such'} files are neither pictures nor captions", False
+        if stem in lost:
+            return None
+        if stem in used:
+            return "its picture has its caption in another file", True
+        return "a caption without a picture of its name", True
 
     def _table(self, folder: Path) -> dict[str, str]:
         if folder not in self._tables:
@@ -247,7 +302,8 @@ class _Captions:
         return self._tables[folder]
 
 
-def _read_caption(file: Path) -> str:
+def _read_caption(file: Path) -> tuple[str, int]:
+    """The first line of a caption file, as sd-scripts reads it, and the number of those after it; blank lines do not count."""
     try:
         with open_plain(file) as stream:
             data = stream.read(_MOST_CAPTION_BYTES + 1)
@@ -260,7 +316,13 @@ def _read_caption(file: Path) -> str:
     except UnicodeDecodeError:
         raise BadPictureError(f"its caption {file.name} is not UTF-8") from None
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[0] if lines else ""
+    return _refuse_empty(lines[0] if lines else "", file.name), len(lines) - 1
+
+
+def _refuse_empty(caption: str, name: str) -> str:
+    if not caption:
+        raise BadPictureError(f"its caption in {name} is empty")
+    return caption
 
 
 def _read_metadata(file: Path) -> dict[str, str]:

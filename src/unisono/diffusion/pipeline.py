@@ -304,16 +304,17 @@ class TextEncoding:
         A caption is cut at `max_tokens`. If these are more than 75, it is encoded in parts of 75, each between begin and end, and the UNet
         sees one begin, all parts, and one end, as in sd-scripts. The pooled state is that of the first part.
         """
-        if self.max_tokens == _CHUNK:
-            return self._encode([token_ids(tokenizer, captions) for tokenizer in self.tokenizers])
-        chunked = [
-            token_ids(tokenizer, captions, length=self.max_tokens + 2) for tokenizer in self.tokenizers
+        tokens = [
+            token_ids(tokenizer, captions, length=token_limit(tokenizer, self.max_tokens))
+            for tokenizer in self.tokenizers
         ]
+        if self.max_tokens == _CHUNK:
+            return self._encode(tokens)
         parts = []
         for first in range(1, self.max_tokens + 1, _CHUNK):
             ids = [
                 torch.cat([all_[:, :1], all_[:, first : first + _CHUNK], all_[:, -1:]], dim=1)
-                for all_ in chunked
+                for all_ in tokens
             ]
             parts.append(self._encode(ids))
         inner = [part.states[:, 1:-1] for part in parts]
@@ -352,12 +353,17 @@ def text_encoding(config: RunConfig, pipeline: Pipeline, encoders: list[Any]) ->
     )
 
 
-def token_ids(tokenizer: Any, captions: Sequence[str], *, length: int | None = None) -> torch.Tensor:
-    """(U, S) int64: the tokens of captions, padded to `length`, or to the length that the text encoder reads."""
+def token_limit(tokenizer: Any, max_tokens: int) -> int:
+    """The tokens of a caption that are read, with begin and end: `diffusion.max_tokens`, of which 75 are what any text encoder reads."""
+    return max_tokens + 2 if max_tokens != _CHUNK else int(tokenizer.model_max_length)
+
+
+def token_ids(tokenizer: Any, captions: Sequence[str], *, length: int) -> torch.Tensor:
+    """(U, S) int64: the tokens of captions, padded or cut to `length`."""
     found = tokenizer(
         list(captions),
         padding="max_length",
-        max_length=length or tokenizer.model_max_length,
+        max_length=length,
         truncation=True,
         return_tensors="pt",
     )

@@ -37,6 +37,7 @@ from unisono.diffusion.pipeline import (
     load_tokenizers,
     needs_text_encoders,
     text_encoding,
+    token_limit,
 )
 from unisono.diffusion.pipeline_files import Pipeline, PipelineDigests
 from unisono.errors import ConfigError, DataError, Problem
@@ -275,10 +276,11 @@ def prepare_pictures(
     rows_digest = digest_text(contents)
     files_digest = digest_text(json.dumps([[p.digest, p.caption] for p in rows.train + rows.eval]))
     key = hashlib.sha256(
-        json.dumps([DIFFUSION, contents, entries, asdict(places) | {"root": ""}]).encode()
+        json.dumps([DIFFUSION, contents, entries, asdict(places) | {"root": ""}, _accounted(rows)]).encode()
     ).hexdigest()[:32]
     directory = cache_dir / "tables" / key
-    counts = _write_table(directory, config, pipeline, rows, entries, places)
+    cuts = caption_cuts([p.caption for p in rows.train + rows.eval], pipeline, config.diffusion.max_tokens)
+    counts = _write_table(directory, config, pipeline, rows, entries, places, cuts)
     if ledger is not None:
         with whole_file(ledger) as temporary:
             temporary.write_bytes((directory / "ledger.json").read_bytes())
@@ -306,12 +308,64 @@ def prepare_pictures(
         rows_digest=rows_digest,
         files_digest=files_digest,
         tokenizer_digest=digests.tokenizer,
-        warnings=_warnings(rows),
+        warnings=[*_warnings(rows), *_caption_warnings(rows, cuts)],
     )
 
 
+def _accounted(rows: Rows) -> list[Any]:
+    """What only the ledger has: the files that are not used, and the lines of captions that are not read."""
+    lost = [[one.name, one.what, one.why] for one in rows.found.lost]
+    return [lost, [picture.unread_lines for picture in rows.train + rows.eval]]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Tokens of a caption, without begin and end, and how many of them the text encoder reads."""
+
+    tokens: int
+    read: int
+
+
+def caption_cuts(captions: Sequence[str], pipeline: Pipeline, max_tokens: int) -> dict[str, Cut]:
+    """The captions that a text encoder cuts; of several encoders that which cuts most.
+
+    Args:
+        captions: any number.
+        pipeline: with the tokenizers.
+        max_tokens: diffusion.max_tokens.
+    """
+    found: dict[str, Cut] = {}
+    for tokenizer in load_tokenizers(pipeline):
+        read = token_limit(tokenizer, max_tokens) - 2
+        for caption in set(captions):
+            tokens = len(tokenizer(caption, truncation=False, verbose=False)["input_ids"]) - 2
+            known = found.get(caption)
+            if tokens > read and (known is None or tokens - read > known.tokens - known.read):
+                found[caption] = Cut(tokens, read)
+    return found
+
+
+def _caption_warnings(rows: Rows, cuts: dict[str, Cut]) -> list[str]:
+    pictures = rows.train + rows.eval
+    cut = [picture for picture in pictures if picture.caption in cuts]
+    long = [picture for picture in pictures if picture.unread_lines]
+    found = []
+    if cut:
+        first = cuts[cut[0].caption]
+        found.append(
+            f"{len(cut)} captions are cut, e.g. of {cut[0].name}: {first.tokens} tokens, of which the text encoder reads {first.read};"
+            " diffusion.max_tokens can be 75, 150 or 225"
+        )
+    if long:
+        found.append(
+            f"{len(long)} caption files have more than one line, and only the first is read, as in sd-scripts, e.g. of {long[0].name}"
+        )
+    return found
+
+
 def _warnings(rows: Rows) -> list[str]:
-    lost = {what: [one for one in rows.found.lost if one.what == what] for what in ("bad", "dropped")}
+    seen = [one for one in rows.found.lost if one.is_picture]
+    lost = {what: [one for one in seen if one.what == what] for what in ("bad", "dropped")}
     return [
         f"{len(found)} files are {what}, e.g. {found[0].name}: {found[0].why}"
         for what, found in lost.items()
@@ -347,6 +401,7 @@ def _write_table(
     rows: Rows,
     entries: list[dict[str, Any]],
     places: Places,
+    cuts: dict[str, Cut],
 ) -> dict[Split, SplitSummary]:
     tokenizer = load_tokenizers(pipeline)[0]
     factor, border = pipeline.factor, len(rows.train)
@@ -370,7 +425,7 @@ def _write_table(
             "text": places.text,
         }
         write_json(temporary / PICTURES, body | {"pictures": entries})
-        _write_ledger(temporary, config, rows, lengths)
+        _write_ledger(temporary, config, rows, lengths, cuts)
         files = [(entry["name"], True) for entry in entries]
         meta = {
             "splits": {name: split.model_dump() for name, split in found.items()},
@@ -406,7 +461,9 @@ def _write_rows(
     )
 
 
-def _write_ledger(directory: Path, config: RunConfig, rows: Rows, lengths: list[int]) -> None:
+def _write_ledger(
+    directory: Path, config: RunConfig, rows: Rows, lengths: list[int], cuts: dict[str, Cut]
+) -> None:
     sources = sources_of(config.data)
     found = {
         role: [s.path for key, s in sources if key.startswith(f"data.{role}")] for role in ("train", "eval")
@@ -430,7 +487,14 @@ def _write_ledger(directory: Path, config: RunConfig, rows: Rows, lengths: list[
                 if held
                 else f"{times} times an epoch" + (", for prior preservation" if picture.is_prior else "")
             )
-            ledger.note(Place(picture.name, 0), "used", what)
+            if picture.unread_lines:
+                what += f"; {picture.unread_lines} more lines of its caption file are not read"
+            cut = cuts.get(picture.caption)
+            if cut is not None:
+                counts.cut += 1
+                counts.tokens_cut += cut.tokens - cut.read
+                what += f"; its caption has {cut.tokens} tokens, of which the text encoder reads {cut.read}"
+            ledger.note(Place(picture.name, 0), "used" if cut is None else "cut", what)
         for lost in rows.found.lost:
             counts = ledger.sources[lost.source]
             counts.rows += 1

@@ -64,6 +64,7 @@ class Rows:
         noise: (T, E) float32, added to the input embeddings; None for none.
         loss_counts: loss tokens of each row; they sum to N. Needed by sums of rows only.
         common: for each row, how many of its first tokens are those of the row before it, which has none itself; empty: none are known.
+        weights: (N,) float32, the weight of each loss token, up to 1; None: all count in full.
         ends: where the rows end, if the device knows it already; None: it follows from their lengths.
     """
 
@@ -75,6 +76,7 @@ class Rows:
     noise: torch.Tensor | None = None
     loss_counts: list[int] = field(default_factory=list)
     common: list[int] = field(default_factory=list)
+    weights: torch.Tensor | None = None
     ends: Ends | None = None
 
     def sums(self, values: torch.Tensor) -> torch.Tensor:

@@ -167,7 +167,7 @@ def _log1mexp(x: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class TokenObjective(Objective):
-    """Supervised fine-tuning and pretraining: the mean cross entropy of the loss tokens.
+    """Supervised fine-tuning and pretraining: the mean cross entropy of the loss tokens, each times its weight if rows have weights.
 
     Attributes:
         smoothing: the share of the target probability that is spread evenly over the vocabulary, in training (arXiv:1512.00567).
@@ -180,9 +180,11 @@ class TokenObjective(Objective):
     def loss(self, forward: Forward, micro: Micro, *, counts: Counts, known: float = 0.0) -> Part:
         """The micro batch's part of the loss; in evaluation mode the plain cross entropy."""
         del known
-        training = forward.loaded.model.training
-        if self.dft and training:
-            loss = dft_losses(forward.log_probs(micro.rows)).sum() / counts.loss_tokens
+        training, weights = forward.loaded.model.training, micro.rows.weights
+        if (self.dft and training) or weights is not None:
+            log_probs = forward.log_probs(micro.rows)
+            losses = dft_losses(log_probs) if self.dft and training else -log_probs
+            loss = (losses if weights is None else weights * losses).sum() / counts.loss_tokens
         else:
             smoothing = self.smoothing if training else 0.0
             loss = forward.loss(micro.rows, count=counts.loss_tokens, smoothing=smoothing)

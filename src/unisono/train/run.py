@@ -223,6 +223,7 @@ def load_units(
         to_device(batch.labels, device),
         loss_counts=list(batch.loss_counts),
         common=list(batch.common),
+        weights=None if batch.weights is None else to_device(batch.weights, device),
     )
     micro = Micro(
         rows,
