@@ -42,7 +42,13 @@ from unisono.task.inference import (
 )
 from unisono.task.target import Target, requested_target, verify_target
 from unisono.text import parse_bytes
-from unisono.train.weights import Entries, entries_of, write_model, write_weights
+from unisono.train.weights import (
+    Entries,
+    entries_of,
+    write_generation_config,
+    write_model,
+    write_weights,
+)
 
 _MODEL_FILES = ("config.json", "*.safetensors", "*.safetensors.index.json", "*.py")
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "config.json", "README.md")
@@ -157,8 +163,6 @@ def write_merged(
     Raises:
         ModelError: if the adapter cannot be merged.
     """
-    from transformers import GenerationConfig
-
     dtype = stored_dtype(target.base)
     report.phase("load_model", f"loading {target.description}")
     loaded = load_target(target, dtype=dtype, device=torch.device("cpu"))
@@ -166,8 +170,6 @@ def write_merged(
     report.phase("merge", "merging the adapter into the weights")
     was_quantized = is_quantized(loaded.base)
     merged = merge_adapter(loaded.model, where=str(target.weights))
-    if not target.is_reward:  # the real one is written below; transformers would refuse an invalid one
-        merged.generation_config = GenerationConfig()
     merged.config.use_cache = True
     entries = write_model(merged, directory, dtype=dtype, max_file_bytes=max_file_bytes)
     del loaded, merged
@@ -268,19 +270,9 @@ def _write_rest(target: Target, directory: Path) -> None:
         tokenizer.chat_template = template.text
     tokenizer.save_pretrained(str(directory))
     if not target.is_reward:
-        _write_generation_config(target, directory, tokenizer, stops)
-
-
-def _write_generation_config(target: Target, directory: Path, tokenizer: Any, stops: set[int]) -> None:
-    found: dict[str, Any] = {}
-    for place in (target.base, target.weights):
-        with contextlib.suppress(OSError, ValueError):
-            found = read_json(place / "generation_config.json")
-    if stops:
-        found["eos_token_id"] = sorted(stops) if len(stops) > 1 else min(stops)
-    if isinstance(tokenizer.pad_token_id, int):
-        found.setdefault("pad_token_id", tokenizer.pad_token_id)
-    write_json(directory / "generation_config.json", found)
+        write_generation_config(
+            directory, tokenizer=tokenizer, stops=stops, known=(target.base, target.weights)
+        )
 
 
 _PROBE_TOKENS = 16

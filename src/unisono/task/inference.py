@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from unisono.child import without_bitsandbytes
-from unisono.config.lf_template import adapt_tokenizer, lf_name, lf_template_of
+from unisono.config.lf_template import adapt_tokenizer, lf_template_of
 from unisono.config.schema import RunConfig
 from unisono.data import Message
 from unisono.data.encode import TextEncoder, probe_tokenizer
@@ -27,8 +27,8 @@ from unisono.data.template import (
     bounded_rendering,
     choose_template,
     fallback_template,
-    known_stop_ids,
 )
+from unisono.data.trained_template import known_stops, stop_ids_of, trained_template
 from unisono.errors import ModelError, UsageError
 from unisono.events import Reporter
 from unisono.facts import no_gpus, read_machine
@@ -195,22 +195,9 @@ def template_of(target: Target, tokenizer: Any) -> ChatTemplate | None:
     if chosen is not None:
         adapt_tokenizer(tokenizer, chosen)
         return lf_chat_template(tokenizer, chosen, thinking=target.thinking)
-    known = sorted(_known_stops(target, tokenizer))
-    names = tuple(str(tokenizer.convert_ids_to_tokens(i)) for i in known if i < len(tokenizer))
-    if plan is None or plan.config.objective == "pretrain":
-        return choose_template(tokenizer, None, stops=names)
-    file = plan.config.data.template
-    layout = lf_template_of(file, system=plan.config.data.system)
-    if layout is not None:
-        adapt_tokenizer(tokenizer, layout)
-        return lf_chat_template(tokenizer, layout, thinking=plan.config.data.thinking)
-    is_unknown = lf_name(file) is not None  # then rows were rendered with the tokenizer's own
-    if file is not None and (is_unknown or (not Path(file).is_file() and tokenizer.chat_template)):
-        file = None  # if it was a file, it is gone; the result has its text
-    found = choose_template(tokenizer, file, stops=names)
-    if found is None and plan.data.template.startswith("ChatML"):
-        return fallback_template(tokenizer)
-    return found
+    if plan is not None:
+        return trained_template(plan, tokenizer, _places(target))
+    return choose_template(tokenizer, None, stops=known_stops(tokenizer, _places(target)))
 
 
 def prompt_ids(
@@ -283,16 +270,12 @@ def _refuse_too_long(encoder: TextEncoder, text: str, most: int) -> None:
 
 def stops_of(target: Target, tokenizer: Any, template: ChatTemplate | None) -> set[int]:
     """The tokens that end an answer: those of tokenizer and generation_config.json, and the template's end-of-turn token."""
-    found = _known_stops(target, tokenizer)
-    if isinstance(template, LfChatTemplate):
-        return found | {tokenizer.convert_tokens_to_ids(stop) for stop in template.known_stops}
-    if template is not None and template.end_of_turn is not None:
-        found.add(tokenizer.convert_tokens_to_ids(template.end_of_turn))
-    return found
+    return stop_ids_of(target.plan, tokenizer, template, _places(target))
 
 
-def _known_stops(target: Target, tokenizer: Any) -> set[int]:
-    return known_stop_ids(tokenizer, target.base) | known_stop_ids(tokenizer, target.weights)
+def _places(target: Target) -> tuple[Path, Path]:
+    """The directories of its files, those of the base model first."""
+    return target.base, target.weights
 
 
 def dtype_of(target: Target, device: torch.device) -> str:
