@@ -626,18 +626,18 @@ def stored_dtype(directory: Path) -> str:
 def merge_adapter(model: Any, *, where: str) -> Any:
     """The transformers model with the adapter merged into its weights. Sums are computed in float32 and rounded once.
 
-    Tied weights stay tied; the dtype is that of the base model. Quantized weights become dense.
+    Embedding and head that share one matrix share it afterwards, unless the adapter changes them differently: then each has its own, and
+    the model's config says so. The dtype is that of the base model. Quantized weights become dense.
 
     Args:
         model: a peft model; it cannot be used afterwards.
         where: for messages.
 
     Raises:
-        ModelError: if the adapter changes one of two tied weights, or is of a kind that cannot be merged.
+        ModelError: if the adapter is of a kind that cannot be merged.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    _refuse_tied(model, where)
     base = model.get_base_model()
     if is_quantized(base):
         make_dense(model, base, dtype=base.dtype)
@@ -650,32 +650,48 @@ def merge_adapter(model: Any, *, where: str) -> Any:
                 where=where,
                 fix="export without --merge",
             )
-        weight = layer.get_base_layer().weight
+    _part_adapted_head(base)
+    for layer in model.modules():
+        if not isinstance(layer, BaseTunerLayer):
+            continue
+        weight = _adapted_weight(layer)
         dtype = weight.dtype
         weight.data = weight.data.float()
         layer.merge()
         weight.data = weight.data.to(dtype)
-    return model.unload()
+    merged = model.unload()
+    _note_parted_head(merged)
+    return merged
 
 
-def _refuse_tied(model: Any, where: str) -> None:
-    """Refuses an adapter on head or embedding if both share one matrix and the adapter's do not: merging would change both."""
+def _adapted_weight(layer: Any) -> torch.nn.Parameter:
+    """The weight that a layer of peft changes: of experts, which are one tensor of a module, the tensor that it names."""
+    from peft.tuners.lora.layer import ParamWrapper
+
+    if isinstance(layer, ParamWrapper):
+        found: torch.nn.Parameter = layer.get_param()
+        return found
+    weight: torch.nn.Parameter = layer.get_base_layer().weight
+    return weight
+
+
+def _part_adapted_head(base: Any) -> None:
+    """Gives the head a matrix of its own if it shares that of the embedding, and matrices A and B on one of them are merged into it."""
     from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils import ModulesToSaveWrapper
 
-    base = model.get_base_model()
     both = (base.get_input_embeddings(), base.get_output_embeddings())
-    if (
-        both[1] is None
-        or not base.config.get_text_config().tie_word_embeddings
-        or both[0].weight is both[1].weight
-    ):
+    if not any(isinstance(module, BaseTunerLayer) for module in both):
         return
-    for module in both:
-        if isinstance(module, BaseTunerLayer | ModulesToSaveWrapper):
-            raise ModelError.of(
-                "the adapter changes the embedding or the head, which share one matrix in this model",
-                where=where,
-                why="merging would change both",
-                fix="export without --merge",
-            )
+    embedding, head = (m.get_base_layer() if isinstance(m, BaseTunerLayer) else m for m in both)
+    if head is not None and head.weight is embedding.weight:
+        head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+
+
+def _note_parted_head(base: Any) -> None:
+    """Sets the model's config to embedding and head with a matrix each, if they have; peft's `merge_and_unload` does the same."""
+    embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
+    if head is None or embedding.weight is head.weight:
+        return
+    for config in (base.config, base.config.get_text_config()):
+        if getattr(config, "tie_word_embeddings", False):
+            config.tie_word_embeddings = False
