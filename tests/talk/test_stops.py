@@ -55,7 +55,8 @@ def test_result_exports_gguf_and_answers_stop_at_the_tokens_of_the_training(
     run = train_here(adapter=adapter)
     result = run.directory / ("model" if adapter is None else "adapter")
     written = [result]
-    for name, more in {"as it is": {}, "step": {"step": 4}, "merged": {"merge": True}}.items():
+    ways: dict[str, dict[str, Any]] = {"as it is": {}, "step": {"step": 4}, "merged": {"merge": True}}
+    for name, more in ways.items():
         written.append(tmp_path / name)
         export.run({"target": str(run.directory), "out": str(written[-1]), **more}, listening)
     for directory in written:

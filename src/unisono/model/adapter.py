@@ -263,7 +263,7 @@ def _merge(base: Any, adapter: StoredAdapter) -> dict[str, LowRank]:
     for name in sorted({name.rpartition(".lora_")[0] for name in tensors}):
         down, up = (tensors.get(f"{name}.lora_{letter}.weight") for letter in "AB")
         module = modules.get(name.removeprefix(_PREFIX))
-        if down is None or up is None or not hasattr(module, "weight"):
+        if down is None or up is None or module is None or not hasattr(module, "weight"):
             raise ModelError.of(
                 f"{name} in {adapter.directory / ADAPTER_FILE} is not a pair of LoRA matrices of a layer of this model",
                 where=adapter.key,

@@ -210,7 +210,14 @@ def write_weights(loaded: LoadedModel, plan: RunPlan, directory: Path, *, writes
 
         return write_lora(loaded.base, plan, directory) if writes else {}
     if plan.config.adapter is not None:
-        entries = write_adapter(loaded.model, target, base_name=_base_name(plan), changes=loaded.base_changes)
+        name = _base_name(plan)
+        entries = write_adapter(
+            loaded.model,
+            target,
+            base_name=name,
+            base_revision=plan.config.model.revision if name == plan.config.model.path else None,
+            changes=loaded.base_changes,
+        )
     else:
         limit = parse_bytes(plan.config.checkpoint.max_shard_size)
         loaded.base.config.use_cache = True
@@ -322,7 +329,12 @@ def entries_of(directory: Path) -> Entries:
 
 
 def write_adapter(
-    model: Any, directory: Path | None, *, base_name: str, changes: BaseChanges | None = None
+    model: Any,
+    directory: Path | None,
+    *,
+    base_name: str,
+    base_revision: str | None = None,
+    changes: BaseChanges | None = None,
 ) -> Entries:
     """Writes weights, settings and model card of a peft model's adapter, as its `save_pretrained` would.
 
@@ -332,6 +344,7 @@ def write_adapter(
         model: the model.
         directory: an existing directory; None on ranks that only contribute their parts.
         base_name: where peft will load the base model from.
+        base_revision: of a hub id; without it peft would load another version of the model than the trained one.
         changes: how its base weights in memory differ from their files.
 
     Returns:
@@ -346,7 +359,7 @@ def write_adapter(
     model.peft_config["default"].base_model_name_or_path = base_name
     model.create_or_update_model_card(str(directory))
     settings = copy.copy(model.peft_config["default"])
-    settings.inference_mode = True
+    settings.inference_mode, settings.revision = True, base_revision
     stored_settings(settings, model, changes or {})
     settings.save_pretrained(str(directory))
     return entries
@@ -363,6 +376,16 @@ def stored_dtype(plan: RunPlan) -> str:
     ]
     largest = max(headers, key=lambda header: torch.Size(header.shape).numel())
     return _NAMES.get(largest.dtype, plan.dtype)
+
+
+def round_as_stored(loaded: LoadedModel, plan: RunPlan) -> None:
+    """Rounds trained weights as they are in the files, so that the model is that of the files. It cannot be trained on."""
+    if plan.config.adapter is not None:
+        return  # adapters are stored as they are
+    dtype = DTYPES[stored_dtype(plan)]
+    with torch.no_grad():
+        for parameter in loaded.trainable.values():
+            parameter.copy_(parameter.to(dtype))
 
 
 def _write_files(layout: FileLayout, tensors: Tensors, directory: Path | None) -> Entries:
