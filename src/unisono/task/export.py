@@ -223,7 +223,7 @@ def write_merged(
             why=f"the logits differ by {difference:.2g} of their spread; rounding explains up to {TOLERANCE[dtype]:g}",
             fix="export without --merge",
         )
-    report.phase("export", f"writing {directory.parent}")
+    report.phase("export", "writing the merged model")
     merged.config.use_cache = True
     entries = write_model(merged, directory, dtype=dtype, max_file_bytes=max_file_bytes)
     return {"dtype": dtype, "logits_differ_by": difference, "dequantized": was_quantized}, entries, found
