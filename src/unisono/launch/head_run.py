@@ -17,7 +17,6 @@ from unisono.launch.head_nodes import HeadNodes, together
 from unisono.launch.output_watch import OutputWatch
 from unisono.launch.planning import LocalNode
 from unisono.launch.preparation import Claim, claim, plan_start, prepare_all, restore_from_storage
-from unisono.launch.read_back import read_back_result
 from unisono.launch.restarts import Restarts
 from unisono.launch.run_records import (
     NOTHING_DONE,
@@ -138,14 +137,7 @@ class HeadRun:
                 ending = end.cannot_continue(plan, ending, error)
                 break
         if not self._is_blocked():
-            ending = read_back_result(
-                plan,
-                ending,
-                request=self.request,
-                leftovers=local_node.leftovers,
-                interrupts=self.interrupts,
-                show=self.show,
-            )
+            ending = end.read_back(plan, ending)
         return self._finish(claimed, plan, attempt, ending, restarts.restarts, others, recorder)
 
     def _claim(self, loaded: LoadedConfig, local_node: LocalNode) -> Claim:
