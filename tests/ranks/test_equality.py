@@ -5,6 +5,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.ranks.conftest import KINDS, PREFERENCES, Done
+from unisono.events import Reporter
+from unisono.files import write_json
+from unisono.task import read_back
 
 pytestmark = pytest.mark.ranks
 
@@ -67,6 +70,18 @@ def test_final_weights_are_equal_and_gathered_whole(alone: dict[str, Done], two:
 def test_a_sharded_model_is_written_as_transformers_loads_it(two: Runs) -> None:
     model = AutoModelForCausalLM.from_pretrained(two["full", "fsdp", 2].directory / "model")
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
+
+
+@pytest.mark.parametrize("way", _WAYS)
+@pytest.mark.parametrize("kind", ["lora", "dora", "full", "nf4", "mixed", "mixed_full", "reward"])
+def test_the_result_of_several_ranks_gives_the_logits_that_they_computed(
+    two: Runs, kind: str, way: str
+) -> None:
+    run = two[kind, way, 2]
+    write_json(run.directory / "plan.json", run.plan.to_json())
+    found = read_back.run({"output_dir": str(run.directory)}, Reporter(None))
+    assert found["compared"] == "logits"
+    assert found["differs_by"] < (2e-2 if kind.startswith("mixed") else 1e-5)
 
 
 @pytest.mark.parametrize("way", _WAYS)

@@ -158,14 +158,88 @@ def test_template_and_stop_tokens_of_the_run_come_with_it(
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
-def test_an_adapter_on_tied_weights_is_not_merged_and_nothing_is_left(
-    train_here: Train, tmp_path: Path, listening: Any
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        {"modules_to_save": ["embed_tokens", "lm_head"]},
+        {"modules_to_save": ["lm_head"]},
+        {"modules_to_save": ["embed_tokens"]},
+        {"targets": ["q_proj", "lm_head"]},
+    ],
+    ids=["both", "head", "embedding", "LoRA on the head"],
+)
+def test_a_head_that_was_trained_apart_from_its_embedding_is_written_apart(
+    train_here: Train, tmp_path: Path, listening: Any, adapter: dict[str, Any]
 ) -> None:
-    run = train_here(adapter={"rank": 2, "modules_to_save": ["lm_head"]})
-    out = tmp_path / "exports" / "out"
-    with pytest.raises(UnisonoError, match="share one matrix"):
-        exported(run.directory, out, listening, merge=True)
-    assert list(out.parent.iterdir()) == []
+    run = train_here(adapter={"rank": 2, **adapter}, optim={"lr": 3e-2})
+    assert any("embedding and head share one matrix" in warning for warning in run.plan.warnings)
+    exported(run.directory, tmp_path / "out", listening, merge=True)
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert not torch.equal(written["lm_head.weight"], written["model.embed_tokens.weight"])
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
+    wanted = with_adapter(run)
+    merged = logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out"))
+    assert (merged - wanted).abs().max() < 1e-4 * wanted.std()
+
+
+def test_a_plan_has_no_word_of_a_head_that_stays_with_its_embedding(train_here: Train) -> None:
+    assert not any("share one matrix" in warning for warning in train_here(duration="1 steps").plan.warnings)
+
+
+MOE: dict[str, Any] = {
+    "vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.2, "eos_token_id": 1, "pad_token_id": 0,
+}  # fmt: skip
+ROUTED: dict[str, Any] = MOE | {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
+EXPERTS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": ROUTED | {"num_experts": 4, "head_dim": 8},
+    "mixtral": MOE | {"num_local_experts": 4, "bos_token_id": None},
+    "olmoe": MOE | {"num_experts": 4, "num_experts_per_tok": 2},
+    "dots1": ROUTED | {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "head_dim": 8},
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")  # of its own
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_an_adapter_on_experts_is_merged_into_each_of_them(
+    train_here: Train, model_dir: Path, tmp_path: Path, listening: Any, kind: str
+) -> None:
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **EXPERTS[kind])
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(model_dir)
+    run = train_here(optim={"lr": 3e-2}, duration="2 steps")
+    adapter = load_file(run.directory / "adapter" / "adapter_model.safetensors")
+    assert any(".experts." in name for name in adapter)
+    result = exported(run.directory, tmp_path / "out", listening, merge=True)
+    assert result["logits_differ_by"] < 1e-5
+    wanted, base = with_adapter(run), load_file(model_dir / "model.safetensors")
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert (logits(merged) - wanted).abs().max() < 1e-4 * wanted.std()
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert written.keys() == base.keys()
+    experts = [name for name in base if ".experts." in name]
+    assert experts
+    assert not any(torch.equal(written[name], base[name]) for name in experts)
+
+
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")  # of its own
+@pytest.mark.parametrize("settings", [{"init": "pissa"}, {"merge": True}], ids=["pissa", "merge"])
+def test_what_cannot_be_stored_for_experts_is_refused_with_the_targets_that_can(
+    train_here: Train, model_dir: Path, settings: dict[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model("qwen3_moe", **EXPERTS["qwen3_moe"])
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(model_dir)
+    targets = ["q_proj", "v_proj"]
+    if "merge" in settings:
+        first = train_here(adapter={"rank": 2, "targets": targets}, duration="1 steps")
+        settings = {"merge": [str(first.directory)]}
+    with pytest.raises(ModelError) as caught:
+        train_here(adapter={"rank": 2, **settings}, duration="1 steps")
+    (problem,) = caught.value.problems
+    assert "experts" in problem.what
+    assert "q_proj" in problem.fix
+    train_here(adapter={"rank": 2, "targets": targets, **settings}, duration="1 steps")
 
 
 def test_an_empty_directory_is_taken_and_a_full_one_refused(

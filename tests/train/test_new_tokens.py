@@ -12,7 +12,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from unisono.task.export import logits_of_probe
+from tests.logits import logits_of_probe
 from unisono.task.inference import load_target, merge_adapter
 from unisono.task.target import find_target
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaForCausalLM
 
+from tests.logits import logits_of_probe
 from unisono.config.schema import RopeSection
 from unisono.errors import ModelError
 from unisono.model.forward import Rows, choose_forward
 from unisono.model.layers import context_of, scale_rope
 from unisono.model.load import LoadedModel
-from unisono.task.export import logits_of_probe
 from unisono.task.inference import load_target, merge_adapter
 from unisono.task.target import find_target
 

@@ -49,7 +49,7 @@ EXIT_CODES: dict[int, str] = {
     4: "stopped by unisono: a hang, or a NaN loss",
     5: "a rank exited by itself: an exception, a signal, out of memory",
     6: "the machine is not fit for the run, or storage failed",
-    7: "damage was found, or no valid checkpoint exists where one is needed",
+    7: "damage was found, the written result is not the trained model, or no valid checkpoint exists where one is needed",
     75: "preempted (SIGTERM, SIGUSR1) with a valid checkpoint: run the same command again",
     130: "interrupted from the keyboard, with a valid checkpoint",
 }

@@ -57,6 +57,9 @@ def export(
     adapter: Annotated[
         bool, typer.Option("--adapter", help="With gguf: the adapter alone, not merged.")
     ] = False,
+    no_read_back: Annotated[
+        bool, typer.Option("--no-read-back", help="Do not load what was written again; GGUF always is.")
+    ] = False,
 ) -> None:
     """Write the adapter, or the whole model, with tokenizer, chat template and generation_config."""
     from unisono.cli.llamafactory_file import read_inference_file, split_prompt
@@ -82,7 +85,11 @@ def export(
     require_writable(place.parent, where="OUT", why=why, fix=fix)
     printer = output()
     with Progress(printer) as progress:
-        asked = request | {"step": step} | (gguf if gguf is not None else {"format": format_})
+        asked = (
+            request
+            | {"step": step, "read_back": not no_read_back}
+            | (gguf if gguf is not None else {"format": format_})
+        )
         result = run_task("export" if gguf is None else "gguf", asked, on_message=progress.show)
     if printer.json:
         printer.emit({"schema": 1, **result})
@@ -169,13 +176,19 @@ def _lines(result: dict[str, Any]) -> list[str]:
     if result["merged"]:
         difference = result["logits_differ_by"]
         lines.append(
-            f"  read again: its logits differ from base plus adapter by {difference:.1e} of their spread ({result['dtype']})"
+            f"  its logits differ from base plus adapter by {difference:.1e} of their spread ({result['dtype']})"
         )
         if result["dequantized"]:
             lines.append(
                 f"  the base weights were quantized in training; they are written as they were computed with, rounded to {result['dtype']}:"
                 " quantized again, they give other values"
             )
+    if back := result["read_back"]:
+        lines.append(
+            f"  read back: its logits differ by {back['differs_by']:.1e} of their spread from those of the model that was written"
+            if back["compared"] == "logits"
+            else f"  read back: names, shapes and digests only, as {back['why']}"
+        )
     kind, more = ("SequenceClassification", ", num_labels=1") if result["reward"] else ("CausalLM", "")
     if result["what"] == "adapter":
         lines.append(

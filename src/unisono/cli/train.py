@@ -112,6 +112,13 @@ def train(
         ),
     ] = False,
     no_rehearse: Annotated[bool, typer.Option("--no-rehearse", hidden=True)] = False,  # its former name
+    no_read_back: Annotated[
+        bool,
+        typer.Option(
+            "--no-read-back",
+            help="Do not load the written result again; the same as checkpoint.read_back=false.",
+        ),
+    ] = False,
 ) -> None:
     """Fine-tune a model on one device, on several (--nproc), or on several nodes (--nodes, --hosts)."""
     from unisono.supervise.fork_server import ForkServer
@@ -128,7 +135,11 @@ def train(
     )
     request = TrainRequest(
         config,
-        (*(overrides or ()), *map(_as_override, reason or ())),
+        (
+            *(overrides or ()),
+            *map(_as_override, reason or ()),
+            *(["checkpoint.read_back=false"] if no_read_back else []),
+        ),
         resume=resume,
         fresh=fresh,
         allow=tuple(allow or ()),

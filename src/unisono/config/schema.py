@@ -509,6 +509,10 @@ class CheckpointSection(Section):
         default="1 GB",
         description="maximum size of a file of the final weights; larger models are split into several files",
     )
+    read_back: bool = Field(
+        default=True,
+        description="at the end load the written result in transformers and peft, and compare its logits with those of the trained model",
+    )
 
 
 class ParallelSection(Section):

@@ -24,6 +24,7 @@ from unisono.launch.head_nodes import HeadNodes
 from unisono.launch.output_watch import CAUSE as OUTPUT_REMOVED
 from unisono.launch.output_watch import OutputWatch
 from unisono.launch.planning import LocalNode
+from unisono.launch.read_back import read_back_result
 from unisono.launch.run_records import Ending, Table, ending_of, is_about_nodes, write_agreement
 from unisono.launch.train_request import LostNodeSource, TrainRequest
 from unisono.plan import RankPlace, RunPlan
@@ -79,6 +80,17 @@ class AttemptEnd:
             return ending
         cited = (*verdict.evidence, *step_evidence(step))
         return replace(ending, verdict=verdict.model_copy(update={"evidence": cited}))
+
+    def read_back(self, plan: RunPlan, ending: Ending) -> Ending:
+        """The ending of the last attempt, after its result was read back; see `read_back_result`."""
+        return read_back_result(
+            plan,
+            ending,
+            request=self.request,
+            leftovers=self.local_node.leftovers,
+            interrupts=self.interrupts,
+            show=self.show,
+        )
 
     def cannot_continue(self, plan: RunPlan, ending: Ending, error: UnisonoError) -> Ending:
         """The nodes do not agree any more; or the disk that killed the rank may have taken the checkpoints, too."""

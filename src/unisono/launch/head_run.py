@@ -136,6 +136,8 @@ class HeadRun:
             except UnisonoError as error:
                 ending = end.cannot_continue(plan, ending, error)
                 break
+        if not self._is_blocked():
+            ending = end.read_back(plan, ending)
         return self._finish(claimed, plan, attempt, ending, restarts.restarts, others, recorder)
 
     def _claim(self, loaded: LoadedConfig, local_node: LocalNode) -> Claim:

@@ -66,6 +66,8 @@ def add_adapter(
     merged = [(adapter, _merge(base, adapter)) for adapter in stored]
     model = _new_adapter(base, section, grown=grown, head=head)
     layers = _lora_layers(model)
+    if merged or section.init == "pissa":
+        _refuse_experts(layers, where="adapter.merge" if merged else "adapter.init: pissa")
     changes: BaseChanges = {}
     if merged:
         changes = _changes_of_merged(merged, layers, scaling=_scaling(layers))
@@ -183,6 +185,28 @@ def _lora_layers(model: torch.nn.Module) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
 
 
+def _refuse_experts(layers: dict[str, Any], *, where: str) -> None:
+    """Refuses what changes the base weights of layers of experts, which are one tensor of many matrices.
+
+    Raises:
+        ModelError: with the targets that are left.
+    """
+    from peft.tuners.lora.layer import ParamWrapper
+
+    experts = [
+        name.removeprefix(_PREFIX) for name, layer in layers.items() if isinstance(layer, ParamWrapper)
+    ]
+    if not experts:
+        return
+    rest = {name.rpartition(".")[2] for name, layer in layers.items() if not isinstance(layer, ParamWrapper)}
+    raise ModelError.of(
+        f"{experts[0]} is one tensor of many matrices, the experts'",
+        where=where,
+        why="the change of a base weight is stored as one matrix A and one B, which it has for each expert",
+        fix=f"remove {where.partition(':')[0]}, or set adapter.targets to other layers: [{', '.join(sorted(rest))}]",
+    )
+
+
 def _scaling(layers: dict[str, Any]) -> float:
     """s, the same in all layers."""
     return float(next(iter(layers.values())).scaling["default"])
@@ -239,7 +263,7 @@ def _merge(base: Any, adapter: StoredAdapter) -> dict[str, LowRank]:
     for name in sorted({name.rpartition(".lora_")[0] for name in tensors}):
         down, up = (tensors.get(f"{name}.lora_{letter}.weight") for letter in "AB")
         module = modules.get(name.removeprefix(_PREFIX))
-        if down is None or up is None or module is None:
+        if down is None or up is None or module is None or not hasattr(module, "weight"):
             raise ModelError.of(
                 f"{name} in {adapter.directory / ADAPTER_FILE} is not a pair of LoRA matrices of a layer of this model",
                 where=adapter.key,

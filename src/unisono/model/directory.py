@@ -231,6 +231,7 @@ def inspect_model(
     directory = locate_model(config.model.path, config.model.revision)
     settings = read_model_config(directory)
     refuse_other_task(directory, settings, reward=config.objective == "reward")
+    _refuse_lost_parts(directory, settings)
     text = settings.get("text_config", settings)
     quantized = quantization_of(config.model, directory, settings)
     refuse_training(config, directory, quantized)
@@ -282,6 +283,7 @@ def inspect_model(
         positions=_positions(text),
         has_plain_mlps=_has_plain_mlps(text, [header.name for header in headers]),
         norms_heads=any(".q_norm." in header.name for header in headers),
+        ties_head=config.objective != "reward" and _ties_head(settings, text, headers),
         **known,
     )
 
@@ -291,6 +293,14 @@ def _has_plain_mlps(text: dict[str, Any], names: list[str]) -> bool:
     gates = sum(name.endswith((".mlp.gate_proj.weight", ".mlp.gate_proj.qweight")) for name in names)
     layers = _positive_int(text, *_LAYERS)
     return gates == layers and _is_silu(text) and not any(name.endswith(".gate_proj.bias") for name in names)
+
+
+def _ties_head(settings: dict[str, Any], text: dict[str, Any], headers: list[TensorHeader]) -> bool:
+    """Whether embedding and head share one matrix; what config.json leaves open depends on the model type, but files have no such head."""
+    for part in (text, settings):
+        if isinstance(part.get("tie_word_embeddings"), bool):
+            return bool(part["tie_word_embeddings"])
+    return not any(header.name.endswith(("lm_head.weight", "embed_out.weight")) for header in headers)
 
 
 def _is_silu(text: dict[str, Any]) -> bool:
@@ -468,6 +478,31 @@ def refuse_other_task(directory: Path, settings: dict[str, Any], *, reward: bool
             fix="use a language model, or a classifier with one label",
         )
     return classifies
+
+
+def _refuse_lost_parts(directory: Path, settings: dict[str, Any]) -> None:
+    """Refuses a multimodal checkpoint whose text part alone is what transformers loads for text.
+
+    Raises:
+        ModelError: with how to get a model of text from it.
+    """
+    names = settings.get("architectures")
+    own = str(names[0]) if isinstance(names, list) and names else ""
+    if "text_config" not in settings or not own.endswith("ForConditionalGeneration"):
+        return
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    text = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(settings["model_type"], own)
+    if own == text:  # what is trained is the checkpoint's own class
+        return
+    raise ModelError.of(
+        f"{directory} is a multimodal model, and rows of text would train another model than that",
+        where=str(directory / "config.json"),
+        why=f"transformers loads its text part alone, as {text}: in {own}, the class of the checkpoint, an adapter of it would change"
+        " nothing, and a merged or fully trained model would lack everything else",
+        fix='train its text part as a model of its own: python -c "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T;'
+        f" [c.from_pretrained('{directory}').save_pretrained('TEXT') for c in (M, T)]\", and set model.path: TEXT",
+    )
 
 
 def no_reward_model(directory: Path, kind: str, why: str) -> ModelError:

@@ -365,7 +365,7 @@ def _damaged(path: Path, name: str, why: str) -> IntegrityError:
 
 
 def tokenizer_settings(
-    tokenizer: Any, *, rows: int, template: str | None, end_of_turn: int | None
+    tokenizer: Any, *, rows: int, template: str | None, stops: Iterable[int], end_of_turn: int | None
 ) -> list[Setting]:
     """The keys of a tokenizer.
 
@@ -373,7 +373,8 @@ def tokenizer_settings(
         tokenizer: of transformers, a fast one.
         rows: of the embedding: as many tokens are written. One without a text gets a placeholder; one without a row is not written.
         template: the chat template, as Jinja.
-        end_of_turn: the token that ends an answer of the template.
+        stops: the tokens that end an answer. llama.cpp has keys for three: the end of sequence, of a turn, and of a message.
+        end_of_turn: the one that the template writes.
 
     Raises:
         ModelError: if llama.cpp has no such tokenizer.
@@ -384,12 +385,14 @@ def tokenizer_settings(
     tokens, kinds = _tokens(raw, rows)
     found = _pieces(raw, rows) if raw["model"].get("byte_fallback") else _bytes(raw, tokenizer)
     found += [("tokenizer.ggml.tokens", "array", tokens), ("tokenizer.ggml.token_type", "array", kinds)]
+    ends = [end_of_turn] if end_of_turn is not None else []
+    ends += [stop for stop in stops if stop not in (end_of_turn, tokenizer.eos_token_id)]
     ids = {
         "bos": tokenizer.bos_token_id,
         "eos": tokenizer.eos_token_id,
         "padding": tokenizer.pad_token_id,
         "unknown": tokenizer.unk_token_id,
-        "eot": end_of_turn,
+        **dict(zip(("eot", "eom"), ends, strict=False)),
     }
     found += [
         (f"tokenizer.ggml.{name}_token_id", "uint32", number)

@@ -1,6 +1,7 @@
 """Makes the plan from the config and the facts. Pure; every derived number is stored with its origin."""
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -35,6 +36,8 @@ _SMALL = 192
 _LARGEST_BATCH = 1_000_000  # as in the schema
 FUSED_TYPES = frozenset({"hrm_text"})
 """Model types whose files fuse several tensors of the model: transformers needs all of them together to write one."""
+_TIED_IN_GGUF = ("gemma", "gemma2")
+"""Model types for which a GGUF has no head of its own."""
 
 
 STORAGE_PACKAGES = {
@@ -169,6 +172,7 @@ def resolve_plan(given: PlanInputs) -> RunPlan:
         origins=origins,
         warnings=_without_effect(config, data, strategy, given.model)
         + _too_many_layers(config, given.model)
+        + _parted_head(config, given.model)
         + _silent(given, strategy)
         + _gathered_whole(given, strategy)
         + _uneven(given.nodes)
@@ -508,6 +512,31 @@ def _too_many_layers(config: RunConfig, model: ModelFacts) -> list[str]:
     if only is None or only.spread or abs(only.layers) <= model.layers:
         return []
     return [f"train_only.layers is {only.layers}: the model has {model.layers} layers, all are trained"]
+
+
+_HEAD = "lm_head"
+_EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embed_in", _HEAD)
+
+
+def _parted_head(config: RunConfig, model: ModelFacts) -> list[str]:
+    """A warning if the adapter changes embedding or head of a model in which they share one matrix: what that means for exports."""
+    adapter = config.adapter
+    if adapter is None or not model.ties_head or config.model.resize_vocabulary:
+        return []
+    found = [
+        f"adapter.modules_to_save: {name}"
+        for name in adapter.modules_to_save
+        if name.rpartition(".")[2] in _EMBEDDINGS
+    ]
+    patterns = adapter.targets if isinstance(adapter.targets, list) else []
+    found += [f"adapter.targets: {pattern}" for pattern in patterns if re.search(pattern, _HEAD)]
+    if not found:
+        return []
+    no_gguf = "; llama.cpp has no such Gemma, so it cannot be exported as GGUF"
+    return [
+        f"{found[0]}: embedding and head share one matrix in this model, and are two after training. `unisono export` writes the adapter as it is,"
+        f" and `export --merge` a model with tie_word_embeddings: false{no_gguf * (model.model_type in _TIED_IN_GGUF)}"
+    ]
 
 
 def _changed(section: Section) -> list[str]:

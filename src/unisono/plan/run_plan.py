@@ -56,6 +56,8 @@ class ModelFacts(Part):
     """Whether the MLP of every layer is SwiGLU without bias."""
     norms_heads: bool = False
     """Whether the heads of queries and keys have norms."""
+    ties_head: bool = False
+    """Whether embedding and head share one matrix."""
 
     @property
     def is_picture_model(self) -> bool:

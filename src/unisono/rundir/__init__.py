@@ -96,6 +96,11 @@ class RunDir:
         return self.root / "model"
 
     @property
+    def result_logits(self) -> Path:
+        """The logits of the trained model for three rows, with which adapter/ or model/ and their exports are compared after they are loaded again; absent with `checkpoint.read_back: false`."""
+        return self.root / "result_logits.safetensors"
+
+    @property
     def tensorboard(self) -> Path:
         """TensorBoard's event files, if enabled."""
         return self.root / "tensorboard"

@@ -25,6 +25,7 @@ TASKS = {
     "gguf": ("gguf_export", "run"),
     "draw": ("picture_tasks", "run_generate"),
     "storage": ("checkpoint_tasks", "run_storage"),
+    "read_back": ("read_back", "run"),
     "rehearsed": ("checkpoint_tasks", "run_rehearsed"),
     "rows": ("data_tasks", "row_origins"),
 }

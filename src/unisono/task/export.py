@@ -1,7 +1,8 @@
 """The task `export`: writes a directory that transformers and peft can load, completely or not at all.
 
-Request: target, step (or null), out, merge. Result: out, what (`adapter`, `merged model` or `model`), description, base, dtype, files,
-bytes, reward (whether it is a reward model), and for a merged model how much its logits differ from those of base plus adapter.
+Request: target, step (or null), out, merge, read_back (default true). Result: out, what (`adapter`, `merged model` or `model`), description,
+base, dtype, files, bytes, reward (whether it is a reward model), read_back (task.read_back's ReadBack, or null), and for a merged model how
+much its logits differ from those of base plus adapter.
 """
 
 import contextlib
@@ -9,6 +10,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +29,11 @@ from unisono.errors import (
 )
 from unisono.events import Reporter
 from unisono.files import fsync_dir, fsync_tree, read_json, write_json
-from unisono.model.forward import head_values
-from unisono.model.load import SCORE, load_base, load_tokenizer
+from unisono.model.file_settings import ADAPTER_SETTINGS
+from unisono.model.load import load_tokenizer
 from unisono.model.quantization import is_quantized
+from unisono.model.result_logits import ResultLogits, fixed_rows
+from unisono.rundir import RunDir
 from unisono.rundir.records import is_image_model
 from unisono.task.inference import (
     adapter_tokenizer,
@@ -38,11 +42,18 @@ from unisono.task.inference import (
     stops_of,
     stored_dtype,
     template_of,
-    trusts_code,
 )
+from unisono.task.read_back import ReadBack, Written, by_digests, read_back
 from unisono.task.target import Target, requested_target, verify_target
 from unisono.text import parse_bytes
-from unisono.train.weights import Entries, entries_of, write_model, write_weights
+from unisono.train.weights import (
+    Entries,
+    entries_of,
+    round_as_stored,
+    write_generation_config,
+    write_model,
+    write_weights,
+)
 
 _MODEL_FILES = ("config.json", "*.safetensors", "*.safetensors.index.json", "*.py")
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "config.json", "README.md")
@@ -56,7 +67,7 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     Raises:
         UsageError: if OUT exists and is not empty, or the target does not exist.
         ModelError: if an adapter cannot be merged.
-        IntegrityError: if the target is damaged.
+        IntegrityError: if the target is damaged, or what was written is not the same model when it is loaded again; it stays there.
         UnfitError: if the storage fails.
     """
     out = free_place(request["out"])
@@ -71,6 +82,7 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     target = requested_target(request)
     verify_target(target, report)
     merge = bool(request.get("merge")) and has_adapter(target)
+    reads_back = bool(request.get("read_back", True))
     if request.get("merge") and not merge:
         report.warning("nothing_to_merge", "there is no adapter to merge: the model already has all weights")
     if target.merged and not merge:
@@ -81,15 +93,21 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
             fix="add --merge, or pass one adapter",
         )
     report.phase("export", f"writing {out}")
+    wanted: ResultLogits | None
     with whole_directory(out) as directory:
         if merge:
-            extra, entries = write_merged(
+            extra, entries, wanted = write_merged(
                 target, directory, report, max_file_bytes=_largest_file(target, request.get("max_shard_size"))
             )
         else:
-            extra, entries = {}, write_as_it_is(target, directory)
+            extra = {}
+            entries, wanted = write_as_it_is(target, directory, reads_back=reads_back)
         _write_rest(target, directory)
         write_model_manifest(directory, entries)
+    found = None
+    if reads_back:
+        report.phase("verify", f"reading {out} back")
+        found = _read_back(target, out, wanted)
     what = "merged model" if merge else "adapter" if has_adapter(target) else "model"
     files = sorted(file for file in out.rglob("*") if file.is_file())
     return {
@@ -101,6 +119,7 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
         "files": [str(file.relative_to(out)) for file in files],
         "bytes": sum(file.stat().st_size for file in files),
         "reward": target.is_reward,
+        "read_back": asdict(found) if found is not None else None,
         **extra,
     }
 
@@ -127,13 +146,28 @@ def _export_lora(request: dict[str, Any], report: Reporter, out: Path) -> dict[s
     }
 
 
-def write_as_it_is(target: Target, directory: Path) -> Entries:
-    """Writes the adapter or the full model with unchanged weights; gives the digests of the weight files."""
+def _read_back(target: Target, out: Path, wanted: ResultLogits | None) -> ReadBack:
+    """Loads what was written, and compares it with the model that it is of."""
+    is_adapter = (out / ADAPTER_SETTINGS).is_file()
+    config = target.plan.config if target.plan is not None else None
+    if config is not None and not is_adapter:  # a merged model is not quantized any more
+        config = config.model_copy(update={"model": config.model.model_copy(update={"quantize": None})})
+    written = Written(out, target.base if is_adapter else out, config, target.is_reward)
+    if wanted is None:
+        return by_digests(written, "the files are copies, and nothing is known of the model's logits")
+    return read_back(written, wanted)
+
+
+def write_as_it_is(
+    target: Target, directory: Path, *, reads_back: bool
+) -> tuple[Entries, ResultLogits | None]:
+    """Writes the adapter or the full model with unchanged weights; gives the digests of the weight files, and the logits of its model if known."""
     if target.source == "checkpoint":
         assert target.plan is not None
-        return write_weights(
-            load_target(target, dtype=target.plan.dtype, device=torch.device("cpu")), target.plan, directory
-        )
+        loaded = load_target(target, dtype=target.plan.dtype, device=torch.device("cpu"))
+        entries = write_weights(loaded, target.plan, directory)
+        round_as_stored(loaded, target.plan)
+        return entries, _logits_of(loaded.model, target.plan.dtype) if reads_back else None
     directory.mkdir()
     patterns = _ADAPTER_FILES if target.source == "adapter" else _MODEL_FILES
     for file in sorted({file for pattern in patterns for file in target.weights.glob(pattern)}):
@@ -143,44 +177,45 @@ def write_as_it_is(target: Target, directory: Path) -> Entries:
     # Verified before; damage during the copy is detected when the copy is read.
     listing = read_model_manifest(target.weights)
     if listing is None:
-        return entries_of(target.weights)
-    return {name: entry for name, entry in listing.files.items() if name.endswith(".safetensors")}
+        return entries_of(target.weights), None
+    entries = {name: entry for name, entry in listing.files.items() if name.endswith(".safetensors")}
+    return entries, _logits_of_run(target)
+
+
+def _logits_of_run(target: Target) -> ResultLogits | None:
+    """Those that the rank kept which had the trained weights; None for others than the result of a run."""
+    kept = RunDir(target.weights.parent).result_logits
+    if target.plan is None or not kept.is_file():
+        return None
+    if target.source == "adapter" and target.base != Path(target.plan.model.directory):
+        return None  # on another base model it gives others
+    return ResultLogits.read(kept)
+
+
+def _logits_of(model: Any, dtype: str) -> ResultLogits:
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return ResultLogits.of(model, fixed_rows(base.get_input_embeddings().weight.shape[0]), dtype=dtype)
 
 
 def write_merged(
     target: Target, directory: Path, report: Reporter, *, max_file_bytes: int
-) -> tuple[dict[str, Any], Entries]:
-    """Writes the model with the adapter merged into its weights, in the dtype of the model's own files.
+) -> tuple[dict[str, Any], Entries, ResultLogits]:
+    """Writes the model with the adapter merged into its weights, in the dtype of the model's own files; gives its logits in memory, too.
 
-    The written model is loaded again, and its logits are compared with those of base plus adapter.
+    They are compared with those of base plus adapter.
 
     Raises:
         ModelError: if the adapter cannot be merged.
     """
-    from transformers import GenerationConfig
-
     dtype = stored_dtype(target.base)
     report.phase("load_model", f"loading {target.description}")
     loaded = load_target(target, dtype=dtype, device=torch.device("cpu"))
-    wanted = logits_of_probe(loaded.model)
+    wanted = _logits_of(loaded.model, dtype)
     report.phase("merge", "merging the adapter into the weights")
     was_quantized = is_quantized(loaded.base)
     merged = merge_adapter(loaded.model, where=str(target.weights))
-    if not target.is_reward:  # the real one is written below; transformers would refuse an invalid one
-        merged.generation_config = GenerationConfig()
-    merged.config.use_cache = True
-    entries = write_model(merged, directory, dtype=dtype, max_file_bytes=max_file_bytes)
-    del loaded, merged
-    report.phase("verify", "verifying the merged model")
-    again = load_base(
-        directory,
-        dtype=getattr(torch, dtype),
-        trust_remote_code=trusts_code(target),
-        reward=target.is_reward,
-    ).eval()
-    difference = float(
-        (logits_of_probe(again) - wanted).square().mean().sqrt() / wanted.std().clamp_min(1e-6)
-    )
+    found = _logits_of(merged.eval(), dtype)
+    difference = wanted.difference(found)
     if not difference <= TOLERANCE[dtype]:
         raise ModelError.of(
             "the merged model differs from base plus adapter",
@@ -188,8 +223,10 @@ def write_merged(
             why=f"the logits differ by {difference:.2g} of their spread; rounding explains up to {TOLERANCE[dtype]:g}",
             fix="export without --merge",
         )
-    found = {"dtype": dtype, "logits_differ_by": difference, "dequantized": was_quantized}
-    return found, entries
+    report.phase("export", "writing the merged model")
+    merged.config.use_cache = True
+    entries = write_model(merged, directory, dtype=dtype, max_file_bytes=max_file_bytes)
+    return {"dtype": dtype, "logits_differ_by": difference, "dequantized": was_quantized}, entries, found
 
 
 @contextlib.contextmanager
@@ -268,37 +305,6 @@ def _write_rest(target: Target, directory: Path) -> None:
         tokenizer.chat_template = template.text
     tokenizer.save_pretrained(str(directory))
     if not target.is_reward:
-        _write_generation_config(target, directory, tokenizer, stops)
-
-
-def _write_generation_config(target: Target, directory: Path, tokenizer: Any, stops: set[int]) -> None:
-    found: dict[str, Any] = {}
-    for place in (target.base, target.weights):
-        with contextlib.suppress(OSError, ValueError):
-            found = read_json(place / "generation_config.json")
-    if stops:
-        found["eos_token_id"] = sorted(stops) if len(stops) > 1 else min(stops)
-    if isinstance(tokenizer.pad_token_id, int):
-        found.setdefault("pad_token_id", tokenizer.pad_token_id)
-    write_json(directory / "generation_config.json", found)
-
-
-_PROBE_TOKENS = 16
-
-
-def logits_of_probe(model: Any) -> torch.Tensor:
-    """(2, tokens, vocabulary) float32: the logits of a model for two fixed rows of tokens; (2, tokens) of a reward model, its values."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    vocabulary = base.get_input_embeddings().weight.shape[0]
-    ids = [
-        [(11 + 7 * i) % vocabulary for i in range(_PROBE_TOKENS)],
-        [(3 + 5 * i) % vocabulary for i in range(_PROBE_TOKENS)],
-    ]
-    inputs: dict[str, Any] = {"input_ids": torch.tensor(ids, device=base.device), "use_cache": False}
-    with torch.no_grad():
-        if hasattr(base, SCORE):  # its logits are one value for a row, too few to compare
-            body = getattr(base, base.base_model_prefix)
-            logits = head_values(base, body(**inputs).last_hidden_state)
-        else:
-            logits = model(**inputs).logits
-    return logits.float().cpu()
+        write_generation_config(
+            directory, tokenizer=tokenizer, stops=stops, known=(target.base, target.weights)
+        )

@@ -160,6 +160,7 @@ class _Writing:
             self.tokenizer,
             rows=rows,
             template=template.source() if template is not None else None,
+            stops=sorted(self.stops),
             end_of_turn=self.tokenizer.convert_tokens_to_ids(end) if end is not None else None,
         )
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from unisono.child import without_bitsandbytes
-from unisono.config.lf_template import adapt_tokenizer, lf_name, lf_template_of
+from unisono.config.lf_template import adapt_tokenizer, lf_template_of
 from unisono.config.schema import RunConfig
 from unisono.data import Message
 from unisono.data.encode import TextEncoder, probe_tokenizer
@@ -27,8 +27,8 @@ from unisono.data.template import (
     bounded_rendering,
     choose_template,
     fallback_template,
-    known_stop_ids,
 )
+from unisono.data.trained_template import known_stops, stop_ids_of, trained_template
 from unisono.errors import ModelError, UsageError
 from unisono.events import Reporter
 from unisono.facts import no_gpus, read_machine
@@ -195,22 +195,9 @@ def template_of(target: Target, tokenizer: Any) -> ChatTemplate | None:
     if chosen is not None:
         adapt_tokenizer(tokenizer, chosen)
         return lf_chat_template(tokenizer, chosen, thinking=target.thinking)
-    known = sorted(_known_stops(target, tokenizer))
-    names = tuple(str(tokenizer.convert_ids_to_tokens(i)) for i in known if i < len(tokenizer))
-    if plan is None or plan.config.objective == "pretrain":
-        return choose_template(tokenizer, None, stops=names)
-    file = plan.config.data.template
-    layout = lf_template_of(file, system=plan.config.data.system)
-    if layout is not None:
-        adapt_tokenizer(tokenizer, layout)
-        return lf_chat_template(tokenizer, layout, thinking=plan.config.data.thinking)
-    is_unknown = lf_name(file) is not None  # then rows were rendered with the tokenizer's own
-    if file is not None and (is_unknown or (not Path(file).is_file() and tokenizer.chat_template)):
-        file = None  # if it was a file, it is gone; the result has its text
-    found = choose_template(tokenizer, file, stops=names)
-    if found is None and plan.data.template.startswith("ChatML"):
-        return fallback_template(tokenizer)
-    return found
+    if plan is not None:
+        return trained_template(plan, tokenizer, _places(target))
+    return choose_template(tokenizer, None, stops=known_stops(tokenizer, _places(target)))
 
 
 def prompt_ids(
@@ -283,16 +270,12 @@ def _refuse_too_long(encoder: TextEncoder, text: str, most: int) -> None:
 
 def stops_of(target: Target, tokenizer: Any, template: ChatTemplate | None) -> set[int]:
     """The tokens that end an answer: those of tokenizer and generation_config.json, and the template's end-of-turn token."""
-    found = _known_stops(target, tokenizer)
-    if isinstance(template, LfChatTemplate):
-        return found | {tokenizer.convert_tokens_to_ids(stop) for stop in template.known_stops}
-    if template is not None and template.end_of_turn is not None:
-        found.add(tokenizer.convert_tokens_to_ids(template.end_of_turn))
-    return found
+    return stop_ids_of(target.plan, tokenizer, template, _places(target))
 
 
-def _known_stops(target: Target, tokenizer: Any) -> set[int]:
-    return known_stop_ids(tokenizer, target.base) | known_stop_ids(tokenizer, target.weights)
+def _places(target: Target) -> tuple[Path, Path]:
+    """The directories of its files, those of the base model first."""
+    return target.base, target.weights
 
 
 def dtype_of(target: Target, device: torch.device) -> str:
@@ -643,18 +626,18 @@ def stored_dtype(directory: Path) -> str:
 def merge_adapter(model: Any, *, where: str) -> Any:
     """The transformers model with the adapter merged into its weights. Sums are computed in float32 and rounded once.
 
-    Tied weights stay tied; the dtype is that of the base model. Quantized weights become dense.
+    Embedding and head that share one matrix share it afterwards, unless the adapter changes them differently: then each has its own, and
+    the model's config says so. The dtype is that of the base model. Quantized weights become dense.
 
     Args:
         model: a peft model; it cannot be used afterwards.
         where: for messages.
 
     Raises:
-        ModelError: if the adapter changes one of two tied weights, or is of a kind that cannot be merged.
+        ModelError: if the adapter is of a kind that cannot be merged.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    _refuse_tied(model, where)
     base = model.get_base_model()
     if is_quantized(base):
         make_dense(model, base, dtype=base.dtype)
@@ -667,32 +650,48 @@ def merge_adapter(model: Any, *, where: str) -> Any:
                 where=where,
                 fix="export without --merge",
             )
-        weight = layer.get_base_layer().weight
+    _part_adapted_head(base)
+    for layer in model.modules():
+        if not isinstance(layer, BaseTunerLayer):
+            continue
+        weight = _adapted_weight(layer)
         dtype = weight.dtype
         weight.data = weight.data.float()
         layer.merge()
         weight.data = weight.data.to(dtype)
-    return model.unload()
+    merged = model.unload()
+    _note_parted_head(merged)
+    return merged
 
 
-def _refuse_tied(model: Any, where: str) -> None:
-    """Refuses an adapter on head or embedding if both share one matrix and the adapter's do not: merging would change both."""
+def _adapted_weight(layer: Any) -> torch.nn.Parameter:
+    """The weight that a layer of peft changes: of experts, which are one tensor of a module, the tensor that it names."""
+    from peft.tuners.lora.layer import ParamWrapper
+
+    if isinstance(layer, ParamWrapper):
+        found: torch.nn.Parameter = layer.get_param()
+        return found
+    weight: torch.nn.Parameter = layer.get_base_layer().weight
+    return weight
+
+
+def _part_adapted_head(base: Any) -> None:
+    """Gives the head a matrix of its own if it shares that of the embedding, and matrices A and B on one of them are merged into it."""
     from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils import ModulesToSaveWrapper
 
-    base = model.get_base_model()
     both = (base.get_input_embeddings(), base.get_output_embeddings())
-    if (
-        both[1] is None
-        or not base.config.get_text_config().tie_word_embeddings
-        or both[0].weight is both[1].weight
-    ):
+    if not any(isinstance(module, BaseTunerLayer) for module in both):
         return
-    for module in both:
-        if isinstance(module, BaseTunerLayer | ModulesToSaveWrapper):
-            raise ModelError.of(
-                "the adapter changes the embedding or the head, which share one matrix in this model",
-                where=where,
-                why="merging would change both",
-                fix="export without --merge",
-            )
+    embedding, head = (m.get_base_layer() if isinstance(m, BaseTunerLayer) else m for m in both)
+    if head is not None and head.weight is embedding.weight:
+        head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+
+
+def _note_parted_head(base: Any) -> None:
+    """Sets the model's config to embedding and head with a matrix each, if they have; peft's `merge_and_unload` does the same."""
+    embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
+    if head is None or embedding.weight is head.weight:
+        return
+    for config in (base.config, base.config.get_text_config()):
+        if getattr(config, "tie_word_embeddings", False):
+            config.tie_word_embeddings = False

@@ -13,6 +13,7 @@ import torch
 from unisono.checkpoint.store import step_of
 from unisono.checkpoint.verify import write_model_manifest
 from unisono.checkpoint.writer import free_bytes
+from unisono.config.sections import DIFFUSION
 from unisono.errors import (
     Problem,
     UnfitError,
@@ -27,11 +28,12 @@ from unisono.events import Reporter
 from unisono.facts import read_environment
 from unisono.files import fsync_dir, fsync_tree
 from unisono.model.layers import has_kernels, why_no_kernels
+from unisono.model.result_logits import ResultLogits
 from unisono.plan import RunPlan
 from unisono.rundir.records import best_evaluated
-from unisono.text import show_bytes
+from unisono.text import one_line, show_bytes
 from unisono.train import faults
-from unisono.train.evaluation import exact_match_share, wants_exact_match
+from unisono.train.evaluation import evaluating, exact_match_share, wants_exact_match
 from unisono.train.front_io import EXIT_CODES, StopRequest, StorageWatch
 from unisono.train.join import find_place
 from unisono.train.loop import train, train_again
@@ -41,7 +43,7 @@ from unisono.train.run import Run
 from unisono.train.saving import require_directory, restore
 from unisono.train.setup import set_up
 from unisono.train.training_checks import try_longest_batch
-from unisono.train.weights import write_weights
+from unisono.train.weights import round_as_stored, write_weights
 from unisono.watch import Beats
 
 
@@ -160,7 +162,34 @@ def _write_result(run: Run) -> Path | None:
     assert run.storage is not None
     target = run.files.adapter if run.plan.config.adapter is not None else run.files.model
     with run.storage.ends_if_stuck("writing the result", target):
-        return write_result(run)
+        if run.group.is_main:
+            run.files.result_logits.unlink(missing_ok=True)  # those of an earlier result
+        written = write_result(run)
+        if run.plan.config.checkpoint.read_back and run.plan.config.objective != DIFFUSION:
+            _write_logits(run)
+        return written
+
+
+def _write_logits(run: Run) -> None:
+    """Writes the logits of the trained model for three rows beside the result. All ranks must call it; of replicas one computes them."""
+    if not run.group.is_main and run.sharded is None:
+        return
+    table = run.data.table
+    rows = [table.row(i)[0].tolist() for i in (0, table.rows // 2, table.rows - 1)]
+    run.saver.before_update()  # a stuck save may still read the live tensors
+    round_as_stored(run.forward.loaded, run.plan)
+    try:
+        with evaluating(run), run.forward.ready_to_generate() as model:
+            found = run.forward.within(lambda: ResultLogits.of(model, rows, dtype=run.plan.dtype))
+        if run.group.is_main:
+            found.write(run.files.result_logits)
+    except (torch.OutOfMemoryError, OSError) as error:
+        if run.sharded is not None and not isinstance(error, OSError):  # the others wait in a collective
+            raise
+        run.report.warning(
+            "no_logits",
+            f"the logits of three rows are not kept, so the result is read back by its digests alone: {one_line(str(error), limit=200)}",
+        )
 
 
 def _take_best(run: Run) -> None:

@@ -4,8 +4,9 @@ A full tensor exists only while it is written, and only on the ranks that have j
 of the model and one full tensor.
 """
 
+import contextlib
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -17,8 +18,8 @@ import torch
 from unisono.checkpoint.manifest import FileEntry
 from unisono.checkpoint.state import bytes_of, dtype_name
 from unisono.checkpoint.writer import TensorPart, file_order, write_tensor_file
-from unisono.config.lf_template import end_of_text, lf_template_of, stop_ids
 from unisono.config.sections import DIFFUSION
+from unisono.data.trained_template import stop_ids_of, trained_template
 from unisono.files import read_json, write_json
 from unisono.model.adapter import BaseChanges, stored_settings, with_change
 from unisono.model.file_settings import ADAPTER_FILE
@@ -208,9 +209,15 @@ def write_weights(loaded: LoadedModel, plan: RunPlan, directory: Path, *, writes
         from unisono.diffusion.lora_file import write_lora
 
         return write_lora(loaded.base, plan, directory) if writes else {}
-    _set_stops(loaded, plan)
     if plan.config.adapter is not None:
-        entries = write_adapter(loaded.model, target, base_name=_base_name(plan), changes=loaded.base_changes)
+        name = _base_name(plan)
+        entries = write_adapter(
+            loaded.model,
+            target,
+            base_name=name,
+            base_revision=plan.config.model.revision if name == plan.config.model.path else None,
+            changes=loaded.base_changes,
+        )
     else:
         limit = parse_bytes(plan.config.checkpoint.max_shard_size)
         loaded.base.config.use_cache = True
@@ -221,9 +228,39 @@ def write_weights(loaded: LoadedModel, plan: RunPlan, directory: Path, *, writes
     if target is not None:
         _set_template(loaded.tokenizer, plan)
         loaded.tokenizer.save_pretrained(str(target))
-        if _generates(loaded.base) and plan.config.adapter is not None:
-            loaded.base.generation_config.save_pretrained(str(target))
+        if _generates(loaded.base):
+            _write_stops(loaded.tokenizer, plan, target)
     return entries
+
+
+def _write_stops(tokenizer: Any, plan: RunPlan, directory: Path) -> None:
+    """Writes generation_config.json of a run's result."""
+    known = (Path(plan.model.directory),)
+    stops = stop_ids_of(plan, tokenizer, trained_template(plan, tokenizer, known), known)
+    write_generation_config(directory, tokenizer=tokenizer, stops=stops, known=known)
+
+
+def write_generation_config(
+    directory: Path, *, tokenizer: Any, stops: set[int], known: Sequence[Path]
+) -> None:
+    """Writes generation_config.json with the stop tokens of the training, whatever is written: transformers and vLLM stop at them alone.
+
+    Args:
+        directory: of the model or adapter.
+        tokenizer: of transformers.
+        stops: the tokens that end an answer.
+        known: directories that may have such a file; the last one's other settings are kept.
+    """
+    found: dict[str, Any] = {}
+    for place in known:
+        with contextlib.suppress(OSError, ValueError):
+            found = read_json(place / "generation_config.json")
+    found.pop("_from_model_config", None)  # transformers would take the stop tokens of config.json instead
+    if stops:
+        found["eos_token_id"] = sorted(stops) if len(stops) > 1 else min(stops)
+    if isinstance(tokenizer.pad_token_id, int):
+        found.setdefault("pad_token_id", tokenizer.pad_token_id)
+    write_json(directory / "generation_config.json", found)
 
 
 def _write_settings(base: Any, directory: Path) -> None:
@@ -234,7 +271,7 @@ def _write_settings(base: Any, directory: Path) -> None:
 
 
 def write_model(base: Any, directory: Path | None, *, dtype: str, max_file_bytes: int) -> Entries:
-    """Writes weights, config and generation_config of a transformers model, as its `save_pretrained` would.
+    """Writes weights and config of a transformers model, as its `save_pretrained` would; `write_generation_config` writes the rest.
 
     If weights are sharded, all ranks must call it.
 
@@ -256,7 +293,8 @@ def write_model(base: Any, directory: Path | None, *, dtype: str, max_file_bytes
     # does rank 0 hold the full model.
     state = {} if layout else _all_full(tensors, DTYPES[dtype], keep=directory is not None)
     if directory is not None:
-        base.save_pretrained(str(directory), state_dict=state, max_shard_size=max_file_bytes)
+        with _plain_generation(base):
+            base.save_pretrained(str(directory), state_dict=state, max_shard_size=max_file_bytes)
         _write_dtype(directory / "config.json", dtype)
     if layout is None:
         return entries_of(directory) if directory is not None else {}
@@ -264,6 +302,21 @@ def write_model(base: Any, directory: Path | None, *, dtype: str, max_file_bytes
     if directory is not None and layout.index is not None:
         write_json(directory / MODEL_INDEX, layout.index)
     return entries
+
+
+@contextlib.contextmanager
+def _plain_generation(base: Any) -> Iterator[None]:
+    """A context in which a model generates by default settings: transformers refuses to save invalid ones, and weights with them."""
+    from transformers import GenerationConfig
+
+    before = getattr(base, "generation_config", None)
+    if before is not None:
+        base.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        if before is not None:
+            base.generation_config = before
 
 
 def entries_of(directory: Path) -> Entries:
@@ -276,7 +329,12 @@ def entries_of(directory: Path) -> Entries:
 
 
 def write_adapter(
-    model: Any, directory: Path | None, *, base_name: str, changes: BaseChanges | None = None
+    model: Any,
+    directory: Path | None,
+    *,
+    base_name: str,
+    base_revision: str | None = None,
+    changes: BaseChanges | None = None,
 ) -> Entries:
     """Writes weights, settings and model card of a peft model's adapter, as its `save_pretrained` would.
 
@@ -286,6 +344,7 @@ def write_adapter(
         model: the model.
         directory: an existing directory; None on ranks that only contribute their parts.
         base_name: where peft will load the base model from.
+        base_revision: of a hub id; without it peft would load another version of the model than the trained one.
         changes: how its base weights in memory differ from their files.
 
     Returns:
@@ -300,7 +359,7 @@ def write_adapter(
     model.peft_config["default"].base_model_name_or_path = base_name
     model.create_or_update_model_card(str(directory))
     settings = copy.copy(model.peft_config["default"])
-    settings.inference_mode = True
+    settings.inference_mode, settings.revision = True, base_revision
     stored_settings(settings, model, changes or {})
     settings.save_pretrained(str(directory))
     return entries
@@ -317,6 +376,16 @@ def stored_dtype(plan: RunPlan) -> str:
     ]
     largest = max(headers, key=lambda header: torch.Size(header.shape).numel())
     return _NAMES.get(largest.dtype, plan.dtype)
+
+
+def round_as_stored(loaded: LoadedModel, plan: RunPlan) -> None:
+    """Rounds trained weights as they are in the files, so that the model is that of the files. It cannot be trained on."""
+    if plan.config.adapter is not None:
+        return  # adapters are stored as they are
+    dtype = DTYPES[stored_dtype(plan)]
+    with torch.no_grad():
+        for parameter in loaded.trainable.values():
+            parameter.copy_(parameter.to(dtype))
 
 
 def _write_files(layout: FileLayout, tensors: Tensors, directory: Path | None) -> Entries:
@@ -392,18 +461,6 @@ def _write_dtype(file: Path, dtype: str) -> None:
 def _generates(base: Any) -> bool:
     """Whether it has settings of generation; a reward model has none."""
     return getattr(base, "generation_config", None) is not None
-
-
-def _set_stops(loaded: LoadedModel, plan: RunPlan) -> None:
-    """Lets generation stop where answers end with a template of LLaMA-Factory: its tokenizer names only one of these tokens."""
-    layout, tokenizer = lf_template_of(plan.config.data.template), loaded.tokenizer
-    if layout is None or not _generates(loaded.base):
-        return
-    ends = stop_ids(tokenizer, layout)
-    if plan.config.objective == "pretrain":
-        ends = {tokenizer.convert_tokens_to_ids(end_of_text(tokenizer, layout))} - {None}
-    if ends:
-        loaded.base.generation_config.eos_token_id = sorted(ends)
 
 
 def _set_template(tokenizer: Any, plan: RunPlan) -> None:

@@ -1,0 +1,82 @@
+"""Has the result of a run read back after its ranks have ended: files that hold another model than the trained one are damage."""
+
+import time
+from dataclasses import replace
+
+from unisono.errors import IntegrityError, RankDied, UnisonoError
+from unisono.events import Show, notify
+from unisono.launch.run_records import Ending
+from unisono.launch.train_request import TrainRequest
+from unisono.plan import RunPlan
+from unisono.supervise.child_process import child_environment
+from unisono.supervise.interrupts import Interrupts, Stopped
+from unisono.supervise.task_process import TaskProcess, cannot_start
+from unisono.text import show_seconds
+
+_SILENCE_S = 1800.0
+"""A large model on a slow disk is loaded in one piece, without a message."""
+
+
+def read_back_result(
+    plan: RunPlan,
+    ending: Ending,
+    *,
+    request: TrainRequest,
+    leftovers: dict[str, str],
+    interrupts: Interrupts,
+    show: Show,
+) -> Ending:
+    """The ending of a run whose result was read back in a process of its own; of any other run the same.
+
+    Args:
+        plan: of the run, whose ranks have ended.
+        ending: how they ended.
+        request: whose programs are started.
+        leftovers: variables of other launchers.
+        interrupts: a signal ends it; the result stays.
+        show: receives what came of it.
+    """
+    if (
+        ending.outcome != "completed"
+        or not ending.fields.get("weights")
+        or not plan.config.checkpoint.read_back
+    ):
+        return ending
+    began = time.monotonic()
+    environment = child_environment(threads=plan.threads, without=leftovers, device=plan.device)
+    try:
+        with interrupts.raising():
+            found = _run({"output_dir": plan.output_dir}, request, environment)
+    except Stopped:
+        _warn(show, "the result was not read back: the run was stopped meanwhile", "")
+        return ending
+    except IntegrityError as error:
+        return replace(ending, exit_code=error.exit_code, error=error)
+    except UnisonoError as error:  # it says nothing about the files
+        _warn(show, f"the result was not read back: {error}", error.problems[0].fix)
+        return ending
+    took = show_seconds(time.monotonic() - began)
+    if found["compared"] == "logits":
+        notify(
+            show,
+            f"read back in {took}: logits differ by {found['differs_by']:.1e} of their spread from those of the trained model",
+        )
+    else:
+        notify(show, f"read back in {took}: names, shapes and digests only, as {found['why']}")
+    return ending
+
+
+def _run(body: dict[str, str], request: TrainRequest, environment: dict[str, str]) -> dict[str, object]:
+    try:
+        task = TaskProcess("read_back", body, programs=request.programs, environment=environment)
+    except OSError as error:
+        raise cannot_start("read_back", error) from error
+    with task:
+        for message in task.messages(silence_s=_SILENCE_S):
+            if message["kind"] == "result":
+                return message
+    raise RankDied.of("the task read_back ended without a result")
+
+
+def _warn(show: Show, text: str, fix: str) -> None:
+    show({"kind": "warning", "time": time.time(), "code": "not_read_back", "text": text, "fix": fix})
