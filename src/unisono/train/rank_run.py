@@ -128,7 +128,7 @@ def _train_and_finish(run: Run) -> dict[str, Any]:
     weights = None
     if ending["outcome"] == "completed":
         run.beats.enter("finish")
-        _take_best(run)
+        step = _take_best(run)
         share = exact_match_share(run)
         if share is not None:
             run.state.eval["exact_match"] = share
@@ -139,7 +139,7 @@ def _train_and_finish(run: Run) -> dict[str, Any]:
     if ending["outcome"] == "completed":
         report.phase("finish", "writing the result")
         run.beats.enter("finish")
-        weights = _write_result(run)
+        weights = _write_result(run, step)
     faults.at_the_end(run.plan, run.group.rank)
     if not run.group.is_main:
         return {"outcome": ending["outcome"], "exit_code": ending["exit_code"], "step": run.state.step}
@@ -156,25 +156,28 @@ def _train_and_finish(run: Run) -> dict[str, Any]:
     }
 
 
-def _write_result(run: Run) -> Path | None:
+def _write_result(run: Run, step: int) -> Path | None:
     assert run.storage is not None
     target = run.files.adapter if run.plan.config.adapter is not None else run.files.model
     with run.storage.ends_if_stuck("writing the result", target):
-        return write_result(run)
+        return write_result(run, step=step)
 
 
-def _take_best(run: Run) -> None:
-    """With `checkpoint.best`: restores the best checkpoint, which may be an earlier one, as the result. All ranks must call it."""
+def _take_best(run: Run) -> int:
+    """With `checkpoint.best`: restores the best checkpoint, which may be an earlier one, as the result. All ranks must call it.
+
+    Gives the step of the weights.
+    """
     best = run.state.best_step
     if run.plan.config.checkpoint.best is None or best is None or best == run.state.step:
-        return
+        return run.state.step
     assert run.storage is not None
     step, line = _find_best(run)
     if step != best and run.group.is_main:
         text = f"the checkpoint of the best step, {best}, is missing; the result is that of step {step or run.state.step}"
         run.report.warning("best_is_gone", text)
     if step in (0, run.state.step):
-        return
+        return run.state.step
     run.report.phase("finish", f"restoring the best checkpoint, step {step}")
     state, saved = run.state, run.saved_step
     path = run.files.checkpoint(step)
@@ -184,6 +187,7 @@ def _take_best(run: Run) -> None:
         )  # weights signed by another key may be the result, too; the rest is not used
     run.state, run.saved_step = state, saved
     run.state.eval |= line
+    return step
 
 
 def _find_intact_best(run: Run) -> tuple[int, dict[str, Any]] | None:
@@ -239,8 +243,8 @@ class OtherRankReporter(Reporter):
 # ---- The result
 
 
-def write_result(run: Run) -> Path | None:
-    """Writes adapter/ or model/ of the run, with tokenizer, chat template and a list of the files; gives its path.
+def write_result(run: Run, *, step: int) -> Path | None:
+    """Writes adapter/ or model/ of the run, the weights of `step`, with tokenizer, chat template and a list of the files; gives its path.
 
     The directory appears complete or not at all. All ranks must call it; rank 0 writes, and the others get None.
 
@@ -256,7 +260,7 @@ def write_result(run: Run) -> Path | None:
     with _refuse_on_storage_error(run, temporary, target):
         require_directory(run)
         shutil.rmtree(temporary, ignore_errors=True)
-        write_model_manifest(temporary, write_weights(run.forward.loaded, run.plan, temporary))
+        write_model_manifest(temporary, write_weights(run.forward.loaded, run.plan, temporary, step=step))
         fsync_tree(temporary)
         _put_in_place(temporary, target)
     return target
