@@ -46,9 +46,11 @@ _Log = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
 _said: list[str] = []
 
 
-@_Log
 def _keep(_level: int, text: bytes, _data: object) -> None:
     _said.append(text.decode(errors="replace"))
+
+
+_KEEP = _Log(_keep)  # as long as the library may call it
 
 
 def find() -> Path | None:
@@ -100,7 +102,7 @@ def _library() -> ctypes.CDLL:
     for name, (result, arguments) in kinds.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
-    library.llama_log_set(_keep, None)
+    library.llama_log_set(_KEEP, None)
     library.llama_backend_init()
     ctypes.CDLL(str(backends)).ggml_backend_load_all_from_path(str(folder).encode())
     words = library.llama_context_default_params().words

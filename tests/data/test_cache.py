@@ -145,9 +145,11 @@ def test_a_config_that_changes_no_token_does_not_make_a_new_table(
     tokenizer_dir: TokenizerDir, tmp_path: Path
 ) -> None:
     data = write(tmp_path / "rows.jsonl")
-    for name in ("llama", "mistral"):
-        summary = prepare(data, _as_model(tokenizer_dir(), tmp_path / name, name), tmp_path)
-    assert summary.cache_hit
+    hits = [
+        prepare(data, _as_model(tokenizer_dir(), tmp_path / name, name), tmp_path).cache_hit
+        for name in ("llama", "mistral")
+    ]
+    assert hits == [False, True]
 
 
 def test_the_traits_of_a_tokenizer_are_found_again_after_any_change_that_transformers_sees(

@@ -3,7 +3,6 @@
 All share one vocabulary, in which the special tokens of all families are single tokens; each has its own beginning and end of sequence.
 """
 
-import importlib.util
 import json
 import random
 import shutil
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     LlamaConfig,
@@ -20,7 +20,7 @@ from transformers import (
 )
 
 POSITIONS = 2048
-_TRL = Path(importlib.util.find_spec("trl").origin).parent / "chat_templates"  # importing it takes seconds
+_TRL = Path(transformers.__file__).parent.with_name("trl") / "chat_templates"  # importing TRL takes seconds
 _WORDS = [
     "the",
     "a",

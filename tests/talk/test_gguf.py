@@ -389,10 +389,12 @@ def test_llama_cpp_gives_the_greedy_answers_of_generate(
     }
     wanted = [answer["answer"] for answer in generation.run_generate(asked, Listening())["answers"]]
     opened = open_for_inference(target, report=Listening())
+    template = opened.template
+    assert template is not None
     with llama_cpp.Llama(tmp_path / "out" / done["file"], lora=lora) as engine:
         for question, answer in zip(QUESTIONS, wanted, strict=True):
-            prompt = str(opened.template.render([{"role": "user", "content": question}], prompt=True))
-            found = greedy(engine, engine.tokenize(prompt, special=True), opened.stops(opened.template), 16)
+            prompt = template.render([{"role": "user", "content": question}], prompt=True)
+            found = greedy(engine, engine.tokenize(prompt, special=True), opened.stops(template), 16)
             assert decode(opened.tokenizer, found) == answer
     assert len(set(wanted)) > 2, "the answers tell models apart"
 
@@ -480,11 +482,12 @@ def test_llama_cpp_splits_conversations_as_a_tokenizer_of_sentencepiece_does(
     done = export(tmp_path / folder, tmp_path / "out")
     file = tmp_path / "out" / done["file"]
     assert ("phi-3" in settings_of(file)["general.name"].lower()) == (name == "strips")
-    opened = open_for_inference(str(tmp_path / folder), report=Listening())
+    template = open_for_inference(str(tmp_path / folder), report=Listening()).template
+    assert template is not None
     with llama_cpp.Llama(file) as engine:
         for text in (*QUESTIONS, "Zürich, 你好 🙂", "two  spaces", "tab\tand\n\nlines"):
             turns = [{"role": "user", "content": text}, {"role": "assistant", "content": text}]
-            shown = str(opened.template.render([*turns, turns[0]], prompt=True))
+            shown = template.render([*turns, turns[0]], prompt=True)
             assert (
                 engine.tokenize(shown, special=True) == tokenizer(shown, add_special_tokens=False).input_ids
             )

@@ -42,7 +42,7 @@ def longest_context(kind: str, config: Any) -> int:
     window, context = getattr(config, "sliding_window", None), int(config.max_position_embeddings)
     types = getattr(config, "layer_types", None) or ()
     is_windowed = window and kind not in GEMMAS and ("sliding_attention" in types or not types)
-    return min(context, int(window)) if is_windowed else context
+    return min(context, int(window or context)) if is_windowed else context
 
 
 def _limits(kind: str, config: Any) -> Iterator[Limit]:

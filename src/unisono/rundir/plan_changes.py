@@ -165,8 +165,8 @@ def _row_findings(
     found = []
     if _differ(tokenizer):
         text = "the tokenizer has changed: the same text gives different tokens than in training"
-        why = [*(change.values for change in of_tokenizer), *(encoders if tokenizer == traits else [])]
-        names = f" ({'; '.join(why)})" if why else ""
+        causes = [*(change.values for change in of_tokenizer), *(encoders if tokenizer == traits else [])]
+        names = f" ({'; '.join(causes)})" if causes else ""
         found.append(ChangeFinding("tokenizer", text + names, *tokenizer, verdict="refused"))
     explained = bool(found) or any(change.key in _SHAPES_ROWS for change in changed)
     means = _effect_of_rows(before, after)

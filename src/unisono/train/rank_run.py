@@ -125,10 +125,10 @@ def _train_and_finish(run: Run) -> dict[str, Any]:
     began, tokens_before = time.perf_counter(), run.state.tokens
     ending = train(run) if run.plan.last_step is None else train_again(run)
     seconds = time.perf_counter() - began
-    weights = None
+    weights, weights_step = None, run.state.step
     if ending["outcome"] == "completed":
         run.beats.enter("finish")
-        step = _take_best(run)
+        weights_step = _take_best(run)
         share = exact_match_share(run)
         if share is not None:
             run.state.eval["exact_match"] = share
@@ -139,7 +139,7 @@ def _train_and_finish(run: Run) -> dict[str, Any]:
     if ending["outcome"] == "completed":
         report.phase("finish", "writing the result")
         run.beats.enter("finish")
-        weights = _write_result(run, step)
+        weights = _write_result(run, weights_step)
     faults.at_the_end(run.plan, run.group.rank)
     if not run.group.is_main:
         return {"outcome": ending["outcome"], "exit_code": ending["exit_code"], "step": run.state.step}
