@@ -1,7 +1,7 @@
 # make demo   fine-tune the built-in model and show the results before and after (about 70 s after installation)
 # make demo-dpo   train the built-in model on preferences (DPO), likewise (under a minute)
 # make test   all checks that a change must pass; WORKERS=1 runs one test at a time
-# make system installs, as root, the programs that some tests need (apt-get: iptables, iproute2, openssh-server, Slurm …); without them these are skipped
+# make system installs, as root, the programs that some tests need (apt-get: iptables, iproute2, openssh-server, Slurm …; npm: llama.cpp); without them these are skipped
 # make test-fast  the tests that start no process, in two to three minutes
 # make test-board  the tests of `unisono board` in Chromium
 # make test-long   tests that take minutes or hours; LONG_WORKERS=1 runs one at a time

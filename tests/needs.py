@@ -11,9 +11,12 @@ import subprocess
 from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
+
+from tests import llama_cpp as llama
 
 PROGRAMS = {
     "ip": "iproute2", "tc": "iproute2", "iptables": "iptables", "unshare": "util-linux", "nsenter": "util-linux", "mount": "mount",
@@ -89,9 +92,11 @@ def small_disk(place: Path, *options: str) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
-def llama_cpp() -> Any:
-    """The package llama_cpp, which has to be compiled (`pip install llama-cpp-python`). Skips the test where it is not installed."""
-    return pytest.importorskip("llama_cpp", reason="needs the package llama-cpp-python")
+def llama_cpp() -> ModuleType:
+    """tests.llama_cpp. Skips the test where npm's package with the library is not installed."""
+    if llama.find() is None:
+        pytest.skip(f"needs {llama.PACKAGE}")
+    return llama
 
 
 def what_was_skipped(reasons: Sequence[str]) -> str:
@@ -100,7 +105,8 @@ def what_was_skipped(reasons: Sequence[str]) -> str:
         return ""
     found = Counter(match[1].strip() if (match := _NEEDS.search(reason)) else reason for reason in reasons)
     parts = [f"{what} ({n})" for what, n in found.most_common()]
-    installable = any(name in PROGRAMS for what in found for name in what.split(", "))
+    known = {*PROGRAMS, llama.PACKAGE}
+    installable = any(name in known for what in found for name in what.split(", "))
     hint = "; `make system`, as root, installs the programs" if installable else ""
     tests = "1 test" if len(reasons) == 1 else f"{len(reasons)} tests"
     return f"not run: {tests}, for want of {', '.join(parts)}{hint}"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import llama_cpp
 from tests.needs import PROGRAMS, lacking, what_was_skipped
 
 ROOT = Path(__file__).parents[1]
@@ -37,6 +38,7 @@ def test_make_system_installs_the_package_of_every_program_that_tests_need() -> 
     packages = re.search(r"packages=\((.*?)\)", script, re.DOTALL)
     assert packages is not None
     assert set(PROGRAMS.values()) <= set(packages[1].split())
+    assert f"llama_cpp={llama_cpp.PACKAGE}@{llama_cpp.VERSION} " in script
 
 
 @pytest.fixture

@@ -22,6 +22,11 @@ def plain(text: str) -> str:
     return _SURROGATE.sub("\ufffd", _CONTROL.sub("", text))
 
 
+def escape_controls(text: str) -> str:
+    r"""`text` with escapes, e.g. `\x1b`, for the characters that `plain` removes; joiners, of which emoji and Persian words are made, stay."""
+    return re.sub(rf"(?![\u200c\u200d])[{_MARKS}\ud800-\udfff]", lambda sign: repr(sign[0])[1:-1], text)
+
+
 def escape_json(text: str) -> str:
     """JSON of the same value, with escapes for the characters that `plain` removes."""
     return re.sub(rf"[{_MARKS}\ud800-\udfff]", lambda sign: f"\\u{ord(sign[0]):04x}", text)

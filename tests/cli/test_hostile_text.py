@@ -6,6 +6,7 @@ Run: pytest tests/cli/test_hostile_text.py
 import contextlib
 import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -124,6 +125,29 @@ def test_what_libraries_print_in_the_front_is_made_plain_too() -> None:
     )
     assert not STEERS & set(done.stdout + done.stderr)
     assert "a server says" in done.stderr
+
+
+_ANSWER = """
+from unisono.cli.generate import AnswerWriter
+from unisono.cli.output import Output, open_streams
+open_streams()
+answer = AnswerWriter()
+for piece in TEXT:
+    answer.write(piece)
+answer.end()
+Output().answer(TEXT)
+"""
+
+
+def test_an_answer_comes_through_a_pipe_as_it_is_and_is_escaped_on_a_terminal() -> None:
+    text = f"a{EVIL}\tb\n\u200b\x00 👩\u200d👧 می\u200cخواهم c"
+    command = [sys.executable, "-c", f"TEXT = {text!r}\n{_ANSWER}"]
+    done = subprocess.run(command, capture_output=True, check=True)
+    assert done.stdout.decode() == f"{text}\n" * 2
+    shown = in_terminal(command, width=200)
+    first, second = r"a\x1b]52;c;ZXZpbA==\x07\x1b[31m\x9b32m\u202e\x7f\r\u2066", r"\u200b\x00"
+    lines = [first, "b", f"{second} 👩\u200d👧 می\u200cخواهم c"] * 2
+    assert [part.strip(" ") for part in re.split(r"\r\n|\t| {4,}", shown)] == [*lines, ""]
 
 
 _LINE = """

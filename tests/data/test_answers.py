@@ -12,8 +12,8 @@ import pytest
 from unisono.data import Conversation, RowError
 from unisono.data.answer_spans import _by_marks, _by_prefixes
 from unisono.data.encode import Encoder
-from unisono.data.prepare import load_tokenizer
 from unisono.data.token_table import Encoded
+from unisono.data.tokenizer import load_tokenizer
 from unisono.errors import DataError
 
 TokenizerDir = Callable[..., Path]

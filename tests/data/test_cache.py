@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from unisono.config.schema import RunConfig
 from unisono.data.prepare import prepare_data, writing_table
 from unisono.data.token_table import TokenTable
+from unisono.data.tokenizer import RunTokenizer
 from unisono.errors import DataError, UnfitError
 from unisono.events import Reporter
 from unisono.plan import DataSummary
@@ -109,6 +111,67 @@ def test_a_changed_tokenizer_or_template_is_named(tokenizer_dir: TokenizerDir, t
     assert prepare(data, tokenizer, tmp_path).cache_reason == "the tokenizer's chat_template.jinja changed"
     shutil.copy(Path(__file__).parent / "templates" / "chatml_tools.jinja", tmp_path / "t.jinja")
     assert prepare(data, tokenizer, tmp_path).cache_reason == "data.template changed"
+
+
+def _as_model(tokenizer: Path, folder: Path, model_type: str) -> Path:
+    """A model's folder with the tokenizer's files, byte for byte, and a config.json of this type."""
+    shutil.copytree(tokenizer, folder)
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type}), encoding="utf-8")
+    return folder
+
+
+def test_models_of_other_types_share_no_rows_though_their_tokenizers_files_are_equal(
+    tokenizer_dir: TokenizerDir, tmp_path: Path
+) -> None:
+    """transformers chooses the class by model_type, and Qwen2's brings its own pre-tokenizer, which separates digits."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "1234 won't", "completion": "56789"}) + "\n", encoding="utf-8")
+    data = {"train": str(rows)}
+    models = [_as_model(tokenizer_dir(), tmp_path / name, name) for name in ("llama", "qwen2")]
+    llama, qwen = (prepare(data, model, tmp_path) for model in models)
+    assert not qwen.cache_hit
+    assert "the loaded tokenizer's class was TokenizersBackend, is Qwen2Tokenizer" in qwen.cache_reason
+    assert qwen.train.tokens > llama.train.tokens
+    assert qwen.tokenizer_digest == llama.tokenizer_digest
+    assert qwen.tokenizer_traits != llama.tokenizer_traits
+    for model, first in zip(models, (llama, qwen), strict=True):
+        loaded = AutoTokenizer.from_pretrained(model)
+        table = TokenTable.open(Path(first.cache_dir), "train")
+        assert table.row(0)[0].tolist() == loaded(loaded.decode(table.row(0)[0])).input_ids
+        assert prepare(data, model, tmp_path).cache_hit
+
+
+def test_a_config_that_changes_no_token_does_not_make_a_new_table(
+    tokenizer_dir: TokenizerDir, tmp_path: Path
+) -> None:
+    data = write(tmp_path / "rows.jsonl")
+    hits = [
+        prepare(data, _as_model(tokenizer_dir(), tmp_path / name, name), tmp_path).cache_hit
+        for name in ("llama", "mistral")
+    ]
+    assert hits == [False, True]
+
+
+def test_the_traits_of_a_tokenizer_are_found_again_after_any_change_that_transformers_sees(
+    tokenizer_dir: TokenizerDir, tmp_path: Path
+) -> None:
+    tokenizer = _as_model(tokenizer_dir(), tmp_path / "model", "llama")
+
+    def traits() -> dict[str, str]:
+        return RunTokenizer(tokenizer, trust_remote_code=False, cache_dir=tmp_path).traits()
+
+    first = traits()
+    assert traits() == first
+    assert len(list((tmp_path / "tokenizers").iterdir())) == 1
+    (tokenizer / "config.json").write_text(json.dumps({"model_type": "qwen2"}), encoding="utf-8")
+    changed = {name for name, value in traits().items() if first[name] != value}
+    assert {"class", "pre-tokenizer", "encoding of a probe text"} <= changed
+    (tokenizer / "config.json").write_text(json.dumps({"model_type": "llama"}), encoding="utf-8")
+    body = json.loads((tokenizer / "tokenizer.json").read_text(encoding="utf-8"))
+    body["normalizer"] = {"type": "Lowercase"}
+    (tokenizer / "tokenizer.json").write_text(json.dumps(body), encoding="utf-8")
+    changed = {name for name, value in traits().items() if first[name] != value}
+    assert changed == {"normalizer", "encoding of a probe text"}
 
 
 def test_the_digest_is_of_the_rows_and_not_of_their_path(tokenizer_dir: TokenizerDir, tmp_path: Path) -> None:

@@ -19,8 +19,9 @@ from unisono.config.schema import RunConfig
 from unisono.data import ingest
 from unisono.data.encode import Encoder
 from unisono.data.preference_rows import read_preference
-from unisono.data.prepare import load_tokenizer, prepare_data
+from unisono.data.prepare import prepare_data
 from unisono.data.token_table import EncodedUnit, TokenTable, collate
+from unisono.data.tokenizer import load_tokenizer
 from unisono.errors import DataError
 from unisono.events import Reporter
 from unisono.plan import DataSummary
@@ -103,8 +104,21 @@ def test_all_ways_to_write_a_pair_give_the_same_tokens(
     summary, _ = prepare(make_config(tmp_path, [row]), tokenizer_dir(), tmp_path)
     tokenizer = load_tokenizer(tokenizer_dir(), trust_remote_code=False)
     chosen, rejected = sides_of(table_of(summary), 0, tokenizer)
-    assert chosen == (_OWN_SYSTEM + _PROMPT + "\n", "because<|im_end|>")
-    assert rejected == (_OWN_SYSTEM + _PROMPT + "\n", "no idea<|im_end|>")
+    assert chosen == (_OWN_SYSTEM + _PROMPT, "because<|im_end|>")
+    assert rejected == (_OWN_SYSTEM + _PROMPT, "no idea<|im_end|>")
+
+
+def test_only_a_reward_model_sees_what_the_template_writes_after_the_stop_token(
+    tokenizer_dir: TokenizerDir, tmp_path: Path
+) -> None:
+    """Its users score whole rendered rows; the model of the other objectives never writes it."""
+    tokenizer = load_tokenizer(tokenizer_dir(), trust_remote_code=False)
+    rendered = tokenizer.apply_chat_template([USER, GOOD], tokenize=False)
+    assert rendered.endswith("<|im_end|>\n")
+    for objective, whole in (("reward", True), ("dpo", False), ("orpo", False), ("simpo", False)):
+        summary, _ = prepare(make_config(tmp_path, [PAIR], objective), tokenizer_dir(), tmp_path)
+        text = tokenizer.decode(table_of(summary).row(0, 0)[0])
+        assert text == (rendered if whole else rendered.removesuffix("\n")), objective
 
 
 _RATINGS = [
@@ -125,8 +139,8 @@ def test_all_ways_to_write_a_rated_answer_give_the_same_tokens(
     tokenizer = load_tokenizer(tokenizer_dir(), trust_remote_code=False)
     table = table_of(summary)
     assert sides_of(table, 0, tokenizer) == [
-        (_OWN_SYSTEM + _PROMPT + "\n", "because<|im_end|>"),
-        (_OWN_SYSTEM + _PROMPT + "\n", "other<|im_end|>"),
+        (_OWN_SYSTEM + _PROMPT, "because<|im_end|>"),
+        (_OWN_SYSTEM + _PROMPT, "other<|im_end|>"),
     ]
     assert table.columns["label"].tolist() == [0, 1]
 

@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 from unisono.config.schema import RunConfig
 from unisono.data import RowError, Text, encode
 from unisono.data.encode import Encoder
-from unisono.data.prepare import load_tokenizer, prepare_data
+from unisono.data.prepare import prepare_data
 from unisono.data.token_table import Encoded, TokenTable, collate
+from unisono.data.tokenizer import load_tokenizer
 from unisono.errors import DataError, ModelError
 from unisono.events import Reporter
 from unisono.plan import DataSummary, steps_for_tokens

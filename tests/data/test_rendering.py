@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from tests import front_server
 from unisono.data import Conversation, RowError, template
 from unisono.data.encode import Encoder
-from unisono.data.prepare import load_tokenizer
 from unisono.data.template import ChatTemplate, choose_template
+from unisono.data.tokenizer import load_tokenizer
 from unisono.errors import DataError, Problem
 
 TALK = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "well"}]

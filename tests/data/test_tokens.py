@@ -22,8 +22,8 @@ from tokenizers import AddedToken, normalizers, pre_tokenizers, processors
 from tests import front_server
 from unisono.data import Conversation, encode
 from unisono.data.encode import Encoder, TextEncoder, _FastTokens
-from unisono.data.prepare import load_tokenizer
 from unisono.data.token_table import Encoded
+from unisono.data.tokenizer import load_tokenizer
 from unisono.errors import DataError
 
 TokenizerDir = Callable[..., Path]

@@ -26,8 +26,8 @@ from unisono.task import export
 needs.package("diffusers")
 
 
-def _export(target: Path, out: Path, format_: str) -> Path:
-    export.run({"target": str(target), "out": str(out), "format": format_}, Reporter(None))
+def _export(target: Path, out: Path, format_: str, step: int | None = None) -> Path:
+    export.run({"target": str(target), "out": str(out), "format": format_, "step": step}, Reporter(None))
     (file,) = out.glob("*.safetensors")
     return file
 
@@ -65,6 +65,26 @@ def test_the_file_has_names_alphas_and_metadata_of_sd_scripts(kohya: Path, done:
     assert metadata["ss_network_module"] == "networks.lora"
     assert (metadata["ss_network_dim"], metadata["ss_network_alpha"]) == ("4", "2")
     assert len(metadata["sshash_model_hash"]) == 64
+
+
+def _steps_of(file: Path) -> tuple[str, str]:
+    with safe_open(str(file), "pt") as opened:
+        return opened.metadata()["ss_steps"], opened.metadata()["ss_max_train_steps"]
+
+
+def test_the_file_has_the_step_of_its_weights(
+    kohya: Path, done: Done, studio: Studio, tmp_path: Path
+) -> None:
+    assert _steps_of(kohya) == ("6", "6")
+    assert _steps_of(_export(done.directory, tmp_path / "third", "kohya", step=3)) == ("3", "6")
+    best = {"every": "3 steps", "keep": 9, "best": "eval_loss"}
+    plan = studio.plan(
+        "diffusion", data={"eval": 0.3}, eval={"every": "3 steps"}, checkpoint=best, optim={"lr": 100.0}
+    )
+    run = studio.alone(plan)
+    losses = {line["step"]: line["eval_loss"] for line in run.metrics if "eval_loss" in line}
+    assert min(losses, key=losses.__getitem__) == 3, "the weights that run away are not the best"
+    assert _steps_of(_export(run.directory, tmp_path / "best", "kohya")) == ("3", "6")
 
 
 def test_there_and_back_again_without_loss(kohya: Path, tmp_path: Path) -> None:

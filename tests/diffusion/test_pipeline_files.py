@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import normalizers
 
 from tests import needs
+from unisono.config import RunConfig
 from unisono.diffusion.pipeline import load_tokenizers
-from unisono.diffusion.pipeline_files import read_pipeline
+from unisono.diffusion.pipeline_files import inspect_pipeline, read_pipeline
+from unisono.diffusion.prepare import text_digest
 from unisono.errors import ModelError
 
 needs.package("diffusers")
@@ -40,6 +43,21 @@ def test_a_config_for_more_than_the_weights_hold_is_refused(
     with pytest.raises(ModelError, match=f"{key} in the config of the pipeline's {part}") as caught:
         read_pipeline(copy)
     assert caught.value.problems[0].where == str(file)
+
+
+def test_embeddings_are_kept_for_the_tokenizers_as_transformers_loads_them(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A version of transformers may load a class that lowers no letters; the files are equal."""
+    pipeline = read_pipeline(copy)
+    _, digests = inspect_pipeline(pipeline)
+    config = RunConfig.model_validate({"objective": "diffusion", "model": str(copy), "data": {"train": "x"}, "output_dir": "y"})  # fmt: skip
+    before = text_digest(config, pipeline, digests)
+    assert text_digest(config, pipeline, digests) == before
+    tokenizers = load_tokenizers(pipeline)
+    tokenizers[0].backend_tokenizer.normalizer = normalizers.NFC()
+    monkeypatch.setattr("unisono.diffusion.prepare.load_tokenizers", lambda _: tokenizers)
+    assert text_digest(config, pipeline, digests) != before
 
 
 @pytest.mark.parametrize(

@@ -206,6 +206,21 @@ def test_every_flipped_byte_of_a_store_is_noticed(tmp_path: Path) -> None:
         assert same or (read is None and why), (place, intact[:place][-20:])
 
 
+def test_a_store_of_other_packages_or_of_other_code_of_the_model_is_not_used(
+    train_here: Train, pairs: dict[str, Any], tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(model_dir, model)
+    settings = {**pairs, "model": {"path": str(model), "dtype": "float32", "trust_remote_code": True}}
+    run = train_here(**settings, duration="3 steps")
+    begun = {"directory": run.directory, "resume": (2, run.directory / "checkpoints" / "step-00000002")}
+    assert _computed(train_here(**settings, **begun, duration="3 steps")) == [(0, 40)]
+    (model / "modeling_own.py").write_text("SCALE = 2\n", encoding="utf-8")
+    assert _computed(train_here(**settings, **begun, duration="3 steps")) == [(40, 0)]
+    monkeypatch.setattr(reference, "version", lambda name: "0")
+    assert _computed(train_here(**settings, **begun, duration="3 steps")) == [(40, 0)]
+
+
 @pytest.mark.parametrize("change", ["rows", "weights", "reference", "dtype"])
 def test_a_store_of_other_weights_rows_or_settings_is_not_used(
     train_here: Train, pairs: dict[str, Any], tmp_path: Path, model_dir: Path, change: str

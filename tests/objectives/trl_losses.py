@@ -1,6 +1,7 @@
 """Trains with TRL's trainers, one after the other in this process: `python -m tests.objectives.trl_losses SPECS RESULTS`.
 
-SPECS is a JSON list of {trainer, model, rows, settings, steps, batch}; RESULTS gets a list of {losses, metrics}, one entry for each step.
+SPECS is a JSON list of {trainer, model, rows, settings, steps, batch, max_length, eos}; RESULTS gets a list of {losses, metrics}, one entry
+for each step, or of {answers}, the ids of chosen answers, for no steps. `eos` is an end of sequence in place of the tokenizer's.
 """
 
 import json
@@ -29,6 +30,7 @@ from tests.front_server import run_and_leave
 
 TRAINERS: dict[str, tuple[Any, Any]] = {
     "sft": (SFTConfig, SFTTrainer),
+    "pretrain": (SFTConfig, SFTTrainer),
     "dpo": (DPOConfig, DPOTrainer),
     "kto": (KTOConfig, KTOTrainer),
     "reward": (RewardConfig, RewardTrainer),
@@ -52,21 +54,26 @@ def _train(spec: dict[str, Any], folder: str) -> dict[str, Any]:
     arguments = config(
         output_dir=folder, per_device_train_batch_size=spec["batch"], max_steps=spec["steps"], use_cpu=True, bf16=False,
         gradient_checkpointing=False, lr_scheduler_type="constant", train_sampling_strategy="sequential", logging_steps=1,
-        save_strategy="no", report_to=[], disable_tqdm=True, max_length=256, **spec["settings"],
+        save_strategy="no", report_to=[], disable_tqdm=True, max_length=spec["max_length"], **spec["settings"],
     )  # fmt: skip
     auto = (
         transformers.AutoModelForSequenceClassification
         if spec["trainer"] == "reward"
         else transformers.AutoModelForCausalLM
     )
+    tokenizer = transformers.AutoTokenizer.from_pretrained(spec["model"])
+    if spec.get("eos"):  # TRL writes one where an answer as text has none
+        tokenizer.eos_token = spec["eos"]
     logs = _Logs()
     trainer = trainer_class(
         model=auto.from_pretrained(spec["model"], dtype=torch.float32),
         args=arguments,
         train_dataset=datasets.Dataset.from_list(spec["rows"]),
-        processing_class=transformers.AutoTokenizer.from_pretrained(spec["model"]),
+        processing_class=tokenizer,
         callbacks=[logs],
     )
+    if not spec["steps"]:
+        return {"answers": list(trainer.train_dataset["chosen_ids"])}
     losses: list[float] = []  # those in the logs are rounded
     own_step = trainer.training_step
 

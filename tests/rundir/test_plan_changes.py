@@ -147,6 +147,15 @@ def test_the_tokenizer_has_its_own_name() -> None:
     assert "same tokens" in line.text
 
 
+def test_equal_files_that_transformers_loads_otherwise_are_a_different_tokenizer() -> None:
+    before = plan(data__tokenizer_traits="a")
+    found = changed(before, plan(data__tokenizer_traits="b", data__rows_digest="r2"))
+    assert names(found) == ["tokenizer"]
+    (line,) = changed(before, plan(data__tokenizer_traits="b"))
+    assert line.verdict == "line"
+    assert changed(PLAN, before) == [], "a plan of an earlier version"
+
+
 def test_other_rows_of_the_same_files_are_the_packages_doing() -> None:
     found = find_changes(PLAN, plan(data__rows_digest="r2"), {"tokenizers": "0.21"}, {"tokenizers": "0.22"})
     assert names(found) == ["versions"]

@@ -297,7 +297,7 @@ def _hand_over(answers: list[dict[str, Any]], *, out: Path | None, single: bool)
             printer.emit({"schema": 1, **answer})
     elif out is None and not single:  # a single answer was streamed
         for answer in answers:
-            printer.quote(f"{answer['where']}\n{answer['answer']}\n")
+            printer.answer(f"{answer['where']}\n{answer['answer']}\n")
     if single and answers[0]["ended"] == "length":
         printer.notify(f"(cut at {answers[0]['tokens']} tokens; --max-tokens sets the limit)")
 
@@ -451,18 +451,18 @@ def table(result: dict[str, Any], data: str) -> list[str]:
 
 
 class AnswerWriter:
-    """Writes an answer piece by piece to stdout, without terminal control sequences; a terminal gets whole words."""
+    """Writes an answer piece by piece to stdout; a terminal gets whole words, with escapes for control characters."""
 
     def __init__(self) -> None:
-        self._width = terminal_width(sys.stdout)
+        self._width, self._is_terminal = terminal_width(sys.stdout), sys.stdout.isatty()
         self._column = 0
         self._gap = self._word = ""
 
     def write(self, piece: str) -> None:
         """Writes a piece; on a terminal, the last word of it waits for its end."""
-        from unisono.text import plain
+        from unisono.text import escape_controls
 
-        text = plain(piece)
+        text = escape_controls(piece) if self._is_terminal else piece
         _write_raw("".join(map(self._next, text)) if self._width else text)
 
     def end(self) -> None:

@@ -2,7 +2,8 @@
 
 Names, logs and answers of others are in what is printed, and control characters in them would command the terminal. So
 all that is written loses them, here and in the streams of the program. Only what `styled` writes keeps its colours and
-cursor movements: they are our own, and the text between them has been made plain before.
+cursor movements: they are our own, and the text between them has been made plain before. A model's answer is kept, too,
+where no terminal reads it.
 """
 
 import errno
@@ -16,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TextIO, cast
 
-from unisono.text import escape_json, plain, wrapped
+from unisono.text import escape_controls, escape_json, plain, wrapped
 
 GLOBAL_FLAGS = {
     "--json": "Write JSON, and nothing else, to stdout.",
@@ -147,6 +148,11 @@ class Output:
         """Like `result`, for the words of others, e.g. a model's answer or a log: they stay in their language."""
         stream = sys.stderr if self.json else sys.stdout
         _write(stream, wrapped(plain(text), terminal_width(stream)))
+
+    def answer(self, text: str) -> None:
+        """Writes a model's words to stdout: as they are, or for a terminal wrapped, with escapes for control characters."""
+        text = wrapped(escape_controls(text), terminal_width(sys.stdout)) if sys.stdout.isatty() else text
+        _write(styled(sys.stdout), text)
 
     def verbatim(self, text: str) -> None:
         """Like `result`, for files and drawings: a terminal gets the same lines as a pipe."""

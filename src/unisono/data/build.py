@@ -61,6 +61,7 @@ def make_encoder(config: RunConfig, tokenizer: Any, directory: Path) -> Encoder 
         template_file=data.template if name is None else None,
         loss_on="all" if pretrain else "last-answer" if config.objective in PREFERENCE else data.loss_on,
         check_template=data.check_template and not pretrain,
+        end_at_stop=config.objective != "reward",
         show_first=None if name is None else unknown,
         thoughts=data.thoughts,
         control_tokens=data.control_tokens,

@@ -470,6 +470,7 @@ class Encoder:
         template_file: str | None = None,
         loss_on: LossOn = "answers",
         check_template: bool = True,
+        end_at_stop: bool = True,
         show_first: str | None = None,
         thoughts: Thoughts = "loss",
         control_tokens: ControlTokensMode = "keep",
@@ -490,6 +491,7 @@ class Encoder:
         self._texts = TextEncoder(tokenizer)
         self._loss_on = loss_on
         self._check = check_template
+        self._end_at_stop = end_at_stop
         self._probed = False
         self._show_first = show_first
 
@@ -571,7 +573,7 @@ class Encoder:
         """The units of two answers after the same prompt, or the first error of each; `names` are those of the sides."""
         jobs = self._jobs([example for group in groups for example in group])
         parts = iter(zip(jobs, self._encoded(jobs), strict=True))
-        return [_unit([next(parts) for _ in group], names) for group in groups]
+        return [_unit([next(parts) for _ in group], names, end_at_stop=self._end_at_stop) for group in groups]
 
     def _show(self, jobs: list[_Job]) -> None:
         """Adds the first rendered row to the warning that asks for it."""
@@ -794,12 +796,15 @@ def _preferences(examples: Sequence[Example]) -> list[Preference]:
 
 
 def _unit(
-    parts: list[tuple[_Job | RowError, Encoded | RowError]], names: tuple[str, str]
+    parts: list[tuple[_Job | RowError, Encoded | RowError]], names: tuple[str, str], *, end_at_stop: bool
 ) -> EncodedUnit | RowError:
     """The unit of encoded answers with the same prompt, in the same tokens.
 
     A tokenizer may join the end of a prompt and the beginning of an answer in one token. Such tokens are part of the answers: the prompt
     ends where the tokens of the sides begin to differ.
+
+    What a template writes after the stop token (Qwen's: a newline) is not part of an answer: the model never writes it, and its probability
+    would count in that of the answer. Only a reward model, whose users score whole rendered rows, sees it.
     """
     jobs, sides = [job for job, _ in parts], [side for _, side in parts]
     errors = [(name, side) for name, side in zip(names, sides, strict=True) if isinstance(side, RowError)]
@@ -816,7 +821,15 @@ def _unit(
     begin = _shared(*(row.ids[: min(ends)] for row in rows))
     for row, end in zip(rows, ends, strict=True):
         row.targets[max(begin, 1) : end] = True
+    if end_at_stop:
+        rows = [_through_answer(row) for row in rows]
     return EncodedUnit(tuple(rows))
+
+
+def _through_answer(row: Encoded) -> Encoded:
+    """The row up to its last token in the loss."""
+    trained = np.flatnonzero(row.targets)
+    return row.part(slice(int(trained[-1]) + 1)) if len(trained) else row
 
 
 def _shared(one: npt.NDArray[np.int32], other: npt.NDArray[np.int32]) -> int:

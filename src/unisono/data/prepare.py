@@ -5,8 +5,8 @@ The cache has a directory for each set of ingredients, written completely or not
     CACHE/tables/KEY/        a token table (see data.token_table); KEY is the digest of its ingredients
     CACHE/index/SOURCES.json the ingredients of the last table of these sources, so that a cache miss can report what changed
 
-Ingredients are the bytes of the data files, the settings that shape rows, the template, the tokenizer's files, the
-encoder's version, and the versions of the packages that encode.
+Ingredients are the bytes of the data files, the settings that shape rows, the template, the tokenizer's files and what transformers makes
+of them, the encoder's version, and the versions of the packages that encode.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ import secrets
 import shutil
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -31,32 +31,18 @@ from unisono.config.lf_template import LF_VERSION, lf_name
 from unisono.config.schema import RunConfig
 from unisono.config.sections import rows_of
 from unisono.data import flat_total
-from unisono.data.encode import ENCODER_VERSION, probe_tokenizer
+from unisono.data.encode import ENCODER_VERSION
 from unisono.data.lf_pieces import local_day
 from unisono.data.sources import Source, find_sources
 from unisono.data.token_table import TokenTable
+from unisono.data.tokenizer import RunTokenizer, digest_file, tokenizer_files
 from unisono.errors import DataError, ModelError, UnfitError, storage_reason, storage_remedy, storage_words
 from unisono.events import Reporter
-from unisono.files import expand, fault_of, fsync_dir, read_json, whole_file, write_json
+from unisono.files import expand, fsync_dir, read_json, whole_file, write_json
 from unisono.plan.run_plan import DataSummary, SplitSummary, steps_for_tokens
-from unisono.text import Duration, library_words
+from unisono.text import Duration
 
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "tokenizer.model",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "tekken.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "generation_config.json",
-)
+_LOADED = "the loaded tokenizer's "
 _PACKAGES = ("tokenizers", "transformers", "jinja2", "pyarrow")
 
 Ingredients = dict[str, Any]
@@ -81,7 +67,7 @@ def gather_ingredients(
     config: RunConfig,
     sources: list[Source],
     *,
-    tokenizer: Path,
+    tokenizer: RunTokenizer,
     limit_rows: int | None = None,
     today: str | None = None,
 ) -> Ingredients:
@@ -90,13 +76,14 @@ def gather_ingredients(
     Args:
         config: of the run.
         sources: its sources.
-        tokenizer: the directory of its tokenizer.
+        tokenizer: its tokenizer.
         limit_rows: rows to read of each source.
         today: the date that prompts state if data.date does not say. Without it, a run that is resumed on a later day has the rows of
             its first day, as long as the cache has them.
 
     Raises:
         DataError: if a file cannot be read.
+        ModelError: if the tokenizer cannot be read.
     """
     data = config.data
     split_off = data.eval if isinstance(data.eval, float | int) else None
@@ -133,38 +120,9 @@ def gather_ingredients(
         found["data.thoughts"] = data.thoughts
     if data.template is not None and lf_name(data.template) is None:
         found["data.template"] = digest_file(expand(data.template), data.template)
-    for file in _tokenizer_files(tokenizer):
-        found[f"the tokenizer's {file.relative_to(tokenizer)}"] = digest_file(file, str(file))
-    return found
-
-
-def _tokenizer_files(directory: Path) -> list[Path]:
-    """The tokenizer's files that determine the tokens of a text, with the code of tokenizers that have some."""
-    more = [*directory.glob("*.py"), *directory.glob("additional_chat_templates/*.jinja")]
-    return [
-        file for file in (*(directory / name for name in _TOKENIZER_FILES), *sorted(more)) if file.is_file()
-    ]
-
-
-def digest_file(path: Path, name: str) -> str:
-    """The xxh3-128 of a file's bytes.
-
-    Raises:
-        DataError: if it cannot be read.
-    """
-    total = xxhash.xxh3_128()
-    fault = fault_of(path, name)
-    if fault is not None:
-        raise DataError.of(fault.what, where=name, why=fault.why, fix=fault.fix)
-    try:
-        with path.open("rb") as stream:
-            while block := stream.read(1 << 22):
-                total.update(block)
-    except OSError as error:
-        raise DataError.of(
-            f"{name} cannot be read", where=name, why=str(error), fix="check its permissions"
-        ) from error
-    return total.hexdigest()
+    for file in tokenizer_files(tokenizer.directory):
+        found[f"the tokenizer's {file.relative_to(tokenizer.directory)}"] = digest_file(file, str(file))
+    return found | {f"{_LOADED}{name}": value for name, value in tokenizer.traits().items()}
 
 
 def look_up_table(cache_dir: Path, ingredients: Ingredients, sources: list[Source]) -> CacheLookup:
@@ -284,7 +242,7 @@ def _difference(old: Ingredients, new: Ingredients) -> str:
         if name not in old or name not in new:
             changed.append(f"{name} is {'new' if name not in old else 'gone'}")
         elif (
-            name.startswith(("data.", "seed", "objective", "the version", "encoder"))
+            name.startswith(("data.", "seed", "objective", "the version", "encoder", f"{_LOADED}class"))
             and name != "data.template"
         ):
             changed.append(f"{name} was {before}, is {now}")
@@ -328,17 +286,17 @@ def prepare_data(
         gather_ingredients,
         config,
         sources,
-        tokenizer=tokenizer,
         limit_rows=limit_rows,
         today=local_day().isoformat() if is_preview else None,
     )
-    ingredients = gather()
+    of_run = RunTokenizer(tokenizer, config.model.trust_remote_code, cache_dir)
+    ingredients = gather(tokenizer=of_run)
     found = look_up_table(cache_dir, ingredients, sources)
     if not found.hit:
         report.phase("tokenize", f"tokenizing: {found.reason}")
         with writing_table(found.directory) as temporary:
-            _build(config, sources, tokenizer, temporary, report, limit_rows=limit_rows)
-            _refuse_if_changed(ingredients, gather())
+            _build(config, sources, of_run, temporary, report, limit_rows=limit_rows)
+            _refuse_if_changed(ingredients, gather(tokenizer=replace(of_run)))
         if limit_rows is None:
             store_ingredients(cache_dir, ingredients, sources)
     meta = read_json(found.directory / "meta.json")
@@ -356,38 +314,10 @@ def prepare_data(
     return _summary(config, found, meta, ingredients)
 
 
-def load_tokenizer(directory: Path, *, trust_remote_code: bool) -> Any:
-    """The tokenizer of a directory.
-
-    Raises:
-        ModelError: if transformers cannot read it.
-        DataError: if it cannot encode a text.
-    """
-    with loading_modules():
-        from transformers import AutoTokenizer
-
-    try:
-        found = AutoTokenizer.from_pretrained(
-            directory, trust_remote_code=trust_remote_code, local_files_only=True
-        )
-    except Exception as error:  # tokenizers raises a plain Exception for an invalid tokenizer.json
-        usual = (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError)
-        if type(error) is not Exception and not isinstance(error, usual):
-            raise
-        raise ModelError.of(
-            "the tokenizer cannot be read",
-            where=str(directory),
-            why=library_words(error),
-            fix="copy its files again, or set model.tokenizer",
-        ) from error
-    probe_tokenizer(found)
-    return found
-
-
 def _build(
     config: RunConfig,
     sources: list[Source],
-    tokenizer: Path,
+    tokenizer: RunTokenizer,
     directory: Path,
     report: Reporter,
     *,
@@ -396,8 +326,7 @@ def _build(
     with loading_modules():
         from unisono.data.build import build_table, make_encoder
 
-    loaded = load_tokenizer(tokenizer, trust_remote_code=config.model.trust_remote_code)
-    encoder = make_encoder(config, loaded, tokenizer)
+    encoder = make_encoder(config, tokenizer.loaded, tokenizer.directory)
     build_table(config, sources, encoder, directory=directory, report=report, limit_rows=limit_rows)
 
 
@@ -457,6 +386,9 @@ def _summary(
     tokenizer_parts = sorted(
         f"{name} {value}" for name, value in ingredients.items() if name.startswith("the tokenizer's")
     )
+    tokenizer_traits = sorted(
+        f"{name} {value}" for name, value in ingredients.items() if name.startswith(_LOADED)
+    )
     contents = [
         str(value)
         for name, value in ingredients.items()
@@ -476,6 +408,7 @@ def _summary(
         rows_digest=meta["digest"],
         files_digest=digest_text(*contents),
         tokenizer_digest=digest_text(*tokenizer_parts),
+        tokenizer_traits=digest_text(*tokenizer_traits),
         warnings=meta["warnings"],
     )
 

@@ -85,8 +85,10 @@ def lora_of(tensors: Mapping[str, torch.Tensor], alpha: float) -> LoraFile:
     return LoraFile(layers)
 
 
-def write_lora(denoiser: torch.nn.Module, plan: RunPlan, directory: Path) -> dict[str, FileEntry]:
-    """Writes the result of a run: the file for diffusers, and what it was trained on.
+def write_lora(
+    denoiser: torch.nn.Module, plan: RunPlan, directory: Path, *, step: int
+) -> dict[str, FileEntry]:
+    """Writes the weights that a run has at a step: the file for diffusers, and what it was trained on.
 
     Raises:
         OSError: if the storage fails.
@@ -104,7 +106,7 @@ def write_lora(denoiser: torch.nn.Module, plan: RunPlan, directory: Path) -> dic
             "alpha": plan.config.adapter.alpha,
             "resolution": plan.config.data.resolution,
             "seed": plan.config.seed,
-            "steps": plan.total_steps,
+            "steps": step,
             "pictures": plan.data.train.rows,
             "prediction": plan.config.diffusion.prediction,
         },
@@ -371,8 +373,10 @@ def _hashes(tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> di
     return {"sshash_model_hash": hashlib.sha256(content[begin:]).hexdigest(), "sshash_legacy_hash": legacy}
 
 
-def kohya_metadata(file: LoraFile, plan: RunPlan | None, pipeline: Pipeline | None) -> dict[str, str]:
-    """The metadata that sd-scripts writes and other tools show, as far as they are known."""
+def kohya_metadata(
+    file: LoraFile, plan: RunPlan | None, pipeline: Pipeline | None, *, step: int | None
+) -> dict[str, str]:
+    """The metadata that sd-scripts writes and other tools show, as far as they are known; `step` is that of the weights."""
     ranks, alphas = (
         {f(layer) for layer in file.layers.values()} for f in (lambda o: o.rank, lambda o: o.scale)
     )
@@ -401,7 +405,7 @@ def kohya_metadata(file: LoraFile, plan: RunPlan | None, pipeline: Pipeline | No
             "ss_num_train_images": str(train.sequences),
             "ss_num_epochs": str(round(plan.total_sequences / max(1, train.sequences))),
             "ss_max_train_steps": str(plan.total_steps),
-            "ss_steps": str(plan.total_steps),
+            "ss_steps": str(step or plan.total_steps),
             "ss_batch_size_per_device": str(plan.micro_batch),
             "ss_total_batch_size": str(plan.global_batch),
             "ss_lr_scheduler": config.optim.schedule,

@@ -203,6 +203,7 @@ def all_files(pipeline: Pipeline) -> list[tuple[str, Path]]:
                 "merges.txt",
                 "tokenizer_config.json",
                 "special_tokens_map.json",
+                "added_tokens.json",
             )
         ]
     paths = [(label, pipeline.root / label) for label in found]

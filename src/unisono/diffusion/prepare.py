@@ -20,6 +20,7 @@ from unisono.config.sections import DIFFUSION
 from unisono.data import Ledger, Place, SourceCounts, flat_total
 from unisono.data.prepare import digest_text, writing_table
 from unisono.data.token_table import Encoded, Ints, Split, TokenWriter, write_meta, write_split
+from unisono.data.tokenizer import traits_of
 from unisono.diffusion.latents import PICTURES, Places, encode_caption, encode_pixels, fill, pixels_of
 from unisono.diffusion.picture_folders import (
     BadPictureError,
@@ -39,7 +40,7 @@ from unisono.diffusion.pipeline import (
     text_encoding,
     token_limit,
 )
-from unisono.diffusion.pipeline_files import Pipeline, PipelineDigests
+from unisono.diffusion.pipeline_files import Pipeline, PipelineDigests, digest_parts
 from unisono.errors import ConfigError, DataError, Problem
 from unisono.events import Reporter
 from unisono.files import read_object, whole_file, write_json
@@ -184,10 +185,12 @@ def _reasons(lost: Sequence[Lost]) -> str:
 # ---- caches
 
 
-def text_digest(config: RunConfig, digests: PipelineDigests) -> str:
-    """The digest of what computes embeddings."""
+def text_digest(config: RunConfig, pipeline: Pipeline, digests: PipelineDigests) -> str:
+    """The digest of what computes embeddings: the files, and the tokenizers as transformers loads them, which changes with its version."""
     section = config.diffusion
-    return f"{digests.text[:24]}-{section.clip_skip or 0}-{section.max_tokens}"
+    traits = [traits_of(tokenizer) for tokenizer in load_tokenizers(pipeline)]
+    found = digest_parts({"files": digests.text, "tokenizers": json.dumps(traits, sort_keys=True)})
+    return f"{found[:24]}-{section.clip_skip or 0}-{section.max_tokens}"
 
 
 def fill_caches(
@@ -265,7 +268,7 @@ def prepare_pictures(
         UnfitError: if the cache cannot be written.
     """
     rows = gather(config, pipeline, cache_dir, report)
-    places = Places(cache_dir / "pictures", digests.encoder, text_digest(config, digests))
+    places = Places(cache_dir / "pictures", digests.encoder, text_digest(config, pipeline, digests))
     latents, computed, size = fill_caches(config, rows, pipeline, places, report, cache_device(config))
     entries = [
         _entry(picture, latent) for picture, latent in zip(rows.train + rows.eval, latents, strict=True)

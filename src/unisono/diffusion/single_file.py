@@ -135,7 +135,8 @@ def open_single_file(
     ]
     key = digest_parts(
         {"conversion": str(_CONVERSION), "prediction": prediction, "model": read_contents(file).digest}
-        | {path.name: sha256_of(path) for path in vocabulary}
+        # By their paths, since folders may have files of the same names.
+        | {path.relative_to(vocabulary_dir).as_posix(): sha256_of(path) for path in vocabulary}
     )
     place = cache_dir / "pictures" / "models" / key
     for _ in range(2):

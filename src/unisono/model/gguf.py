@@ -6,7 +6,8 @@ architectures in ARCHITECTURES. How llama.cpp splits words is found by trying wh
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from gguf.quants import dequantize, quantize
 from tokenizers import Tokenizer
 
 from unisono.errors import IntegrityError, ModelError
+from unisono.model.gguf_limits import GEMMAS, find_difference, longest_context
+from unisono.text import one_line
 
 ARCHITECTURES = {
     "llama": gguf.MODEL_ARCH.LLAMA,
@@ -40,9 +43,6 @@ DTYPES = {
 """What is written without llama.cpp's own tool: the type of matrices; vectors are always float32."""
 _INTERLEAVED = ("llama", "mistral")
 """Models whose rotary dimensions llama.cpp expects in pairs, where transformers has two halves."""
-_GEMMAS = ("gemma", "gemma2", "gemma3_text")
-"""Models whose norms multiply by 1 + weight; llama.cpp multiplies by what the file has."""
-_WINDOWED_EVERY = 6  # Gemma 3: each sixth layer sees all tokens; llama.cpp takes no other pattern
 _QUANTIZED_DIFFERENCE = 0.5  # of the spread of a tensor's values: 2 bits explain that much
 
 Setting = tuple[str, str, Any]
@@ -65,7 +65,7 @@ _SPLITS: dict[str, tuple[tuple[str, ...], bool]] = {
     "bloom": ((r" ?[^(\s|.,!?…。，、।۔،)]+",), False),
 }
 """llama.cpp's names for ways to split a text before merges; whether a word that is a token is taken without merging."""
-_TEXTS = (
+TEXTS = (
     "Hello, world! It's 10:45 on May 3rd, 2026; that'll be $1,234.50 (or €99).",
     "don't I'VE we'd THEY'LL 'still' 'title' \"quoted\" — dash – and…",
     "  two  spaces\tand\ttabs \n\n new lines\r\n   indented\n\n\nend  ",
@@ -76,6 +76,9 @@ _TEXTS = (
     "('still) [\"'twas'] x't 'move",
     "a b c d e f 1 2 3 12 123 1234 12345 x1 1x A.B.C. e.g. i.e.",
 )
+"""Texts by which it is found what llama.cpp must do to give the tokens of a tokenizer."""
+_PHI3 = re.compile("phi-?3", re.IGNORECASE)
+_UNSTRIPPED = ("<unk>", "<s>", "<|endoftext|>")
 
 
 @dataclass(frozen=True)
@@ -133,24 +136,14 @@ class Layout:
         return found.get("full_attention", found)
 
     def _check(self) -> None:
-        scaling = self._rope.get("rope_type", "default")
-        if scaling not in ("default", "linear", "yarn", "llama3"):
+        found = find_difference(self.kind, self.config)
+        if found is not None:
+            key, value, why = found
             raise ModelError.of(
-                f"RoPE of type {scaling} cannot be written as GGUF here",
-                where="config.json: rope_parameters",
-                why="default, linear, yarn and llama3 can be",
-                fix="convert a merged export with llama.cpp's convert_hf_to_gguf.py",
-            )
-        layers = getattr(self.config, "layer_types", None) or []
-        expected = [
-            "sliding_attention" if (i + 1) % _WINDOWED_EVERY else "full_attention" for i in range(len(layers))
-        ]
-        if self.kind == "gemma3_text" and list(layers) != expected:
-            raise ModelError.of(
-                "the layers with a sliding window are not those that llama.cpp expects",
-                where="config.json: layer_types",
-                why=f"in Gemma 3 each layer but every {_WINDOWED_EVERY}th one has a window",
-                fix="convert a merged export with llama.cpp's convert_hf_to_gguf.py",
+                f"llama.cpp has nothing for {key} {one_line(value, limit=60)} in a model of type {self.kind}",
+                where=f"config.json: {key}",
+                why=why,
+                fix="keep the model for transformers and vLLM: `unisono export --merge`",
             )
 
     def settings(self, vocabulary: int) -> list[Setting]:
@@ -161,12 +154,9 @@ class Layout:
         """
         config, name = self.config, self.architecture
         window = getattr(config, "sliding_window", None)
-        context = int(config.max_position_embeddings)
-        if self.kind == "mistral" and window:
-            context = min(context, int(window))  # llama.cpp has no window for it; up to its length both agree
         found: list[Setting] = [
             ("vocab_size", "uint32", vocabulary),
-            ("context_length", "uint32", context),
+            ("context_length", "uint32", longest_context(self.kind, config)),
             ("embedding_length", "uint32", config.hidden_size),
             ("block_count", "uint32", config.num_hidden_layers),
             ("feed_forward_length", "uint32", config.intermediate_size),
@@ -182,8 +172,11 @@ class Layout:
                 int(self.head_dim * self._rope.get("partial_rotary_factor", 1.0)),
             ),
         ]
-        if window and self.kind in ("gemma2", "gemma3_text", "phi3"):
+        if window and self.kind in ("gemma2", "gemma3_text"):
             found.append(("attention.sliding_window", "uint32", int(window)))
+        if self.kind == "gemma3_text":
+            own = config.rope_parameters["sliding_attention"]
+            found.append(("rope.freq_base_swa", "float32", float(own.get("rope_theta", 10000.0))))
         if self.kind == "gemma2":
             found.append(("attn_logit_softcapping", "float32", config.attn_logit_softcapping))
             found.append(("final_logit_softcapping", "float32", config.final_logit_softcapping))
@@ -233,8 +226,8 @@ class Layout:
         return str(found)
 
     def _laid_out(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        if self.kind in _GEMMAS and name.endswith("norm.weight"):
-            return tensor + 1
+        if self.kind in GEMMAS and name.endswith("norm.weight"):
+            return tensor + 1  # these norms multiply by 1 + weight, and llama.cpp by what the file has
         return self.interleaved(name, tensor)
 
     def interleaved(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -364,8 +357,72 @@ def _damaged(path: Path, name: str, why: str) -> IntegrityError:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Spaces:
+    """What llama.cpp does with the spaces beside special tokens.
+
+    Attributes:
+        prefix: for SentencePiece's BPE: it puts one before a text, and before what follows a special token.
+        strips: special tokens take the white space after them. It does that by the name of the model, `general.name`.
+    """
+
+    prefix: bool
+    strips: bool
+
+    def named(self, name: str) -> str:
+        """The name in the file: with `phi-3` in it, special tokens strip."""
+        if self.strips:
+            return name if _PHI3.search(name) else f"phi-3 {name}"
+        return _PHI3.sub("phi 3", name)
+
+
+def find_spaces(tokenizer: Any, texts: Sequence[str]) -> Spaces:
+    """What llama.cpp must do with spaces to give the same tokens for some texts.
+
+    Args:
+        tokenizer: of transformers, a fast one.
+        texts: e.g. rendered conversations.
+
+    Raises:
+        ModelError: if it can do nothing of the kind.
+    """
+    real = tokenizer.backend_tokenizer
+    raw = json.loads(real.to_str())
+    if raw["model"].get("type") != "BPE":
+        raise _unknown(f"a tokenizer of type {raw['model'].get('type')}")
+    wanted = _encoded(real, texts)
+    known = {*raw["model"]["vocab"], *(token["content"] for token in raw["added_tokens"])}
+    pieces = bool(raw["model"].get("byte_fallback"))
+    for strips in (False, True) if known.issuperset((*_UNSTRIPPED, "</s>")) else (False,):
+        for prefix in (True, False) if pieces else (False,):
+            found = Spaces(prefix, strips)
+            if _encoded(Tokenizer.from_str(json.dumps(_with_spaces(raw, found))), texts) == wanted:
+                return found
+    raise _unknown("the way in which this tokenizer treats spaces beside special tokens")
+
+
+def _with_spaces(raw: dict[str, Any], spaces: Spaces) -> dict[str, Any]:
+    """A tokenizer.json that treats spaces as llama.cpp does."""
+    added = [
+        token | {"lstrip": False, "rstrip": spaces.strips and token["content"] not in _UNSTRIPPED}
+        for token in raw["added_tokens"]
+    ]
+    if not raw["model"].get("byte_fallback"):
+        return raw | {"added_tokens": added}
+    parts: list[dict[str, Any]] = [{"type": "Prepend", "prepend": "▁"}] if spaces.prefix else []
+    parts.append({"type": "Replace", "pattern": {"String": " "}, "content": "▁"})
+    normalizer = {"type": "Sequence", "normalizers": parts}
+    return raw | {"added_tokens": added, "normalizer": normalizer, "pre_tokenizer": None}
+
+
 def tokenizer_settings(
-    tokenizer: Any, *, rows: int, template: str | None, stops: Iterable[int], end_of_turn: int | None
+    tokenizer: Any,
+    *,
+    rows: int,
+    template: str | None,
+    stops: Iterable[int],
+    end_of_turn: int | None,
+    spaces: Spaces,
 ) -> list[Setting]:
     """The keys of a tokenizer.
 
@@ -375,15 +432,18 @@ def tokenizer_settings(
         template: the chat template, as Jinja.
         stops: the tokens that end an answer. llama.cpp has keys for three: the end of sequence, of a turn, and of a message.
         end_of_turn: the one that the template writes.
+        spaces: as `find_spaces` gives it.
 
     Raises:
         ModelError: if llama.cpp has no such tokenizer.
     """
     raw = json.loads(tokenizer.backend_tokenizer.to_str())
-    if raw["model"].get("type") != "BPE":
-        raise _unknown(f"a tokenizer of type {raw['model'].get('type')}")
     tokens, kinds = _tokens(raw, rows)
-    found = _pieces(raw, rows) if raw["model"].get("byte_fallback") else _bytes(raw, tokenizer)
+    found = (
+        _pieces(raw, rows, prefix=spaces.prefix)
+        if raw["model"].get("byte_fallback")
+        else _bytes(raw, tokenizer)
+    )
     found += [("tokenizer.ggml.tokens", "array", tokens), ("tokenizer.ggml.token_type", "array", kinds)]
     ends = [end_of_turn] if end_of_turn is not None else []
     ends += [stop for stop in stops if stop not in (end_of_turn, tokenizer.eos_token_id)]
@@ -427,7 +487,7 @@ def _bytes(raw: dict[str, Any], tokenizer: Any) -> list[Setting]:
 
 
 def find_split(raw: dict[str, Any], real: Tokenizer) -> str:
-    """llama.cpp's name for a way to split texts that gives the same tokens for all of _TEXTS.
+    """llama.cpp's name for a way to split texts that gives the same tokens for all of TEXTS.
 
     Args:
         raw: tokenizer.json.
@@ -436,7 +496,7 @@ def find_split(raw: dict[str, Any], real: Tokenizer) -> str:
     Raises:
         ModelError: if there is none.
     """
-    wanted = _encoded(real, _TEXTS)
+    wanted = _encoded(real, TEXTS)
     for name, (patterns, ignore_merges) in _SPLITS.items():
         splits = [
             {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
@@ -448,7 +508,7 @@ def find_split(raw: dict[str, Any], real: Tokenizer) -> str:
             "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, whole]},
             "model": raw["model"] | {"ignore_merges": ignore_merges},
         }
-        if _encoded(Tokenizer.from_str(json.dumps(changed)), _TEXTS) == wanted:
+        if _encoded(Tokenizer.from_str(json.dumps(changed)), TEXTS) == wanted:
             return name
     raise _unknown("the way in which this tokenizer splits texts")
 
@@ -457,17 +517,13 @@ def _encoded(tokenizer: Tokenizer, texts: Iterable[str]) -> list[list[int]]:
     return [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
 
 
-def _pieces(raw: dict[str, Any], count: int) -> list[Setting]:
+def _pieces(raw: dict[str, Any], count: int, *, prefix: bool) -> list[Setting]:
     """The keys of SentencePiece's BPE. tokenizer.json has no scores; their order is that of the merges."""
     merged: dict[str, int] = {}
     for rank, merge in enumerate(raw["model"]["merges"]):
         merged.setdefault(merge.replace(" ", "") if isinstance(merge, str) else "".join(merge), rank)
     by_id = {number: text for text, number in raw["model"]["vocab"].items()}
     scores = [-float(merged.get(by_id.get(i, ""), 0)) for i in range(count)]
-    text = json.dumps([raw.get("normalizer"), raw.get("pre_tokenizer")])
-    prefix = (
-        '"Prepend"' in text or '"prepend_scheme": "always"' in text or '"prepend_scheme": "first"' in text
-    )
     return [
         ("tokenizer.ggml.model", "string", "llama"),
         ("tokenizer.ggml.pre", "string", "default"),

@@ -98,11 +98,13 @@ class DataSummary(Part):
     digest: str
     """Of the rows as the model sees them, their order, and the tokenizer."""
     rows_digest: str = ""
-    """Of the rows as the model sees them and their order only; empty in plans of earlier versions, like the next two."""
+    """Of the rows as the model sees them and their order only; empty in plans of earlier versions, like the next three."""
     files_digest: str = ""
     """Of the contents of the data files and of the template, regardless of their names."""
     tokenizer_digest: str = ""
     """Of the tokenizer's files."""
+    tokenizer_traits: str = ""
+    """Of what decides the ids of a text in the tokenizer as transformers loads it, which depends on the model's type, too."""
     warnings: list[str] = []
 
 

@@ -156,13 +156,17 @@ def _row_findings(
     """Findings on the rows as the model sees them, with the cause: the tokenizer, files or their parsing, settings, packages."""
     keys, of_tokenizer = _pointing_at(changed, "data"), _pointing_at(changed, "tokenizer")
     files, tokenizer = (_pair(before, after, f"data.{name}_digest") for name in ("files", "tokenizer"))
+    traits = _pair(before, after, "data.tokenizer_traits")
+    if _known(traits) and not _differ(tokenizer):  # equal files, of which transformers makes something else
+        tokenizer = traits
     old, new = _prepared_data(before, after), _prepared_data(after, before)
     if old == new:
         return _same_row_findings(keys, of_tokenizer, files=_differ(files), tokenizer=_differ(tokenizer))
     found = []
     if _differ(tokenizer):
-        text = "the tokenizer's files have changed: the same text gives different tokens than in training"
-        names = "".join(f" ({change.values})" for change in of_tokenizer)
+        text = "the tokenizer has changed: the same text gives different tokens than in training"
+        causes = [*(change.values for change in of_tokenizer), *(encoders if tokenizer == traits else [])]
+        names = f" ({'; '.join(causes)})" if causes else ""
         found.append(ChangeFinding("tokenizer", text + names, *tokenizer, verdict="refused"))
     explained = bool(found) or any(change.key in _SHAPES_ROWS for change in changed)
     means = _effect_of_rows(before, after)
@@ -186,7 +190,7 @@ def _same_row_findings(
         texts.append("the data files have changed, and give the same rows")
     if tokenizer:
         texts.append(
-            "the tokenizer's files have changed, and give the same tokens; results are saved with them as they are now"
+            "the tokenizer has changed, and gives the same tokens; results are saved with it as it is now"
         )
     return [ChangeFinding("", text) for text in texts]
 

@@ -16,10 +16,11 @@ from unisono.config.sections import DIFFUSION, PREFERENCE
 from unisono.data import RawRow, first_notes, read_counts, unrendered_parts
 from unisono.data.lf_pieces import NO_TOKEN
 from unisono.data.preference_rows import is_rated, sides_in
-from unisono.data.prepare import load_tokenizer, prepare_data
+from unisono.data.prepare import prepare_data
 from unisono.data.readers import read_rows
 from unisono.data.sources import find_sources
 from unisono.data.token_table import TokenTable
+from unisono.data.tokenizer import load_tokenizer
 from unisono.errors import DataError, ModelError, UsageError
 from unisono.events import Reporter
 from unisono.files import make_private_dir

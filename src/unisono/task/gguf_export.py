@@ -4,6 +4,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,17 @@ from unisono.data.encode import probe_tokenizer
 from unisono.data.template import ChatTemplate, common_beginning
 from unisono.errors import ModelError, UnfitError, UsageError
 from unisono.events import Reporter
-from unisono.model.gguf import DTYPES, Layout, Setting, read_back, tokenizer_settings, write_gguf
+from unisono.model.gguf import (
+    DTYPES,
+    TEXTS,
+    Layout,
+    Setting,
+    Spaces,
+    find_spaces,
+    read_back,
+    tokenizer_settings,
+    write_gguf,
+)
 from unisono.task.export import free_place, has_adapter, whole_directory
 from unisono.task.inference import load_target, merge_adapter, stops_of, stored_dtype, template_of
 from unisono.task.target import Target, requested_target, verify_target
@@ -106,7 +117,8 @@ class _Writing:
         kept = dtype if dtype in DTYPES else _unquantized(base)
         path = directory / f"model-{kept}.gguf"
         rows = base.get_input_embeddings().weight.shape[0]
-        settings = [*self._general("model"), ("file_type", "uint32", int(DTYPES[kept][1]))]
+        name = self.spaces.named(self.name)
+        settings = [*_identity("model", name), ("file_type", "uint32", int(DTYPES[kept][1]))]
         self._write(
             path,
             [*_general(settings), *self.layout.settings(rows), *self._tokenizer(rows)],
@@ -128,7 +140,7 @@ class _Writing:
         """Writes the adapter alone."""
         pairs = lora_tensors(model, self.layout)
         path = directory / f"adapter-{dtype}.gguf"
-        settings = [*_general(self._general("adapter")), ("adapter.type", "string", "lora")]
+        settings = [*_general(_identity("adapter", self.name)), ("adapter.type", "string", "lora")]
         settings.append(("adapter.lora.alpha", "float32", pairs.alpha))
         self._write(path, settings, lambda: iter(pairs.tensors), dtype=dtype)
         read_back(path, iter(pairs.tensors), dtype=dtype)
@@ -146,22 +158,30 @@ class _Writing:
             dtype=dtype,
         )
 
-    def _general(self, kind: str) -> list[Setting]:
-        return [
-            ("type", "string", kind),
-            ("name", "string", one_line(Path(self.target.name).name, limit=100)),
-        ]
+    @property
+    def name(self) -> str:
+        """Of the model, for people."""
+        return one_line(Path(self.target.name).name, limit=100)
+
+    @cached_property
+    def spaces(self) -> Spaces:
+        """What llama.cpp must do with spaces, by conversations, or by texts if there is no template."""
+        probe_tokenizer(self.tokenizer)
+        texts = [text.strip() for text in TEXTS]
+        if self.template is not None:
+            texts = [self.template.render([{"role": "user", "content": text}], prompt=True) for text in texts]
+        return find_spaces(self.tokenizer, texts)
 
     def _tokenizer(self, rows: int) -> list[Setting]:
         template = self.template
         end = template.end_of_turn if template is not None else None
-        probe_tokenizer(self.tokenizer)
         return tokenizer_settings(
             self.tokenizer,
             rows=rows,
             template=template.source() if template is not None else None,
             stops=sorted(self.stops),
             end_of_turn=self.tokenizer.convert_tokens_to_ids(end) if end is not None else None,
+            spaces=self.spaces,
         )
 
     def go_template(self) -> str | None:
@@ -189,6 +209,10 @@ class _Writing:
         for token in sorted(str(self.tokenizer.convert_ids_to_tokens(i)) for i in self.stops):
             lines.append(f'PARAMETER stop "{_quoted(token)}"')
         return "\n".join(lines) + "\n"
+
+
+def _identity(kind: str, name: str) -> list[Setting]:
+    return [("type", "string", kind), ("name", "string", name)]
 
 
 def _general(settings: list[Setting]) -> list[Setting]:

@@ -16,6 +16,7 @@ from unisono.config.lf_template import lf_name
 from unisono.config.schema import AdapterSection, RunConfig, sources_of
 from unisono.config.sections import DIFFUSION
 from unisono.data.sources import find_local
+from unisono.data.tokenizer import TOKENIZER_FILES
 from unisono.errors import UnisonoError
 from unisono.events import Reporter
 from unisono.facts import read_environment
@@ -153,19 +154,6 @@ class DigestProgress:
         self._report.phase(self._phase, "digests of the files", done=done, total=total)
 
 
-_TOKENIZER = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "spiece.model",
-    "chat_template.jinja",
-    "chat_template.json",
-)
 _MODEL = ("config.json", "generation_config.json", "adapter_config.json", "model.safetensors.index.json")
 _COMMIT = re.compile(r"[0-9a-f]{40}\Z")
 
@@ -271,7 +259,7 @@ def _list_pictures(config: RunConfig, listed: _InputFiles) -> None:
         file = single_file(config)
         if file is not None:
             listed.model, listed.weights = [("model file", file)], [file]
-            listed.tokenizer = _present(tokenizer_of_file(config.model.tokenizer), _TOKENIZER)
+            listed.tokenizer = _present(tokenizer_of_file(config.model.tokenizer), TOKENIZER_FILES)
             return
         pipeline = locate_pipeline(config)
         listed.model = all_files(pipeline)
@@ -302,7 +290,9 @@ def _list_model(config: RunConfig, listed: _InputFiles) -> None:
     if config.model.tokenizer:
         tokenizer = _directory(config.model.tokenizer, None, listed)
     if tokenizer is not None:
-        listed.tokenizer = _present(tokenizer, _TOKENIZER)
+        # transformers chooses the class of a tokenizer by the config.json beside it
+        more = ("config.json", "generation_config.json") if tokenizer != model else ()
+        listed.tokenizer = _present(tokenizer, (*TOKENIZER_FILES, *more))
     if model is not None:
         listed.model = _present(model, _MODEL)
         if config.model.weights == "pretrained":

@@ -12,6 +12,7 @@ from unisono.checkpoint.verify import write_model_manifest
 from unisono.diffusion.drawing import Drawing, draw, open_pipeline, save_picture
 from unisono.diffusion.lora_file import (
     LORA_FILE,
+    SETTINGS_FILE,
     LoraFile,
     kohya_metadata,
     lora_of,
@@ -25,6 +26,7 @@ from unisono.diffusion.single_file import is_whole_model, open_single_file
 from unisono.errors import ConfigError, UsageError
 from unisono.events import Reporter
 from unisono.facts import read_environment
+from unisono.files import read_object
 from unisono.plan import RunPlan
 from unisono.task.target import find_target, verify_target
 
@@ -41,6 +43,7 @@ class Opened:
         plan: of the run.
         name: for the settings of pictures.
         description: one line for the user.
+        step: of the run's weights, if it is known.
     """
 
     pipeline: Pipeline | None
@@ -48,6 +51,7 @@ class Opened:
     plan: RunPlan | None
     name: str
     description: str
+    step: int | None = None
 
 
 def open_target(request: dict[str, Any], report: Reporter) -> Opened:
@@ -85,9 +89,12 @@ def open_target(request: dict[str, Any], report: Reporter) -> Opened:
         reader = CheckpointReader(target.weights)
         tensors = {key: reader.tensor("trainable", key) for key in reader.groups["trainable"]}
         lora = lora_of(tensors, target.plan.config.adapter.alpha)
+        step = target.step
     else:
         lora = read_lora(target.weights / LORA_FILE)
-    return Opened(read_pipeline(target.base), lora, target.plan, path.resolve().name, target.description)
+        step = read_object(target.weights / SETTINGS_FILE).get("steps")
+    pipeline = read_pipeline(target.base)
+    return Opened(pipeline, lora, target.plan, path.resolve().name, target.description, step)
 
 
 def run_generate(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
@@ -190,7 +197,7 @@ def run_export(request: dict[str, Any], report: Reporter, out: Path, directory: 
         if is_xl and opened.pipeline is not None:
             opened.lora.sgm = int(opened.pipeline.unet.get("layers_per_block", 2))
         dtype = torch.float16 if request.get("half") else None
-        more = kohya_metadata(opened.lora, plan, opened.pipeline)
+        more = kohya_metadata(opened.lora, plan, opened.pipeline, step=opened.step)
         entry = write_kohya(opened.lora, directory / name, dtype=dtype, more=more)
     else:
         name = LORA_FILE

@@ -40,6 +40,7 @@ class Target:
         thinking: as data.thinking, for such a template.
         default_system: as data.system, for such a template.
         merged: the directories of adapters that are merged into the base model before this one is put on it.
+        step: of a checkpoint.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Target:
     thinking: Thinking = None
     default_system: str | None = None
     merged: tuple[Path, ...] = ()
+    step: int | None = None
 
     @property
     def is_reward(self) -> bool:
@@ -357,7 +359,7 @@ def _at_checkpoint(
     )
     what = "adapter" if plan.config.adapter is not None else "all weights"
     text = f"the run {name} at step {found.step}: {what} of {plan.config.model.path}"
-    return Target(name, "checkpoint", found.path, base, plan, text, (*notes, *foreign))
+    return Target(name, "checkpoint", found.path, base, plan, text, (*notes, *foreign), step=found.step)
 
 
 def _of_adapter(name: str, directory: Path) -> Target:

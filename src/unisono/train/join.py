@@ -13,6 +13,7 @@ import torch
 from unisono.agree.reports import RankReport
 from unisono.causes import Evidence, Verdict
 from unisono.data.token_table import TokenTable
+from unisono.data.tokenizer import PROBE
 from unisono.errors import Disagreed, Problem
 from unisono.events import Reporter
 from unisono.facts import Environment
@@ -242,7 +243,6 @@ def bound_uuid(device: torch.device) -> str | None:
 _WIDTH = 1024  # words in a block; a word's weight is that of its place in the block times that of the block
 _BLOCKS = 4096  # blocks at a time: 32 MiB
 _MOST_NAMES = 256
-_PROBE = "Hello, wörld! 123 καλημέρα\n\t你好 🙂 def f(x): return x  # end"
 _NUMBERED = re.compile(r"^(.*?\.\d+)\.")
 
 
@@ -309,5 +309,5 @@ def rows_digest(table: TokenTable) -> str:
 
 def tokenizer_digest(tokenizer: Any) -> str:
     """The digest of the vocabulary, the chat template, and the tokens of a fixed text."""
-    ids = tokenizer(_PROBE)["input_ids"]
+    ids = tokenizer(PROBE)["input_ids"]
     return digest_of([ids, sorted(tokenizer.get_vocab().items()), tokenizer.chat_template])

@@ -127,10 +127,10 @@ def _train_and_finish(run: Run) -> dict[str, Any]:
     began, tokens_before = time.perf_counter(), run.state.tokens
     ending = train(run) if run.plan.last_step is None else train_again(run)
     seconds = time.perf_counter() - began
-    weights = None
+    weights, weights_step = None, run.state.step
     if ending["outcome"] == "completed":
         run.beats.enter("finish")
-        _take_best(run)
+        weights_step = _take_best(run)
         share = exact_match_share(run)
         if share is not None:
             run.state.eval["exact_match"] = share
@@ -141,7 +141,7 @@ def _train_and_finish(run: Run) -> dict[str, Any]:
     if ending["outcome"] == "completed":
         report.phase("finish", "writing the result")
         run.beats.enter("finish")
-        weights = _write_result(run)
+        weights = _write_result(run, weights_step)
     faults.at_the_end(run.plan, run.group.rank)
     if not run.group.is_main:
         return {"outcome": ending["outcome"], "exit_code": ending["exit_code"], "step": run.state.step}
@@ -158,13 +158,13 @@ def _train_and_finish(run: Run) -> dict[str, Any]:
     }
 
 
-def _write_result(run: Run) -> Path | None:
+def _write_result(run: Run, step: int) -> Path | None:
     assert run.storage is not None
     target = run.files.adapter if run.plan.config.adapter is not None else run.files.model
     with run.storage.ends_if_stuck("writing the result", target):
         if run.group.is_main:
             run.files.result_logits.unlink(missing_ok=True)  # those of an earlier result
-        written = write_result(run)
+        written = write_result(run, step=step)
         if run.plan.config.checkpoint.read_back and run.plan.config.objective != DIFFUSION:
             _write_logits(run)
         return written
@@ -192,18 +192,21 @@ def _write_logits(run: Run) -> None:
         )
 
 
-def _take_best(run: Run) -> None:
-    """With `checkpoint.best`: restores the best checkpoint, which may be an earlier one, as the result. All ranks must call it."""
+def _take_best(run: Run) -> int:
+    """With `checkpoint.best`: restores the best checkpoint, which may be an earlier one, as the result. All ranks must call it.
+
+    Gives the step of the weights.
+    """
     best = run.state.best_step
     if run.plan.config.checkpoint.best is None or best is None or best == run.state.step:
-        return
+        return run.state.step
     assert run.storage is not None
     step, line = _find_best(run)
     if step != best and run.group.is_main:
         text = f"the checkpoint of the best step, {best}, is missing; the result is that of step {step or run.state.step}"
         run.report.warning("best_is_gone", text)
     if step in (0, run.state.step):
-        return
+        return run.state.step
     run.report.phase("finish", f"restoring the best checkpoint, step {step}")
     state, saved = run.state, run.saved_step
     path = run.files.checkpoint(step)
@@ -213,6 +216,7 @@ def _take_best(run: Run) -> None:
         )  # weights signed by another key may be the result, too; the rest is not used
     run.state, run.saved_step = state, saved
     run.state.eval |= line
+    return step
 
 
 def _find_intact_best(run: Run) -> tuple[int, dict[str, Any]] | None:
@@ -268,8 +272,8 @@ class OtherRankReporter(Reporter):
 # ---- The result
 
 
-def write_result(run: Run) -> Path | None:
-    """Writes adapter/ or model/ of the run, with tokenizer, chat template and a list of the files; gives its path.
+def write_result(run: Run, *, step: int) -> Path | None:
+    """Writes adapter/ or model/ of the run, the weights of `step`, with tokenizer, chat template and a list of the files; gives its path.
 
     The directory appears complete or not at all. All ranks must call it; rank 0 writes, and the others get None.
 
@@ -285,7 +289,7 @@ def write_result(run: Run) -> Path | None:
     with _refuse_on_storage_error(run, temporary, target):
         require_directory(run)
         shutil.rmtree(temporary, ignore_errors=True)
-        write_model_manifest(temporary, write_weights(run.forward.loaded, run.plan, temporary))
+        write_model_manifest(temporary, write_weights(run.forward.loaded, run.plan, temporary, step=step))
         fsync_tree(temporary)
         _put_in_place(temporary, target)
     return target

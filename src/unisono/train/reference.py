@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Iterator
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,7 @@ def set_reference(run: Run) -> None:
 
 
 def reference_key(run: Run) -> str:
-    """The digest of what determines the values: the contents of all model files and of the rows, and how the model is computed.
+    """The digest of what determines the values: the contents of all model files and of the rows, and how and by what the model is computed.
 
     The model's digest covers adapters and the reference that the config names, so that a run can be moved with them.
     """
@@ -102,8 +103,16 @@ def reference_key(run: Run) -> str:
         "rows": plan.data.rows_digest,
         "dtype": plan.dtype,
         "reference": plan.config.preference.reference == "auto",
+        "packages": {name: version(name) for name in ("torch", "transformers")},
+        "code": _code_of_model(run) if plan.config.model.trust_remote_code else None,
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _code_of_model(run: Run) -> dict[str, str]:
+    """The digest of each file of code in the model's directory: `model.digest` is that of weights and config.json."""
+    files = sorted(Path(run.plan.model.directory).glob("*.py"))
+    return {file.name: xxhash.xxh3_128_hexdigest(file.read_bytes()) for file in files}
 
 
 # ---- the store: RUN/reference.safetensors

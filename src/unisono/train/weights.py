@@ -185,7 +185,9 @@ _METADATA = {"format": "pt"}  # transformers refuses files without it
 Entries = dict[str, FileEntry]
 
 
-def write_weights(loaded: LoadedModel, plan: RunPlan, directory: Path, *, writes: bool = True) -> Entries:
+def write_weights(
+    loaded: LoadedModel, plan: RunPlan, directory: Path, *, step: int | None = None, writes: bool = True
+) -> Entries:
     """Writes the adapter in peft's layout, or the full model in that of transformers, with everything that generation needs.
 
     If weights are sharded, all ranks must call it.
@@ -194,6 +196,7 @@ def write_weights(loaded: LoadedModel, plan: RunPlan, directory: Path, *, writes
         loaded: the model.
         plan: of the run.
         directory: a new directory; its parent must exist.
+        step: of the weights; None: the last one.
         writes: whether this rank writes; the others only contribute their parts.
 
     Returns:
@@ -208,7 +211,7 @@ def write_weights(loaded: LoadedModel, plan: RunPlan, directory: Path, *, writes
     if plan.config.objective == DIFFUSION:
         from unisono.diffusion.lora_file import write_lora
 
-        return write_lora(loaded.base, plan, directory) if writes else {}
+        return write_lora(loaded.base, plan, directory, step=step or plan.total_steps) if writes else {}
     if plan.config.adapter is not None:
         name = _base_name(plan)
         entries = write_adapter(
