@@ -18,7 +18,7 @@ from unisono.data.control_tokens import ControlTokens
 from unisono.data.encode import Encoder
 from unisono.data.lf_encoder import LfEncoder
 from unisono.data.token_table import Encoded
-from unisono.model.load import load_tokenizer
+from unisono.data.tokenizer import load_tokenizer
 
 TokenizerDir = Callable[..., Path]
 END = "<|im_end|>"

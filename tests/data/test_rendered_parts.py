@@ -16,7 +16,7 @@ from unisono.data import Conversation, RowError
 from unisono.data.encode import Encoder
 from unisono.data.rendered_parts import RenderedParts
 from unisono.data.token_table import Encoded
-from unisono.model.load import load_tokenizer
+from unisono.data.tokenizer import load_tokenizer
 
 TokenizerDir = Callable[..., Path]
 USER = {"role": "user", "content": "2+2?"}
