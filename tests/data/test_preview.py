@@ -269,10 +269,8 @@ def test_preference_rows_show_both_sides(
     found = see(data, objective=objective)
     first = found["rows"][0]
     one, other = (first, first["kl"]) if rated else (first["chosen"], first["rejected"])
-    assert [part["runs"][-1]["loss"] for part in (one, other)] == [
-        False,
-        False,
-    ]  # the newline after the answer
+    # Only a reward model sees the newline after the answer.
+    assert [part["runs"][-1]["loss"] for part in (one, other)] == [objective != "reward"] * 2
     assert [part["runs"][1]["text"] for part in (one, other)] == ["yes<|im_end|>", "no<|im_end|>"]
     assert one["runs"][0] == other["runs"][0]
     assert first.get("desirable") is (True if rated else None)
