@@ -302,3 +302,34 @@ def test_without_a_template_conversations_become_chatml_with_a_warning(tokenizer
     encoder = make_encoder(tokenizer_dir(None))
     assert trained(encoder, encode(encoder, turns("hello", "there"))) == ["there<|im_end|>"]
     assert "ChatML" in encoder.warnings[0]
+
+
+def template_file(folder: Path, text: str) -> str:
+    (folder / "template.jinja").write_text(text, encoding="utf-8")
+    return str(folder / "template.jinja")
+
+
+def test_a_template_that_ends_only_the_whole_with_the_end_of_sequence_has_all_its_answers_found(
+    tokenizer_dir: TokenizerDir, tmp_path: Path
+) -> None:
+    phi = (
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+        "{{ '<|im_start|>assistant\n' if add_generation_prompt else '</s>' }}"
+    )
+    encoder = make_encoder(tokenizer_dir("inst", eos="</s>"), template_file=template_file(tmp_path, phi))
+    encoded = encode(encoder, turns("hello", "there", "and?", "fine"))
+    assert trained(encoder, encoded) == ["there<|im_end|>", "fine<|im_end|>"]
+    assert encoder.tokenizer.convert_tokens_to_ids("<|im_end|>") in encoder.stop_ids
+
+
+def test_where_the_next_role_is_the_stop_each_answer_ends_with_it_and_the_last_one_too(
+    tokenizer_dir: TokenizerDir, tmp_path: Path
+) -> None:
+    glm = "{% for m in messages %}{{ ('<|im_start|>' if m['role'] == 'user' else '<|im_end|>') + m['content'] }}{% endfor %}{{ '<|im_end|>' if add_generation_prompt }}"
+    directory = tokenizer_dir("chatml_tools", eos="<|im_start|>")
+    encoder = make_encoder(directory, template_file=template_file(tmp_path, glm))
+    messages = turns("hello", "there", "and?", "fine")
+    encoded = encode(encoder, messages)
+    assert trained(encoder, encoded) == ["there<|im_start|>", "fine<|im_start|>"]
+    last = make_encoder(directory, template_file=template_file(tmp_path, glm), loss_on="last-answer")
+    assert trained(last, encode(last, messages)) == ["fine<|im_start|>"]

@@ -3,8 +3,8 @@
 Three methods, in this order. The first that succeeds is used; if none does, the row is refused:
 
 1. The template marks them (`{% generation %}`): its marks are used.
-2. Prefixes: an answer begins at the end of the rendering of all messages before it with the generation prompt, and ends at the end of
-   the rendering up to and including it. Valid if both renderings are prefixes of the full text.
+2. Prefixes: an answer begins at the end of the rendering of all messages before it with the generation prompt, and ends with the end of
+   its turn in the rendering up to and including it. Valid if both are prefixes of the full text.
 3. Marks: a template that renders earlier turns differently (drops their reasoning) breaks method 2. Then a mark is inserted after
    the answer, and the conversation is rendered again: the answer ends where the two texts diverge. The text after it must equal the
    text that follows it as the last message, at least up to the end-of-turn token.
@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 from unisono.data import Conversation, Message, RowError
-from unisono.data.formats import all_text
+from unisono.data.formats import THOUGHT_KEYS, all_text
 from unisono.data.template import ChatTemplate, common_beginning
 from unisono.text import one_line
 
@@ -90,6 +90,23 @@ def render_answers(template: ChatTemplate, conversation: Conversation, *, last_o
     return Rendered(text, spans_found, wanted, weights)
 
 
+def with_next_turn(template: ChatTemplate, text: str, answers: list[Span]) -> tuple[str, list[Span]]:
+    """Text and answers with the stop token of the next turn, where the template ends no answer itself; else the same.
+
+    An answer at the end of the text gets the one that a question would begin with.
+    """
+    stop = template.stop_of_next_turn
+    if stop is None:
+        return text, answers
+    if answers and answers[-1][1] == len(text):
+        text += stop
+    found = []
+    for first, end in answers:
+        following = next((known for known in template.known_stops if text.startswith(known, end)), "")
+        found.append((first, end + len(following)))
+    return text, found
+
+
 def _refuse_unanswered(messages: list[Message], wanted: list[int]) -> None:
     if not wanted:
         spoken = any(message["role"] == "assistant" for message in messages)
@@ -104,7 +121,7 @@ def _refuse_unanswered(messages: list[Message], wanted: list[int]) -> None:
         )
     for i in wanted:
         if (
-            not any(messages[i].get(name) for name in ("tool_calls", "reasoning_content"))
+            not any(messages[i].get(name) for name in ("tool_calls", *THOUGHT_KEYS))
             and not messages[i]["content"].strip()
         ):
             raise RowError(f"the answer in message {i + 1} is empty", "write an answer, or remove the row")
@@ -142,9 +159,12 @@ def _by_prefixes(
     for i in wanted:
         first = _begin_by_prompt(template, conversation, text, i)
         part = text if i == len(messages) - 1 else template.try_render(messages[: i + 1], tools)
-        if first is None or part is None or not text.startswith(part) or first >= len(part):
+        if first is None or part is None:
             return None
-        spans.append((first, len(part) - template.surplus(part)))
+        end = len(part) - template.surplus(part)
+        if first >= end or not text.startswith(part[:end]):
+            return None
+        spans.append((first, end))
     return spans if _in_order(spans) else None
 
 

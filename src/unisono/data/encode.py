@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from unisono.config.schema import SourceSection
 from unisono.data import Completion, Conversation, Example, Exchange, Preference, RowError, Text, grouped
-from unisono.data.answer_spans import Rendered, Span, render_answers
+from unisono.data.answer_spans import Rendered, Span, render_answers, with_next_turn
 from unisono.data.control_tokens import ControlTokens, ControlTokensMode, refuse_control_tokens, refuse_slow
 from unisono.data.formats import FormatName, all_text, to_example
 from unisono.data.preference_rows import read_preference, with_answer_of
@@ -694,6 +694,9 @@ class Encoder:
             example = placed(example, key=key, in_content=in_content)
         rendered = self._rendered(example)
         job = self._without_lost(rendered, self._parts.lost(example, rendered.text))
+        if job.answers is not None:
+            text, ended = with_next_turn(self.template, job.text, job.answers)
+            job = replace(job, text=text, answers=ended)
         if hidden is not None:
             restored = hidden.restored(job.text, job.answers or [])
             answers = None if job.answers is None else restored.spans

@@ -236,15 +236,38 @@ class ChatTemplate:
 
     @cached_property
     def end_of_turn(self) -> str | None:
-        """The token that ends an answer: the first known stop token after it, else the added token right after it."""
+        """The token that ends an answer.
+
+        The first known stop token after it, else the added token right after it; if it has one, a token that it also writes after an
+        earlier answer: Phi's ends each with `<|end|>`, and only the last one with the end of sequence, too.
+        """
         if self.frame is None:
             return None
-        tail = self.frame.tail
-        stops = sorted((tail.index(stop), stop) for stop in self.known_stops if stop in tail)
-        if stops:
-            return stops[0][1]
+        tail, shared = self.frame.tail, common_beginning(self.frame.tail, self._after_earlier_answer)
+        stops = [stop for stop in self.known_stops if stop in tail]
+        if not any(stop in tail[:shared] for stop in stops) and (added := self._added_at(tail[:shared])):
+            return added
+        return min(stops, key=tail.index) if stops else self._added_at(tail)
+
+    @cached_property
+    def stop_of_next_turn(self) -> str | None:
+        """The stop token with which the question after an answer begins, if the template ends no answer itself, as GLM's; else None."""
+        if self.frame is None or self.frame.tail.strip():
+            return None
+        following = self._after_earlier_answer.lstrip()
+        return next((stop for stop in self.known_stops if following.startswith(stop)), None)
+
+    @cached_property
+    def _after_earlier_answer(self) -> str:
+        """The text between an answer and the question after it."""
+        question = {"role": "user", "content": _QUESTION}
+        text = self.try_render([question, {"role": "assistant", "content": _ANSWER}, question], None)
+        return "" if text is None else text.partition(_ANSWER)[2].rpartition(_QUESTION)[0]
+
+    def _added_at(self, text: str) -> str | None:
+        """The longest added token with which a text begins."""
         added = sorted((str(token) for token in self.tokenizer.get_added_vocab()), key=len, reverse=True)
-        return next((token for token in added if tail.lstrip().startswith(token)), None)
+        return next((token for token in added if text.lstrip().startswith(token)), None)
 
     def surplus(self, text: str) -> int:
         """The number of characters after the token that ends the last answer of a conversation."""
