@@ -124,7 +124,7 @@ def test_a_program_of_which_no_rank_does_anything_is_reported_with_the_line_of_e
     idle: dict[str, str], name: str
 ) -> None:
     text = idle[name]
-    (found,) = _IDLE.finditer(text)
+    found, *_ = _IDLE.finditer(text)  # others may have been waited for
     assert 30 <= int(found[1]) <= 40
     assert re.search(rf"stalls\.py:\d+ in {'loaded' if name not in FAULTS else name}", found[2]), text
     in_worker = re.search(r"with worker processes at \S*stalls\.py:\d+ in __getitem__", found[2])
@@ -141,7 +141,7 @@ def test_a_reward_of_trl_that_never_returns_is_reported_with_its_line(
     with ExitStack() as stack:
         started = {"grpo": Guarded(program, tmp_path / "out")}
         text = run_until(stack, started, _IDLE, 1)["grpo"]
-    (found,) = _IDLE.finditer(text)
+    found, *_ = _IDLE.finditer(text)  # others may have been waited for
     assert 30 <= int(found[1]) <= 40
     assert re.search(r"trl_grpo\.py:\d+ in judge", found[2]), text
     assert "ranks 0 and 1 at" in found[2] or program.ranks == 1
