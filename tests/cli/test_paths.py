@@ -57,7 +57,7 @@ DIRECTORIES = {"out", "--output-dir", "folders", "runs", "output_dir", "checkpoi
 SOURCES = [f"data.{part}[]." for part in ("train", "eval")]
 NO_PATH_KEYS = {
     "model.revision", "adapter.targets", "adapter.modules_to_save", "freeze", "train_only.modules", "train_only.extra",
-    "data.system", "diffusion.prompts", *(source + name for source in SOURCES for name in ("split", "subset", "folder")),
+    "data.system", "data.ignore", "diffusion.prompts", *(source + name for source in SOURCES for name in ("split", "subset", "folder")),
     *(f"{source}tags.{name}_tag" for source in SOURCES for name in
       ("role", "content", "user", "assistant", "observation", "function", "system")),
 }  # fmt: skip

@@ -108,7 +108,7 @@ def test_a_preview_breaks_rows_between_words() -> None:
         "runs": [{"text": words, "tokens": 60, "loss": True}],
     }
     split = {"rows": 1, "sequences": 1, "tokens": 60, "loss_tokens": 30, "longest_row": 60}
-    ledger = {"bad": 0, "dropped": 0, "cut": 0, "split": 0}
+    ledger = {"bad": 0, "dropped": 0, "cut": 0, "split": 0, "not_rendered": 0}
     found = {
         "rows": [row], "lengths": [{"first": 1, "last": 64, "rows": 1}], "ledger": {"sources": []}, "notes": [],
         "data": {"formats": ["text"], "template": "none", "train": split, "eval": None, "cache_hit": True, "cache_reason": "", "ledger": ledger},

@@ -101,6 +101,7 @@ RULES: dict[str, Rule] = {
     "data.format": _ROWS,
     "data.template": _ROWS,
     "data.thinking": _ROWS,
+    "data.ignore": _ROWS,
     "data.thoughts": _ROWS,
     "data.control_tokens": _ROWS,
     "data.date": _ROWS,
