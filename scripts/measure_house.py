@@ -62,7 +62,7 @@ ROOM_BUDGETS = {
     "cluster": 4_100,
     "config": 4_850,
     "control": 3_400,
-    "data": 8_000,
+    "data": 8_050,
     "diagnose": 8_550,
     "diffusion": 3_350,
     "doctor": 5_300,
