@@ -1,7 +1,7 @@
-"""Stacks of processes that a rank of a foreign program starts, e.g. of a loader: each writes its own into memory of its own at a signal.
+"""Stacks of processes that a rank of a foreign program starts, e.g. of a loader: each writes them into its memory.
 
-Such a process is not a rank and leaves no file in the border, since a program may start thousands. Its memory has no path; the front
-finds it among the process's open files by its name, which has the number of the signal.
+Such a process is not a rank and leaves no file in the border, since a program may start thousands. Its memory has no
+path; the front finds it among the process's open files by its name, which has the number of the signal.
 """
 
 import os

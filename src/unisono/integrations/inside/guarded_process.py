@@ -19,17 +19,14 @@ import json
 import math
 import os
 import signal
-import socket
-import struct
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from unisono.events import describe_crash
 from unisono.integrations.border import (
@@ -41,6 +38,7 @@ from unisono.integrations.border import (
     start_of,
 )
 from unisono.integrations.inside import StepReachability, StepStarts
+from unisono.integrations.inside.process_use import Use
 from unisono.integrations.worker_stacks import show_stacks
 from unisono.torch_internals import flight_record, recorders
 from unisono.watch import Beats, Pulse, beat_while_collecting
@@ -219,12 +217,12 @@ class GuardedProcess:
 
     def show_stacks(self) -> None:
         """Shows the stacks of a process that is not a rank, or not yet, at a signal: a rank may have started it, e.g. for its loader."""
-        before = self._stacks
-        self._signal = self._signal or _free_signal()
-        with suppress(OSError):  # no free descriptor
+        before, self._stacks = self._stacks, None
+        with suppress(OSError):  # no free descriptor, or no /proc: then it shows none
+            self._signal = self._signal or _free_signal()
             self._stacks = show_stacks(self._signal) if self._signal else None
-        if before is not None:
-            os.close(before)
+            if before is not None:
+                os.close(before)
 
     def _forked(self) -> None:
         """A forked child is not a rank, and must not write to its parent's record, nor its stacks."""
@@ -281,17 +279,6 @@ def this_process(environment: Mapping[str, str] = os.environ) -> GuardedProcess 
 _EVERY_S = 0.25
 _SILENT_S = 1.0
 _CHECKED_EVERY_S = 1.0  # whether front and subreaper live; takes 10 µs
-_LITTLE_S = (
-    0.004  # of a processor, in a second: less is nothing, and a loop that polls four times a second is still
-)
-_BACKGROUND_S = 0.05  # the same for other threads (loggers, gloo) while the training thread never runs
-_BACKGROUND_TICKS = 2  # of all child processes: idle loaders wake up every few seconds
-_MUCH_BYTES = 1 << 16
-_MUCH_TRAFFIC = 1 << 11  # in a second: heartbeats of stores have less, and the slowest downloads more
-_MOST_SOCKETS = 256
-_TCP_INFO_BYTES = 136
-_TRAFFIC = struct.Struct("=QQ")  # tcpi_bytes_acked, tcpi_bytes_received
-_TRAFFIC_AT = 120
 
 
 def count_begun() -> int:
@@ -321,7 +308,7 @@ class Sampling(threading.Thread):
         self._where = where
         self._is_left = is_left
         self._begun = 0
-        self._use = _Use()
+        self._use = Use()
 
     def run(self) -> None:
         """Samples four times per second, half as often while the main thread beats; once per second in detail while it is silent and no collective begins."""
@@ -343,7 +330,7 @@ class Sampling(threading.Thread):
             if moved != seen:
                 seen, since = moved, now
                 self._beats.note_groups(begun=self._begun, pending=0, still_ns=0)
-                self._use = _Use()
+                self._use = Use()
             elif now - since >= _SILENT_S and now - looked >= _SILENT_S:
                 looked = now
                 self._inspect()
@@ -371,142 +358,6 @@ def begun_of(dump: Any) -> int:
 def pending_of(dump: Any) -> int:
     """Number of recorded collectives that are not completed."""
     return sum(not entry["retired"] for entry in dump.get("entries") or ())
-
-
-class _Use:
-    """CPU and I/O use of the process and its children since their last activity."""
-
-    def __init__(self) -> None:
-        self._last: _Used | None = None
-        self._since = time.monotonic_ns()
-
-    def still_ns(self, thread: int | None, *, is_examined: bool) -> int:
-        """Nanoseconds in which they have used almost nothing.
-
-        Args:
-            thread: that trains, by Python's number.
-            is_examined: whether the front has requested stacks or a dump since the last call, which take CPU time and write.
-        """
-        now = time.monotonic_ns()
-        last, self._last = self._last, _Used.now(thread)
-        if last is None or (self._last.is_more_than(last) and not is_examined):
-            self._since = now
-        return now - self._since
-
-
-class _Used(NamedTuple):
-    """What this process has used since its start.
-
-    Attributes:
-        cpu_s: CPU seconds of its threads, without those of the guard.
-        child_ticks: CPU time of its children, in kernel ticks.
-        io_bytes: read and written.
-        network_bytes: received and sent over TCP, which io_bytes need not contain.
-        wakeups: how often the training thread has waited; None if unknown.
-    """
-
-    cpu_s: float
-    child_ticks: int
-    io_bytes: int
-    network_bytes: int
-    wakeups: int | None
-
-    @classmethod
-    def now(cls, thread: int | None) -> Self:
-        return cls(
-            time.process_time() - _own_cpu_s(),
-            _ticks_below(os.getpid()),
-            _io_bytes(),
-            _network_bytes(),
-            _wakeups(thread),
-        )
-
-    def is_more_than(self, last: "_Used") -> bool:
-        """Whether the process has worked since `last`, about a second before."""
-        sleeps = self.wakeups is not None and self.wakeups == last.wakeups
-        return (
-            self.cpu_s - last.cpu_s > (_BACKGROUND_S if sleeps else _LITTLE_S)
-            or self.child_ticks - last.child_ticks > _BACKGROUND_TICKS
-            or self.io_bytes - last.io_bytes > _MUCH_BYTES
-            or self.network_bytes - last.network_bytes > _MUCH_TRAFFIC
-        )
-
-
-def _own_cpu_s() -> float:
-    """CPU seconds of the guard's own threads.
-
-    The pulse, which never ends, as reading the clock of an ended thread can crash, and this one.
-    """
-    pulse = next((one.ident for one in threading.enumerate() if one.name == "pulse"), None)
-    pulse_s = time.clock_gettime(time.pthread_getcpuclockid(pulse)) if pulse is not None else 0.0
-    return pulse_s + time.thread_time()
-
-
-def _wakeups(thread: int | None) -> int | None:
-    """How often a thread has given up its processor to wait."""
-    number = next((one.native_id for one in threading.enumerate() if one.ident == thread), None)
-    with suppress(OSError, ValueError):
-        for line in Path(f"/proc/self/task/{number}/status").read_text().splitlines():
-            if line.startswith("voluntary_ctxt_switches:"):
-                return int(line.split()[1])
-    return None
-
-
-def _ticks_below(pid: int) -> int:
-    """CPU time of all child processes, including exited ones, in kernel ticks."""
-    total, todo, seen = 0, [pid], 0
-    while todo and seen < _MOST_BELOW:
-        for child in _children(todo.pop()):
-            seen += 1
-            with suppress(OSError, IndexError):
-                fields = Path(f"/proc/{child}/stat").read_text(errors="replace").rpartition(")")[2].split()
-                total += sum(map(int, fields[11:15]))
-                todo.append(child)
-    return total
-
-
-_MOST_BELOW = 256
-
-
-def _children(pid: int) -> list[int]:
-    found: list[int] = []
-    with suppress(OSError):
-        for thread in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208 - of names alone
-            found += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
-    return found
-
-
-def _io_bytes() -> int:
-    """Bytes that this process has read and written."""
-    with suppress(OSError, ValueError):
-        lines = Path("/proc/self/io").read_text().splitlines()
-        return sum(int(line.partition(": ")[2]) for line in lines if line.startswith(("rchar", "wchar")))
-    return 0
-
-
-def _network_bytes() -> int:
-    """Bytes that the present TCP connections of this process have received and sent, by Linux's tcp_info."""
-    total = 0
-    with suppress(OSError):
-        names = os.listdir("/proc/self/fd")  # noqa: PTH208 - of names alone
-        sockets = 0
-        for name in names:
-            with suppress(OSError):
-                if sockets < _MOST_SOCKETS and os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):  # noqa: PTH115 - its text is not a path
-                    sockets += 1
-                    total += _traffic(int(name))
-    return total
-
-
-def _traffic(fd: int) -> int:
-    """The same of one connection.
-
-    Raises:
-        OSError: if it is not a TCP socket, or was closed.
-    """
-    with socket.socket(fileno=os.dup(fd)) as one:
-        info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
-    return sum(_TRAFFIC.unpack_from(info, _TRAFFIC_AT)) if len(info) == _TCP_INFO_BYTES else 0
 
 
 class Guarded:
