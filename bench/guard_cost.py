@@ -218,14 +218,16 @@ def write(path: Path, found: dict[str, Any], pairs: list[dict[str, Any]]) -> Non
     bare = [pair["off"]["wall_s"] for pair in pairs]
     value = {
         "schema": 1, "machine": f"{platform.machine()}, {os.cpu_count()} cores", "python": platform.python_version(), "step_s": STEP_S, **found,
-        "computed_s": computed_s, "computed_share": computed_s / STEP_S, "allowed_share": ALLOWED, "long_step_s": LONG_STEP_S, "long_share": long_share, "long_allowed": LONG_ALLOWED,
+        "computed_s": computed_s, "computed_share": computed_s / STEP_S, "allowed_share": ALLOWED,
+        "long_step_s": LONG_STEP_S, "long_share": long_share, "long_allowed": LONG_ALLOWED,
         "cpu_ratio": ratios["cpu"], "cpu_quartiles": quartiles["cpu"], "wall_ratio": ratios["wall"], "wall_quartiles": quartiles["wall"],
         "bare_step_s": statistics.median(bare) if bare else None, "load": [pair["load"] for pair in pairs], "pairs": pairs,
     }  # fmt: skip
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(value, indent=1) + "\n")
     print(
-        f"computed {value['computed_share']:.3%} of a step of 5 ms, {long_share:.3%} of one of 50 ms; of {len(pairs)} pairs: {ratios}, quartiles {quartiles}",
+        f"computed {value['computed_share']:.3%} of a step of 5 ms, {long_share:.3%} of one of 50 ms; "
+        f"of {len(pairs)} pairs: {ratios}, quartiles {quartiles}",
         flush=True,
     )
 

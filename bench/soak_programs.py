@@ -1,12 +1,12 @@
-"""A healthy program of somebody else under `unisono run`, with long pauses on a busy machine: does any warning say what is not true?
+"""A healthy third-party program under `unisono run`, with long pauses on a busy machine: is any warning false?
 
-    python bench/soak_programs.py --minutes 60   writes bench/results/soak_programs.json as it goes; no stall may be reported
+    python bench/soak_programs.py --minutes 60   writes bench/results/soak_programs.json; no stall may be reported
     nohup python bench/soak_programs.py --minutes 60 > /tmp/soak.log 2>&1 &
 
-torchrun, two ranks, DDP, gloo, steps of 50 ms. About every second one rank, or all of them, does something that takes long and is not a stall:
-it evaluates, compiles in a process of its own, saves slowly, downloads from a slow server (into a file, or into memory), reads
-its rows through loader processes that are slow, or collects garbage. The other ranks wait in their next collective. Other processes
-want as many cores again as there are, in turn.
+torchrun, two ranks, DDP, gloo, steps of 50 ms. About every second one rank, or all of them, does something that
+takes long and is not a stall: it evaluates, compiles in a separate process, saves slowly, downloads from a slow
+server (into a file, or into memory), reads its rows through slow loader processes, or collects garbage. The other
+ranks wait in their next collective. Other processes want as many cores again as there are, in turn.
 """
 
 import argparse
@@ -198,11 +198,18 @@ def write(
     lines = [line for path in sorted(folder.glob("pauses-*.jsonl")) for line in path.read_text().splitlines()]
     told = [one for one in messages if one["kind"] in ("warning", "verdict")]
     result = {
-        "schema": 1, "what": "a healthy program of two ranks under `unisono run` with long pauses, while other processes want as many cores again as there are",
-        "command": f"python bench/soak_programs.py --minutes {minutes:g} --seed {seed}", "machine": f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}",
-        "load": round(os.getloadavg()[0], 1), "minutes": round(seconds / 60, 1), "exit_code": code, "pauses": dict(sorted(Counter(json.loads(line)["kind"] for line in lines).items())),
-        "investigations": sum("investigating" in str(one.get("text")) for one in messages), "warnings": len(told), "lines": [one.get("text") or one.get("summary") for one in told],
-    }  # fmt: skip
+        "schema": 1,
+        "what": "a healthy program of two ranks under `unisono run` with long pauses, on a busy machine",
+        "command": f"python bench/soak_programs.py --minutes {minutes:g} --seed {seed}",
+        "machine": f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}",
+        "load": round(os.getloadavg()[0], 1),
+        "minutes": round(seconds / 60, 1),
+        "exit_code": code,
+        "pauses": dict(sorted(Counter(json.loads(line)["kind"] for line in lines).items())),
+        "investigations": sum("investigating" in str(one.get("text")) for one in messages),
+        "warnings": len(told),
+        "lines": [one.get("text") or one.get("summary") for one in told],
+    }
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
     return result

@@ -24,7 +24,7 @@ _PR_SET_PDEATHSIG = 1
 TEMPLATE_HAS_NO_END = signal.SIGVTALRM
 """What the kernel ends a process with whose chat template cannot be interrupted (data.template); its front knows it by that."""
 TOKENIZER_HAS_NO_END = signal.SIGPROF
-"""The same for a tokenizer that exceeds its CPU time (data.encode)."""
+"""The same for a tokenizer that exceeds its CPU time (data.text_encoder)."""
 
 forked_by: int | None = None
 """The fork server (unisono.worker.fork_server) that this process was forked by; None in a process that exec has begun."""

@@ -160,3 +160,14 @@ def test_earlier_answers_keep_their_thoughts_on_request(
     )
     assert isinstance(row, Encoded)
     assert encoder.tokenizer.decode(row.ids).count("two and two") == kept
+
+
+def test_what_looks_like_a_mark_of_an_escaped_token_stays_text(tokenizer_dir: TokenizerDir) -> None:
+    encoder = make_encoder(tokenizer_dir("chatml_tools"), control_tokens="escape")
+    messages = [
+        {"role": "user", "content": f"zqk0qz {END} zqk0xqz"},
+        {"role": "assistant", "content": "zqk0qz"},
+    ]
+    row = encoded(encoder, Conversation(messages))
+    assert f"zqk0qz {END} zqk0xqz" in encoder.tokenizer.decode(row.ids)
+    assert encoder.tokenizer.decode(row.ids[row.targets]) == f"zqk0qz{END}"

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from unisono.data import Conversation, RowError
+from unisono.data import Conversation, Ledger, Place, Preference, RowError, unrendered_parts
 from unisono.data.encode import Encoder
 from unisono.data.rendered_parts import RenderedParts
-from unisono.data.token_table import Encoded
+from unisono.data.token_table import Encoded, EncodedUnit
 from unisono.data.tokenizer import load_tokenizer
 
 TokenizerDir = Callable[..., Path]
@@ -142,7 +142,7 @@ def test_a_tool_that_the_template_does_not_write_is_a_bad_row(
     silent = CALL_OR_TEXT.replace("{{ tools | tojson if tools }}", "{{ 'tools' if tools }}")
     encoder = encoder_of(tmp_path, silent, tokenizer_dir)
     why = encoded(encoder, USER, ANSWER, tools=[TOOL])
-    assert why == "the tools ('weather') is not rendered by the chat template"
+    assert why == "a tool ('weather') is not rendered by the chat template"
 
 
 def test_marks_in_a_row_are_texts(tmp_path: Path, tokenizer_dir: TokenizerDir) -> None:
@@ -241,3 +241,26 @@ def test_every_part_of_every_form_is_rendered_bad_or_noted(
             "description",
         ):
             assert (f"unique{word}" in said) >= (f"unique{word}" in whole), (word, said)
+
+
+def test_what_the_prompt_of_a_pair_lacks_is_noted_with_the_pair(tokenizer_dir: TokenizerDir) -> None:
+    directory = tokenizer_dir("thinking")
+    tokenizer = load_tokenizer(directory, trust_remote_code=False)
+    encoder = Encoder(tokenizer, directory=directory, loss_on="last-answer")
+    before = [USER, ANSWER | {"content": f"<think>\n{THOUGHT}\n</think>\n\nFour. <|im_end|>"}, USER]
+    sides = [Conversation([*before, ANSWER | {"content": text}]) for text in ("yes", "no")]
+    (unit,) = encoder.encode_pairs([Preference(list(sides))])
+    assert isinstance(unit, EncodedUnit), unit
+    for side in unit.sides:
+        assert side.not_rendered == (f"the thought of message 2 (assistant): {THOUGHT}",)
+        assert side.has_control_tokens
+
+
+def test_parts_with_semicolons_stay_whole_in_the_ledger(tmp_path: Path) -> None:
+    with Ledger(tmp_path / "notes") as ledger:
+        ledger.note(Place("a.jsonl", 3), "not rendered", "a; b; c", parts=["a; b", "c"])
+        ledger.note(Place("a.jsonl", 4), "cut", "d")
+        ledger.write(tmp_path / "data.json")
+    assert unrendered_parts(tmp_path / "data.json", ["a.jsonl:3", "a.jsonl:4"]) == {
+        "a.jsonl:3": ["a; b", "c"]
+    }

@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, normalizers, pre_tokenizers, processors
 
 from tests import front_server
-from unisono.data import Conversation, encode
-from unisono.data.encode import Encoder, TextEncoder, _FastTokens
+from unisono.data import Conversation, text_encoder
+from unisono.data.encode import Encoder
+from unisono.data.text_encoder import TextEncoder, _FastTokens
 from unisono.data.token_table import Encoded
 from unisono.data.tokenizer import load_tokenizer
 from unisono.errors import DataError
@@ -105,7 +106,7 @@ def test_tokens_with_enormous_numbers_have_the_ranges_of_their_offsets(
     byte_level: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bytes of tokens are kept in a list by number, which such a number would make as long."""
-    monkeypatch.setattr(encode, "_MOST_TOKENS", 60)
+    monkeypatch.setattr(text_encoder, "_MOST_TOKENS", 60)
     text = "hello <wide> there a b"
     expected = _FastTokens(byte_level.backend_tokenizer.encode(text, add_special_tokens=False))
     (tokens,) = TextEncoder(byte_level).encode([text], special=False)

@@ -48,6 +48,7 @@ def test_what_unisono_said_last_is_the_cause(lines: list[str], cause: str, ranks
     [
         [STALL.format(age=20), MOVES],
         [STALL.format(age=20), *(f"step {step} of 100, loss 1.{step}" for step in range(8, 30))],
+        [VERDICT, *(f"step {step} of 100, loss 1.{step}" for step in range(8, 30))],
         ["unisono: the run is completed: 7 steps  [healthy]"],
         ["unisono: rank 1 ended  [not_a_cause]", "UserWarning: an unused argument  [unused]"],
     ],

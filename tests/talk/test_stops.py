@@ -15,6 +15,12 @@ from unisono.task.inference import open_for_inference
 Train = Callable[..., Any]
 
 
+def export_gguf(run: Path, out: Path, listening: Any) -> None:
+    """Exports the merged model of a run."""
+    request = {"target": str(run), "out": str(out), "adapter": False, "quantize": "f32", "tool": None}
+    gguf_export.run(request, listening)
+
+
 @pytest.fixture
 def base_model(model_dir: Path, make_tokenizer: Callable[[], Any]) -> set[int]:
     """A base model: its end of sequence is not what its template ends answers with. Gives both."""
@@ -67,13 +73,7 @@ def test_result_exports_gguf_and_answers_stop_at_the_tokens_of_the_training(
         assert "_from_model_config" not in settings
     assert stops_of_answers(run.directory, listening) == base_model
     assert stops_of_answers(run.directory, listening, step=4) == base_model
-    request = {
-        "target": str(run.directory),
-        "out": str(tmp_path / "gguf"),
-        "adapter": False,
-        "quantize": "f32",
-    }
-    gguf_export.run({**request, "tool": None}, listening)
+    export_gguf(run.directory, tmp_path / "gguf", listening)
     assert stops_of_llama_cpp(tmp_path / "gguf") == base_model
 
 
@@ -85,11 +85,5 @@ def test_a_third_stop_of_the_model_itself_is_kept_everywhere(
     wanted = base_model | {4}
     assert stops_of_transformers(run.directory / "adapter") == wanted
     assert stops_of_answers(run.directory, listening) == wanted
-    request = {
-        "target": str(run.directory),
-        "out": str(tmp_path / "gguf"),
-        "adapter": False,
-        "quantize": "f32",
-    }
-    gguf_export.run({**request, "tool": None}, listening)
+    export_gguf(run.directory, tmp_path / "gguf", listening)
     assert stops_of_llama_cpp(tmp_path / "gguf") == wanted

@@ -13,7 +13,7 @@ and one evaluation, so they depend on the weight. `tokens_cut` are tokens of use
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -232,11 +232,12 @@ class Ledger:
     def __exit__(self, *_: object) -> None:
         self._notes.close()
 
-    def note(self, place: Place, what: str, why: str) -> None:
-        """Records what happened to a row: bad, dropped, cut, split or not rendered."""
+    def note(self, place: Place, what: str, why: str, *, parts: Sequence[str] = ()) -> None:
+        """Records what happened to a row: bad, dropped, cut, split or not rendered; `parts` of it are in no token."""
         if what == "bad" and not self.first_bad:
             self.first_bad = f"{place}: {why}"
         entry = {"file": place.file, "line": place.number, "what": what, "why": why}
+        entry |= {"parts": list(parts)} if parts else {}
         self._notes.write(json.dumps(entry, ensure_ascii=True) + "\n")
 
     def total(self) -> dict[str, Any]:
@@ -276,17 +277,17 @@ def first_notes(path: Path, *, limit: int) -> list[dict[str, Any]]:
 
 def unrendered_parts(path: Path, rows: Iterable[str]) -> dict[str, list[str]]:
     """For some rows, as `file:line` or `file#row`, the parts that are in no token, in words; without rows that have none."""
-    wanted = set(rows)
-    found: dict[str, list[str]] = {}
+    shown = set(rows)
+    parts: dict[str, list[str]] = {}
     with path.open(encoding="utf-8") as stream:
         for line in islice(stream, 4, None):
             if '"what": "not rendered"' not in line:
                 continue
             note = json.loads(line.strip().removesuffix(","))
             for row in (f"{note['file']}:{note['line']}", f"{note['file']}#{note['line']}"):
-                if row in wanted:
-                    found[row] = note["why"].split("; ")
-    return found
+                if row in shown:
+                    parts[row] = note["parts"]
+    return parts
 
 
 def flat_total(total: dict[str, Any]) -> dict[str, int]:

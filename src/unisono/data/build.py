@@ -249,7 +249,8 @@ def _note_rows(
             continue
         if incomplete[i]:
             counts.not_rendered += 1
-            ledger.note(place, "not rendered", "; ".join(intake.not_rendered[int(i)]))
+            parts = intake.not_rendered[int(i)]
+            ledger.note(place, "not rendered", "; ".join(parts), parts=parts)
         if not changed[i]:
             continue
         counts.cut += rows.is_cut[i]

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 from unisono.data import Conversation, RowError
+from unisono.data.formats import all_text
+from unisono.data.rendered_parts import free_suffix
 from unisono.errors import DataError
 from unisono.text import one_line
 
@@ -74,23 +76,23 @@ class ControlTokens:
         """The first control token in some texts; None if there is none."""
         if self._pattern is not None:
             for text in texts:
-                found = self._pattern.search(text)
-                if found is not None:
-                    return found[0]
+                match = self._pattern.search(text)
+                if match is not None:
+                    return match[0]
         return None
 
     def spans_in(self, text: str) -> list[Span]:
         """Begin and end of each control token in a text."""
-        return [] if self._pattern is None else [found.span() for found in self._pattern.finditer(text)]
+        return [] if self._pattern is None else [match.span() for match in self._pattern.finditer(text)]
 
     def hidden(self, conversation: Conversation) -> "Hidden":
         """The conversation with a mark for each control token in its messages."""
-        hidden = Hidden()
+        hidden = Hidden(all_text(conversation))
         assert self._pattern is not None
         pattern = self._pattern
 
         def hide(text: str) -> str:
-            return pattern.sub(lambda found: hidden.mark(found[0]), text)
+            return pattern.sub(lambda match: hidden.mark(match[0]), text)
 
         messages = [
             {name: value if name == "role" else _mapped(value, hide) for name, value in message.items()}
@@ -109,13 +111,15 @@ class Hidden:
 
     conversation: Conversation
 
-    def __init__(self) -> None:
+    def __init__(self, text: str) -> None:
+        """Makes marks that do not occur in the text of the conversation."""
         self._tokens: list[str] = []
+        self._end = free_suffix(text, "zqk")
 
     def mark(self, token: str) -> str:
         """The mark of the next control token."""
         self._tokens.append(token)
-        return f"zqk{len(self._tokens) - 1}qz"
+        return f"zqk{len(self._tokens) - 1}{self._end}"
 
     def restored(self, text: str, spans: Sequence[Span]) -> Restored:
         """A rendering with the control tokens in their places again; `spans` are some in it."""
@@ -123,15 +127,13 @@ class Hidden:
         escaped: list[Span] = []
         moved: list[tuple[int, int]] = [(0, 0)]  # from here on, so many characters more
         first = grown = 0
-        for found in re.finditer(r"zqk(\d+)qz", text):
-            if int(found[1]) >= len(self._tokens):
-                continue
-            token = self._tokens[int(found[1])]
-            pieces += (text[first : found.start()], token)
-            escaped.append((found.start() + grown, found.start() + grown + len(token)))
-            grown += len(token) - len(found[0])
-            moved.append((found.end(), grown))
-            first = found.end()
+        for mark in re.finditer(rf"zqk(\d+){self._end}", text):
+            token = self._tokens[int(mark[1])]
+            pieces += (text[first : mark.start()], token)
+            escaped.append((mark.start() + grown, mark.start() + grown + len(token)))
+            grown += len(token) - len(mark[0])
+            moved.append((mark.end(), grown))
+            first = mark.end()
         pieces.append(text[first:])
 
         def place(at: int) -> int:

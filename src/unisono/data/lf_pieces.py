@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from unisono.config.lf_template import CONTENT, LfTemplate, Slots, Thinking, Token
 from unisono.data import Exchange, RowError, Turn, grouped
-from unisono.data.encode import TextEncoder
+from unisono.data.text_encoder import TextEncoder
 
 DEFAULT_TOOLS = (
     "You have access to the following tools:\n{tools}"

@@ -16,7 +16,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from unisono.data import Conversation, Message
 from unisono.data.formats import THOUGHT_KEYS
@@ -59,7 +59,7 @@ class Part:
     def __str__(self) -> str:
         """The part for people: "the thought of message 2 (assistant)"."""
         if self.kind == "tools":
-            return f"the tools ({one_line(repr(self.text), limit=40)})"
+            return f"a tool ({one_line(repr(self.text), limit=40)})"
         whose = f"message {self.message + 1} ({one_line(self.role, limit=20)})"
         if self.kind == "content":
             return whose
@@ -116,7 +116,7 @@ class RenderedParts:
         known = self._layouts.get(shape)
         if known is not None and any(layout.fits(parts, text) for layout in known):
             return []
-        marks = _Marks.without_collision(text)
+        marks = _Marks(free_suffix(text, "zq"))
         marked = self._render(*marks.conversation(conversation))
         if marked is None:  # the template refuses marks
             return [part for part in parts if part.text.strip() not in text]
@@ -175,6 +175,14 @@ class RenderedParts:
         return next((one for one in longest if one[0] == usual), longest[0])
 
 
+def free_suffix(text: str, prefix: str) -> str:
+    """A suffix with which marks, a prefix and a number before it, do not occur in a text."""
+    suffix = "qz"
+    while re.search(rf"{prefix}\d+{suffix}", text):
+        suffix = "x" + suffix
+    return suffix
+
+
 def _written_halves(head: str, tail: str) -> list[tuple[str, str]]:
     """The two halves of a text in each of the ways."""
     _, _, json_of, ascii_json_of = _WRITTEN
@@ -229,18 +237,10 @@ class _Marks:
 
     def __init__(self, suffix: str = "", found: list[tuple[Kind, str]] | None = None) -> None:
         """Marks with a suffix; or, with `found`, which gets the parts, none."""
-        self.pattern = re.compile(rf"zq(\d+){suffix}qz")
+        self.pattern = re.compile(rf"zq(\d+){suffix}")
         self._suffix = suffix
         self._found = found
         self._count = 0
-
-    @classmethod
-    def without_collision(cls, text: str) -> Self:
-        """Marks that do not occur in a text."""
-        marks = cls()
-        while marks.pattern.search(text):
-            marks = cls(marks._suffix + "x")
-        return marks
 
     def conversation(self, conversation: Conversation) -> tuple[list[Message], list[Any] | None]:
         """The messages and the tools with marks."""
@@ -318,4 +318,4 @@ class _Marks:
             self._found.append((kind, text))
             return text
         place = _mark_place(text)
-        return f"{text[:place]}zq{number}{self._suffix}qz{text[place:]}"
+        return f"{text[:place]}zq{number}{self._suffix}{text[place:]}"

@@ -155,8 +155,11 @@ def _find_glob(text: str, path: Path, key: str) -> list[RowFile]:
     pattern = str(path.relative_to(root)) if path.anchor else str(path)
     try:
         matches = sorted(root.glob(pattern))
-    # pathlib raises NotImplementedError for a pattern that it does not support.
-    except (ValueError, NotImplementedError, OSError) as error:
+    except (
+        ValueError,
+        NotImplementedError,
+        OSError,
+    ) as error:  # of pathlib, for patterns it does not support
         raise DataError.of(
             f"the pattern {text} cannot be used", where=key, why=str(error), fix="fix the pattern"
         ) from error

@@ -21,7 +21,7 @@ import json
 import os
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -331,7 +331,14 @@ class Encoded:
         """A new row of some of its tokens."""
         closings = None if self.closings is None else self.closings[places]
         shares = None if self.shares is None else self.shares[places]
-        return Encoded(self.ids[places], self.targets[places].copy(), closings=closings, shares=shares)
+        return replace(
+            self,
+            ids=self.ids[places],
+            targets=self.targets[places].copy(),
+            cut=0,
+            closings=closings,
+            shares=shares,
+        )
 
 
 def share_of(weight: float) -> int:

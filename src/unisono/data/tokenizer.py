@@ -86,7 +86,7 @@ def load_tokenizer(directory: Path, *, trust_remote_code: bool) -> Any:
     with loading_modules():
         from transformers import AutoTokenizer
 
-        from unisono.data.encode import probe_tokenizer
+        from unisono.data.text_encoder import probe_tokenizer
 
     try:
         found = AutoTokenizer.from_pretrained(

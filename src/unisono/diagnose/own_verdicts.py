@@ -20,17 +20,19 @@ _MOST_CHARS = 2_000
 
 def find_stated(view: View) -> list[Hypothesis]:
     """The cause that unisono's own output states, in any language: its last verdict, or else its last warning of a stall."""
-    verdicts = [event for event in view.facts.of("unisono_verdict") if _is_cause(event.fields["cause"])]
-    if verdicts:
-        return [_hypothesis(verdicts[-1], confidence=0.95)]
-    warnings = [event for event in view.facts.of("unisono_stall") if _is_cause(event.fields["cause"])]
-    if not warnings:
-        return []
-    last = warnings[-1]
-    ended = any(
-        event.source == last.source and event.order > last.order for event in view.facts.of("unisono_moves")
+    for signature, confidence in (("unisono_verdict", 0.95), ("unisono_stall", 0.9)):
+        stated = [event for event in view.facts.of(signature) if _is_cause(event.fields["cause"])]
+        if stated and not _is_over(view, stated[-1]):
+            return [_hypothesis(stated[-1], confidence=confidence)]
+    return []
+
+
+def _is_over(view: View, event: Event) -> bool:
+    """Whether the run went on after it: it was started again, or its ranks moved."""
+    moves = view.facts.of("unisono_moves")
+    return view.survived(event) or any(
+        one.source == event.source and one.order > event.order for one in moves
     )
-    return [] if ended or view.survived(last) else [_hypothesis(last, confidence=0.9)]
 
 
 def _hypothesis(event: Event, *, confidence: float) -> Hypothesis:

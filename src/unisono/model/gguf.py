@@ -343,8 +343,7 @@ def read_back(path: Path, tensors: "Iterable[tuple[str, torch.Tensor]]", *, dtyp
 def _difference(here: Any, tensor: torch.Tensor) -> float:
     try:
         values = dequantize(np.asarray(here.data), here.tensor_type).reshape(tensor.shape)
-    # The package cannot read every type that llama.cpp writes. Then name and shape are what is compared.
-    except NotImplementedError:
+    except NotImplementedError:  # of a type that the package cannot read; name and shape are compared
         return 0.0
     wanted = tensor.cpu().numpy()
     size = float(np.sqrt(np.mean(np.square(wanted, dtype=np.float64))))

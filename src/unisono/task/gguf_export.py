@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from unisono.data import RowError
-from unisono.data.encode import probe_tokenizer
 from unisono.data.template import ChatTemplate, common_beginning
+from unisono.data.text_encoder import probe_tokenizer
 from unisono.errors import ModelError, UnfitError, UsageError
 from unisono.events import Reporter
 from unisono.model.gguf import (

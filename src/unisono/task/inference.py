@@ -19,7 +19,6 @@ from unisono.child import without_bitsandbytes
 from unisono.config.lf_template import adapt_tokenizer, lf_template_of
 from unisono.config.schema import RunConfig
 from unisono.data import Message
-from unisono.data.encode import TextEncoder, probe_tokenizer
 from unisono.data.lf_encoder import LfChatTemplate, lf_chat_template
 from unisono.data.template import (
     ChatTemplate,
@@ -28,6 +27,7 @@ from unisono.data.template import (
     choose_template,
     fallback_template,
 )
+from unisono.data.text_encoder import TextEncoder, probe_tokenizer
 from unisono.data.trained_template import known_stops, stop_ids_of, trained_template
 from unisono.errors import ModelError, UsageError
 from unisono.events import Reporter
