@@ -91,7 +91,7 @@ FORMER_AIM = 66_000
 """Lines of the package, aimed at when it had 73,000; see the same page."""
 
 TARGETS = (
-    Target("files", 337),
+    Target("files", 339),
     Target("lines", sum(ROOM_BUDGETS.values()), note=f"former aim {FORMER_AIM:,}"),
     Target("rooms over their budget", 0),
     Target("lines of a file, median", 170, at_least=True),

@@ -46,7 +46,7 @@ def read_back_result(
     environment = child_environment(threads=plan.threads, without=leftovers, device=plan.device)
     try:
         with interrupts.raising():
-            found = _run({"output_dir": plan.output_dir}, request, environment)
+            found = _run({"output_dir": plan.output_dir}, request, environment, show)
     except Stopped:
         _warn(show, "the result was not read back: the run was stopped meanwhile", "")
         return ending
@@ -66,7 +66,9 @@ def read_back_result(
     return ending
 
 
-def _run(body: dict[str, str], request: TrainRequest, environment: dict[str, str]) -> dict[str, object]:
+def _run(
+    body: dict[str, str], request: TrainRequest, environment: dict[str, str], show: Show
+) -> dict[str, object]:
     try:
         task = TaskProcess("read_back", body, programs=request.programs, environment=environment)
     except OSError as error:
@@ -75,6 +77,8 @@ def _run(body: dict[str, str], request: TrainRequest, environment: dict[str, str
         for message in task.messages(silence_s=_SILENCE_S):
             if message["kind"] == "result":
                 return message
+            if message["kind"] == "phase":
+                show(message)
     raise RankDied.of("the task read_back ended without a result")
 
 
