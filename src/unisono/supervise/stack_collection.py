@@ -51,7 +51,9 @@ class StackCollection:
         self._began = now
         self._request = memory.ask()
         self._frozen = frozen_cgroup(pid) if pid is not None else None
-        self._main = _ProcessStack(pid, memory.stacks_signal, memory.stacks, frozen=self._frozen, now=now)
+        self._main = _ProcessStack(
+            pid, memory.stacks_signal, memory.stacks, frozen=self._frozen, now=now, uses_py_spy=True
+        )
         self._workers = [
             (worker, _ProcessStack(worker.pid, worker.signal, worker.stacks, now=now)) for worker in workers
         ]
@@ -110,7 +112,14 @@ class _ProcessStack:
     """The stack of one process, from its request to its result."""
 
     def __init__(
-        self, pid: int | None, number: int, file: StacksFile, *, now: float, frozen: Path | None = None
+        self,
+        pid: int | None,
+        number: int,
+        file: StacksFile,
+        *,
+        now: float,
+        frozen: Path | None = None,
+        uses_py_spy: bool = False,
     ) -> None:
         """Requests it by a signal.
 
@@ -119,8 +128,10 @@ class _ProcessStack:
             number: the signal at which faulthandler writes; 0 for none.
             file: where it writes.
             frozen: the control group that froze the process.
+            uses_py_spy: whether py-spy reads the stack if the signal is not answered: not for dozens of workers of a busy machine.
         """
         self._pid = pid
+        self._uses_py_spy = uses_py_spy
         self._file = file
         self._began = now
         self._since = file.size
@@ -138,7 +149,7 @@ class _ProcessStack:
         if self._pid is None or self._has_text(now):
             return True
         if self._error or now - self._began >= _ANSWERS_S:
-            return self._spy_is_done(self._pid)
+            return not self._uses_py_spy or self._spy_is_done(self._pid)
         return False
 
     def result(self, *, trains: int | None = None) -> tuple[tuple[str, ...], str, str]:
