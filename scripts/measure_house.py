@@ -80,7 +80,7 @@ ROOM_BUDGETS = {
     "rendezvous": 2_400,
     "rundir": 2_400,
     "serve": 1_600,
-    "supervise": 4_500,
+    "supervise": 4_550,
     "task": 5_050,
     "train": 7_400,
     "watch": 2_100,

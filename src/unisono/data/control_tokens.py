@@ -136,10 +136,10 @@ class Hidden:
             first = mark.end()
         pieces.append(text[first:])
 
-        def place(at: int) -> int:
+        def offset(at: int) -> int:
             return at + max((one for one in moved if one[0] <= at), key=lambda one: one[0])[1]
 
-        return Restored("".join(pieces), [(place(first), place(end)) for first, end in spans], escaped)
+        return Restored("".join(pieces), [(offset(first), offset(end)) for first, end in spans], escaped)
 
 
 def _mapped(value: Any, change: Callable[[str], str]) -> Any:

@@ -90,10 +90,10 @@ class _Layout:
 
     def fits(self, parts: Sequence[Part], text: str) -> bool:
         """Whether a rendering is exactly this with these parts."""
-        found = [self.literals[0]]
+        pieces = [self.literals[0]]
         for (number, way), literal in zip(self.slots, self.literals[1:], strict=True):
-            found += (_WRITTEN[way](parts[number].text), literal)
-        return "".join(found) == text
+            pieces += (_WRITTEN[way](parts[number].text), literal)
+        return "".join(pieces) == text
 
 
 class RenderedParts:
@@ -145,10 +145,10 @@ class RenderedParts:
         first = 0
         for mark in pattern.finditer(marked):
             number = int(mark[1])
-            found = self._way(parts[number], marked[first : mark.start()], marked[mark.end() :])
-            if found is None:
+            written = self._way(parts[number], marked[first : mark.start()], marked[mark.end() :])
+            if written is None:
                 return None
-            way, head, tail = found
+            way, head, tail = written
             literals.append(marked[first : mark.start() - head])
             slots.append((number, way))
             first = mark.end() + tail
@@ -159,14 +159,13 @@ class RenderedParts:
 
         If several ways give the same, it is the one in which such parts were written before.
         """
-        place = _mark_place(part.text)
-        halves = (part.text[:place], part.text[place:])
-        found = [
+        offset = _mark_offset(part.text)
+        fitting = [
             (way, len(head), len(tail))
-            for way, (head, tail) in enumerate(_written_halves(*halves))
+            for way, (head, tail) in enumerate(_written_halves(part.text[:offset], part.text[offset:]))
             if before.endswith(head) and after.startswith(tail)
         ]
-        longest = [one for one in found if one[1:] == max(one[1:] for one in found)]
+        longest = [one for one in fitting if one[1:] == max(one[1:] for one in fitting)]
         if not longest:
             return None
         usual = self._ways.get((part.role, part.kind))
@@ -194,11 +193,11 @@ def _written_halves(head: str, tail: str) -> list[tuple[str, str]]:
     ]
 
 
-def _mark_place(text: str) -> int:
+def _mark_offset(text: str) -> int:
     """Where a text is marked: before whitespace and closing tags at its end, which templates look for; at the end, if it has nothing else."""
-    found = _END_TAGS.search(text)
-    assert found is not None
-    return found.start() or len(text.rstrip())
+    end = _END_TAGS.search(text)
+    assert end is not None
+    return end.start() or len(text.rstrip())
 
 
 def _stands_alone(part: Part, parts: Sequence[Part], text: str) -> bool:
@@ -206,8 +205,8 @@ def _stands_alone(part: Part, parts: Sequence[Part], text: str) -> bool:
 
     A template may compare a content, which a mark changes.
     """
-    own = part.text.strip()
-    return len(own) >= _LONG and text.count(own) >= sum(other.text.count(own) for other in parts)
+    content = part.text.strip()
+    return len(content) >= _LONG and text.count(content) >= sum(other.text.count(content) for other in parts)
 
 
 def _parts_of(conversation: Conversation) -> tuple[list[Part], object]:
@@ -223,9 +222,9 @@ def _parts_of(conversation: Conversation) -> tuple[list[Part], object]:
             else:
                 shape.append((role, ""))
             continue
-        own = [Part(index, role, kind, text) for kind, text in _Marks.texts(message)]
-        parts += own
-        shape.append((role, *(part.kind for part in own), *sorted(message)))
+        of_message = [Part(index, role, kind, text) for kind, text in _Marks.texts(message)]
+        parts += of_message
+        shape.append((role, *(part.kind for part in of_message), *sorted(message)))
     if conversation.tools is not None:
         parts += [Part(-1, "", "tools", text) for text in _Marks.texts_of_tools(conversation.tools)]
         shape.append(json.dumps(conversation.tools, sort_keys=True, default=str))
@@ -235,11 +234,11 @@ def _parts_of(conversation: Conversation) -> tuple[list[Part], object]:
 class _Marks:
     """Adds a mark with the number of its part at the end of each part; without marks it collects the parts, so that both have one order."""
 
-    def __init__(self, suffix: str = "", found: list[tuple[Kind, str]] | None = None) -> None:
-        """Marks with a suffix; or, with `found`, which gets the parts, none."""
+    def __init__(self, suffix: str = "", collected: list[tuple[Kind, str]] | None = None) -> None:
+        """Marks with a suffix; or, with `collected`, which gets the parts, none."""
         self.pattern = re.compile(rf"zq(\d+){suffix}")
         self._suffix = suffix
-        self._found = found
+        self._collected = collected
         self._count = 0
 
     def conversation(self, conversation: Conversation) -> tuple[list[Message], list[Any] | None]:
@@ -250,16 +249,16 @@ class _Marks:
     @classmethod
     def texts(cls, message: Message) -> list[tuple[Kind, str]]:
         """The parts of a message."""
-        found: list[tuple[Kind, str]] = []
-        cls(found=found).message(message)
-        return found
+        parts: list[tuple[Kind, str]] = []
+        cls(collected=parts).message(message)
+        return parts
 
     @classmethod
     def texts_of_tools(cls, tools: list[Any]) -> list[str]:
         """The parts of tools."""
-        found: list[tuple[Kind, str]] = []
-        cls(found=found).tools(tools)
-        return [text for _, text in found]
+        parts: list[tuple[Kind, str]] = []
+        cls(collected=parts).tools(tools)
+        return [text for _, text in parts]
 
     def message(self, message: Message) -> Message:
         """The message with marks."""
@@ -314,8 +313,8 @@ class _Marks:
         if not text.strip():
             return text
         number, self._count = self._count, self._count + 1
-        if self._found is not None:
-            self._found.append((kind, text))
+        if self._collected is not None:
+            self._collected.append((kind, text))
             return text
-        place = _mark_place(text)
-        return f"{text[:place]}zq{number}{self._suffix}{text[place:]}"
+        offset = _mark_offset(text)
+        return f"{text[:offset]}zq{number}{self._suffix}{text[offset:]}"

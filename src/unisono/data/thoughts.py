@@ -34,14 +34,14 @@ def stripped(conversation: Conversation) -> Conversation:
 
 def thought_of(message: Message) -> str:
     """The thought that a message has under one of THOUGHT_KEYS; "" without one."""
-    found = (message[key] for key in THOUGHT_KEYS if isinstance(message.get(key), str))
-    return next((text for text in found if text.strip()), "")
+    texts = (message[key] for key in THOUGHT_KEYS if isinstance(message.get(key), str))
+    return next((text for text in texts if text.strip()), "")
 
 
 def _placed(message: Message, key: str | None, *, in_content: bool) -> Message:
-    thought = thought_of(message)
     if not any(name in message for name in THOUGHT_KEYS):
         return message
+    thought = thought_of(message)
     rest = {name: value for name, value in message.items() if name not in THOUGHT_KEYS}
     if not thought:
         return rest
