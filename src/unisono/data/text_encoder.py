@@ -119,7 +119,7 @@ _ENCODING_BYTES_EACH = 1 << 10  # for each character: usual are 180
 _THREAD_BYTES = 128 << 20  # of address space that a thread of the library reserves
 _PROBE = "".join(letter * 40 + "!" for letter in string.printable) + string.printable
 """Runs, on which bad patterns backtrack, and what a pattern may look for behind them."""
-_PROBE_S, _PROBE_BYTES = 5.0, 1 << 30  # 2 ms are usual
+_PROBE_S, _PROBE_BYTES = 5.0, 256 << 20  # 2 ms and below 1 MB are usual
 
 
 @contextlib.contextmanager
