@@ -37,6 +37,7 @@ _COMMON: dict[str, Any] = {
     "duration": "3.65 epochs", "batch": {"global": 10, "micro": 2}, "checkpoint": {"every": "7 steps", "keep": 9},
 }  # fmt: skip
 _GPTQ = "gptq"  # the model in files of GPTQ
+_WEIGHTED = "weighted"  # rows of several answers, some of which count in part
 KINDS: dict[str, dict[str, Any]] = {
     "lora": {"data": {"eval": 0.1}, "eval": {"every": "10 steps", "exact_match": True, "samples": 1}},
     "dropout": {"adapter": {"dropout": 0.1}},
@@ -45,6 +46,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "dora": {"adapter": {"kind": "dora", "modules_to_save": ["norm"]}, "duration": "8 steps"},
     "mixed": {"model": {"dtype": "bfloat16"}},
     "mixed_full": {"adapter": None, "model": {"dtype": "bfloat16"}, "duration": "4 steps"},
+    "weighted": {"data": {"train": _WEIGHTED}, "batch": {"global": 6, "micro": 1}, "duration": "8 steps"},
     "narrow": {"adapter": {"rank": 2}, "batch": {"global": 2, "micro": 1}, "duration": "8 steps"},
     "nan": {"duration": "6 steps"},
     "dpo": {"objective": "dpo", "data": {"packing": True, "eval": 0.2}, "duration": "8 steps"},
@@ -176,6 +178,19 @@ class Workshop:
             write_grouped(self.model_dir, directory, layout="gptq", shuffled=True)
         return directory
 
+    def _weighted_rows(self) -> Path:
+        file = self.folder / "weighted.jsonl"
+        if not file.exists():
+            rows = [json.loads(line) for line in self._files["sft"].read_text("utf-8").splitlines()]
+            weights = (0.25, 1, 0.5, 0, 0.125)
+            turns = [
+                [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["completion"], "weight": weights[i % 5]}]
+                for i, row in enumerate(rows)
+            ]  # fmt: skip
+            talks = [{"messages": first + second} for first, second in zip(turns, turns[1:], strict=False)]
+            file.write_text("".join(f"{json.dumps(talk)}\n" for talk in talks), encoding="utf-8")
+        return file
+
     def _folder(self) -> Path:
         self._count += 1
         folder = self.folder / f"{self._count:03d}"
@@ -193,6 +208,8 @@ class Workshop:
             raw[key] = {**raw[key], **value} if both else value
         if raw["model"]["path"] == _GPTQ:
             raw["model"]["path"] = str(self._in_files_of_gptq())
+        if raw["data"]["train"] == _WEIGHTED:
+            raw["data"]["train"] = str(self._weighted_rows())
         return RunConfig.model_validate(raw)
 
 

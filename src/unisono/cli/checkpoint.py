@@ -172,7 +172,7 @@ def _lines(result: dict[str, Any]) -> list[str]:
         loads = "copy it to models/loras of ComfyUI, or models/Lora of A1111"
         if result["format"] == "diffusers":
             loads = f"pipeline.load_lora_weights({result['out']!r}) of diffusers loads it"
-        return [*lines, f"  {file}: {loads}"]
+        return [*lines, *_read_back(result), f"  {file}: {loads}"]
     if result["merged"]:
         difference = result["logits_differ_by"]
         lines.append(
@@ -183,12 +183,7 @@ def _lines(result: dict[str, Any]) -> list[str]:
                 f"  the base weights were quantized in training; they are written as they were computed with, rounded to {result['dtype']}:"
                 " quantized again, they give other values"
             )
-    if back := result["read_back"]:
-        lines.append(
-            f"  read back: its logits differ by {back['differs_by']:.1e} of their spread from those of the model that was written"
-            if back["compared"] == "logits"
-            else f"  read back: names, shapes and digests only, as {back['why']}"
-        )
+    lines += _read_back(result)
     kind, more = ("SequenceClassification", ", num_labels=1") if result["reward"] else ("CausalLM", "")
     if result["what"] == "adapter":
         lines.append(
@@ -197,6 +192,18 @@ def _lines(result: dict[str, Any]) -> list[str]:
     else:
         lines.append(f"  transformers.AutoModelFor{kind}.from_pretrained({result['out']!r}) loads it")
     return lines
+
+
+def _read_back(result: dict[str, Any]) -> list[str]:
+    """The line about it; none with --no-read-back."""
+    back = result["read_back"]
+    if back is None:
+        return []
+    if back["compared"] == "digests":
+        return [f"  read back: names, shapes and digests only, as {back['why']}"]
+    return [
+        f"  read back: its {back['compared']} differ by {back['differs_by']:.1e} of their spread from those of the model that was written"
+    ]
 
 
 @app.command("verify", epilog="For example: unisono checkpoint verify runs/demo --replay 3")

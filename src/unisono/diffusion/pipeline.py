@@ -111,6 +111,12 @@ class PictureForward(Forward):
             )[0]
         return found.float()
 
+    @contextmanager
+    def ready_to_generate(self) -> Iterator[Denoiser]:
+        """A context in which the denoiser computes in the run's precision."""
+        with self._precision():
+            yield self.denoiser
+
     def _precision(self) -> Any:
         if not self.autocast:
             return super()._precision()

@@ -56,13 +56,13 @@ def read_back_result(
         _warn(show, f"the result was not read back: {error}", error.problems[0].fix)
         return ending
     took = show_seconds(time.monotonic() - began)
-    if found["compared"] == "logits":
+    if found["compared"] == "digests":
+        notify(show, f"read back in {took}: names, shapes and digests only, as {found['why']}")
+    else:
         notify(
             show,
-            f"read back in {took}: logits differ by {found['differs_by']:.1e} of their spread from those of the trained model",
+            f"read back in {took}: {found['compared']} differ by {found['differs_by']:.1e} of their spread from those of the trained model",
         )
-    else:
-        notify(show, f"read back in {took}: names, shapes and digests only, as {found['why']}")
     return ending
 
 

@@ -6,7 +6,7 @@ Letters: L tokens of a row, K last of them whose logits are kept, V vocabulary.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from safetensors import safe_open
@@ -15,28 +15,25 @@ from safetensors.torch import save_file
 from unisono.files import whole_file
 from unisono.model.forward import head_values
 from unisono.model.load import SCORE
+from unisono.model.result_outputs import ResultOutputs
 
 ROWS = 3
 _TOKENS = 32
 _KEPT = 4  # the last ones have seen all others; more would make a file of hundreds of megabytes
-TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-2}
-"""Root mean square of the difference, relative to the spread of the logits, that rounding explains."""
-_TIMES_OWN_ROUNDING = 2.0
 
 
 @dataclass(frozen=True)
-class ResultLogits:
-    """What a model gives for some rows.
+class ResultLogits(ResultOutputs):
+    """What a language model gives for some rows.
 
     Attributes:
+        outputs: the logits, (K, V) float32 for each row; of a reward model its values, (K,).
         rows: the tokens of each, (L,).
-        logits: (K, V) float32 for each row; of a reward model its values, (K,).
-        dtype: in which they were computed.
     """
 
+    name: ClassVar[str] = "logits"
+
     rows: list[list[int]]
-    logits: list[torch.Tensor]
-    dtype: str
 
     @classmethod
     def of(cls, model: Any, rows: Iterable[Sequence[int]], *, dtype: str) -> Self:
@@ -49,7 +46,7 @@ class ResultLogits:
         """
         used = [list(map(int, row[:_TOKENS])) for row in rows]
         with torch.no_grad():
-            return cls(used, [_last_logits(model, row) for row in used], dtype)
+            return cls([_last_logits(model, row) for row in used], dtype, used)
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -61,7 +58,7 @@ class ResultLogits:
         with safe_open(path, framework="pt") as file:
             rows = [file.get_tensor(f"row-{i}.ids").tolist() for i in range(ROWS)]
             logits = [file.get_tensor(f"row-{i}.logits") for i in range(ROWS)]
-            return cls(rows, logits, str((file.metadata() or {})["dtype"]))
+            return cls(logits, str((file.metadata() or {})["dtype"]), rows)
 
     def write(self, path: Path) -> None:
         """Writes them to a file, which replaces an earlier one.
@@ -70,34 +67,13 @@ class ResultLogits:
             OSError: if the storage fails.
         """
         tensors = {f"row-{i}.ids": torch.tensor(row) for i, row in enumerate(self.rows)}
-        tensors |= {f"row-{i}.logits": values.contiguous() for i, values in enumerate(self.logits)}
+        tensors |= {f"row-{i}.logits": values.contiguous() for i, values in enumerate(self.outputs)}
         with whole_file(path, mode=0o600) as temporary:
             save_file(tensors, temporary, metadata={"dtype": self.dtype})
 
-    def again(self, model: Any, *, dtype: str) -> "ResultLogits":
+    def again(self, model: Any, *, dtype: str) -> Self:
         """Those of a model for the same rows."""
-        return ResultLogits.of(model, self.rows, dtype=dtype)
-
-    def difference(self, other: "ResultLogits") -> float:
-        """The root mean square of the difference, relative to the spread of these; infinite where only one is a number."""
-        ours, theirs = torch.cat(self.logits).flatten(), torch.cat(other.logits).flatten()
-        if ours.shape != theirs.shape or not torch.equal(ours.isfinite(), theirs.isfinite()):
-            return float("inf")
-        ours, theirs = ours[ours.isfinite()], theirs[theirs.isfinite()]
-        if not ours.numel():
-            return 0.0
-        return float((theirs - ours).square().mean().sqrt() / ours.std().clamp_min(1e-6))
-
-    def tolerance(self, found: "ResultLogits", precise: "ResultLogits | None" = None) -> float:
-        """The difference that rounding explains.
-
-        Args:
-            found: of the model that was loaded again.
-            precise: of the same model, computed in float32: by how much the rounding of its dtype alone moves its logits. Deep models in
-                16 bits exceed the figures of TOLERANCE.
-        """
-        known = TOLERANCE[self.dtype]
-        return known if precise is None else max(known, _TIMES_OWN_ROUNDING * precise.difference(found))
+        return type(self).of(model, self.rows, dtype=dtype)
 
 
 def fixed_rows(vocabulary: int) -> list[list[int]]:

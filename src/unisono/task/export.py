@@ -43,7 +43,7 @@ from unisono.task.inference import (
     stored_dtype,
     template_of,
 )
-from unisono.task.read_back import ReadBack, Written, by_digests, read_back
+from unisono.task.read_back import ReadBack, WrittenModel, by_digests, read_back
 from unisono.task.target import Target, requested_target, verify_target
 from unisono.text import parse_bytes
 from unisono.train.weights import (
@@ -125,6 +125,7 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
 
 
 def _export_lora(request: dict[str, Any], report: Reporter, out: Path) -> dict[str, Any]:
+    from unisono.task.picture_read_back import read_back_export
     from unisono.task.picture_tasks import run_export
 
     if request.get("merge"):
@@ -136,12 +137,17 @@ def _export_lora(request: dict[str, Any], report: Reporter, out: Path) -> dict[s
         )
     report.phase("export", f"writing {out}")
     with whole_directory(out) as directory:
-        found = run_export(request, report, out, directory)
+        found, opened = run_export(request, report, out, directory)
+    back = None
+    if request.get("read_back", True):
+        report.phase("verify", f"reading {out} back")
+        back = read_back_export(opened, out / found["file"], half=bool(request.get("half")))
     files = sorted(file for file in out.rglob("*") if file.is_file())
     return {
         "out": str(out),
         "files": [str(file.relative_to(out)) for file in files],
         "bytes": sum(file.stat().st_size for file in files),
+        "read_back": asdict(back) if back is not None else None,
         **found,
     }
 
@@ -152,9 +158,9 @@ def _read_back(target: Target, out: Path, wanted: ResultLogits | None) -> ReadBa
     config = target.plan.config if target.plan is not None else None
     if config is not None and not is_adapter:  # a merged model is not quantized any more
         config = config.model_copy(update={"model": config.model.model_copy(update={"quantize": None})})
-    written = Written(out, target.base if is_adapter else out, config, target.is_reward)
+    written = WrittenModel(out, target.base if is_adapter else out, config, target.is_reward)
     if wanted is None:
-        return by_digests(written, "the files are copies, and nothing is known of the model's logits")
+        return by_digests(out, "the files are copies, and nothing is known of the model's logits")
     return read_back(written, wanted)
 
 

@@ -28,7 +28,7 @@ from unisono.events import Reporter
 from unisono.facts import read_environment
 from unisono.files import read_object
 from unisono.plan import RunPlan
-from unisono.task.target import find_target, verify_target
+from unisono.task.target import Target, find_target, verify_target
 
 _STEPS, _GUIDANCE = 30, 7.5
 
@@ -44,6 +44,7 @@ class Opened:
         name: for the settings of pictures.
         description: one line for the user.
         step: of the run's weights, if it is known.
+        target: the run or checkpoint that it is of; None for other files.
     """
 
     pipeline: Pipeline | None
@@ -52,6 +53,7 @@ class Opened:
     name: str
     description: str
     step: int | None = None
+    target: Target | None = None
 
 
 def open_target(request: dict[str, Any], report: Reporter) -> Opened:
@@ -94,7 +96,7 @@ def open_target(request: dict[str, Any], report: Reporter) -> Opened:
         lora = read_lora(target.weights / LORA_FILE)
         step = read_object(target.weights / SETTINGS_FILE).get("steps")
     pipeline = read_pipeline(target.base)
-    return Opened(pipeline, lora, target.plan, path.resolve().name, target.description, step)
+    return Opened(pipeline, lora, target.plan, path.resolve().name, target.description, step, target)
 
 
 def run_generate(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
@@ -166,8 +168,10 @@ def _size(request: dict[str, Any], opened: Opened) -> tuple[int, int]:
     return int(width), int(height)
 
 
-def run_export(request: dict[str, Any], report: Reporter, out: Path, directory: Path) -> dict[str, Any]:
-    """Writes a LoRA file into a new directory; gives the fields of the result beside those of every export.
+def run_export(
+    request: dict[str, Any], report: Reporter, out: Path, directory: Path
+) -> tuple[dict[str, Any], Opened]:
+    """Writes a LoRA file into a new directory; gives the fields of the result beside those of every export, and what was written.
 
     Args:
         request: target, step, format (diffusers or kohya; null: diffusers), merge.
@@ -203,7 +207,7 @@ def run_export(request: dict[str, Any], report: Reporter, out: Path, directory: 
         name = LORA_FILE
         entry = write_diffusers(opened.lora, directory / name)
     write_model_manifest(directory, {name: entry})
-    return {
+    fields = {
         "what": f"LoRA ({kind})",
         "description": opened.description,
         "base": str(opened.pipeline.root) if opened.pipeline is not None else "",
@@ -211,4 +215,6 @@ def run_export(request: dict[str, Any], report: Reporter, out: Path, directory: 
         "reward": False,
         "pictures": True,
         "format": kind,
+        "file": name,
     }
+    return fields, opened

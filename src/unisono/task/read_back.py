@@ -1,12 +1,13 @@
-"""The task `read_back`: loads what a run has written as its users will, in plain transformers and peft, and compares its logits.
+"""The task `read_back`: loads what a run has written as its users will, in plain transformers, peft and diffusers, and compares what it computes.
 
-Request: output_dir. Result: compared (`logits` or `digests`), why (if only digests), differs_by (null for digests), tolerance, seconds.
+Request: output_dir. Result: compared (`logits`, `predictions` or `digests`), why (if only digests), differs_by (null for digests), tolerance,
+seconds.
 """
 
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -25,6 +26,7 @@ from unisono.model.layers import take_rope
 from unisono.model.load import DTYPES, load_base
 from unisono.model.quantization import quantized_load
 from unisono.model.result_logits import ResultLogits
+from unisono.model.result_outputs import ResultOutputs
 from unisono.plan import RunPlan
 from unisono.rundir import RunDir
 from unisono.text import library_words, show_bytes
@@ -37,9 +39,9 @@ class ReadBack:
     """How written files compare with the model that they are of.
 
     Attributes:
-        compared: `logits`; or `digests`, with names and shapes, where they cannot be computed.
+        compared: `logits`; of an image model `predictions`; or `digests`, with names and shapes, where neither can be computed.
         why: they cannot.
-        differs_by: root mean square of the difference of logits, relative to their spread; None for digests.
+        differs_by: root mean square of the difference of these, relative to their spread; None for digests.
         tolerance: what rounding explains.
     """
 
@@ -49,9 +51,31 @@ class ReadBack:
     tolerance: float = 0.0
 
 
+class Written(Protocol):
+    """Files that somebody will load."""
+
+    @property
+    def directory(self) -> Path:
+        """Where they are, with the list of their digests."""
+
+    @property
+    def weights(self) -> Path:
+        """The file of trained weights, or the first of several."""
+
+    @property
+    def rounding(self) -> float:
+        """The difference that was made on purpose, as weights were written in fewer bits than they were trained in; usually 0."""
+
+    def bytes_in_memory(self, dtype: str) -> int:
+        """Of all weights in a dtype."""
+
+    def load(self, *, dtype: str, device: torch.device) -> Any:
+        """The model as its users load it, in evaluation mode."""
+
+
 @dataclass(frozen=True)
-class Written:
-    """Files that somebody will load.
+class WrittenModel:
+    """A language model, or an adapter of one.
 
     Attributes:
         directory: of a model or an adapter.
@@ -64,6 +88,13 @@ class Written:
     base: Path
     config: RunConfig | None
     reward: bool
+
+    rounding = 0.0
+
+    @property
+    def weights(self) -> Path:
+        """The file of trained weights, or the first of several."""
+        return self.directory / ADAPTER_FILE if self.is_adapter else weight_files(self.directory)[0]
 
     @property
     def trusts_code(self) -> bool:
@@ -81,6 +112,10 @@ class Written:
         shapes = [header.shape for file in files for header in read_safetensors_header(file)]
         return DTYPES[dtype].itemsize * sum(torch.Size(shape).numel() for shape in shapes)
 
+    def load(self, *, dtype: str, device: torch.device) -> Any:
+        """The model of transformers, or of peft on its base."""
+        return load_as_users_do(self, dtype=dtype, device=device)
+
 
 def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     """Reads the result of a run back.
@@ -94,64 +129,65 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     directory = files.adapter if plan.config.adapter is not None else files.model
     base = Path(plan.model.directory) if plan.config.adapter is not None else directory
     report.phase("verify", f"reading {directory} back")
-    written = Written(directory, base, plan.config, reward=plan.config.objective == "reward")
+    written: Written
+    outputs: type[ResultOutputs]
     if plan.config.objective == DIFFUSION:
-        found = by_digests(written, "it is of an image model, whose pipeline is not loaded again")
-    elif not files.result_logits.is_file():
-        found = by_digests(written, "the logits of the trained model were not kept")
+        from unisono.diffusion.pipeline_files import read_pipeline
+        from unisono.diffusion.result_predictions import ResultPredictions
+        from unisono.task.picture_read_back import WrittenLora
+
+        written, outputs = WrittenLora(directory, read_pipeline(base)), ResultPredictions
     else:
-        found = read_back(written, ResultLogits.read(files.result_logits))
+        reward = plan.config.objective == "reward"
+        written, outputs = WrittenModel(directory, base, plan.config, reward=reward), ResultLogits
+    if files.result_logits.is_file():
+        found = read_back(written, outputs.read(files.result_logits))
+    else:
+        found = by_digests(directory, "what the trained model computes was not kept")
     return {**asdict(found), "seconds": time.monotonic() - began}
 
 
-def by_digests(written: Written, why: str) -> ReadBack:
+def by_digests(directory: Path, why: str) -> ReadBack:
     """Compares the files with the list that was written with them: names, and of each file its digest, hence its tensors' shapes.
 
     Raises:
         IntegrityError: with each damaged file.
     """
-    checked = check_model(written.directory)
+    checked = check_model(directory)
     if not checked.intact:
         raise checked.refusal(restore="its checkpoint has the weights: `unisono export RUN OUT --step N`")
     return ReadBack("digests", why)
 
 
-def read_back(written: Written, wanted: ResultLogits) -> ReadBack:
-    """Loads files again, and compares their logits with those of the model that they are of.
+def read_back(written: Written, wanted: ResultOutputs) -> ReadBack:
+    """Loads files again, and compares what their model computes with what the model gave that they are of.
 
     Raises:
-        IntegrityError: if a file differs from its digest, cannot be loaded, or gives other logits; nothing is deleted.
+        IntegrityError: if a file differs from its digest, cannot be loaded, or computes something else; nothing is deleted.
     """
-    by_digests(written, "")  # names a damaged file, which the libraries below do not
+    by_digests(written.directory, "")  # names a damaged file, which the libraries below do not
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     needed, free = int(_ROOM * written.bytes_in_memory(wanted.dtype)), _free(device)
     if needed > free:
         return by_digests(
-            written, f"loading it again takes {show_bytes(needed)} of memory, and {show_bytes(free)} are free"
+            written.directory,
+            f"loading it again takes {show_bytes(needed)} of memory, and {show_bytes(free)} are free",
         )
+    file = written.weights
     try:
-        found = wanted.again(load_as_users_do(written, dtype=wanted.dtype, device=device), dtype=wanted.dtype)
+        found = wanted.again(written.load(dtype=wanted.dtype, device=device), dtype=wanted.dtype)
     except torch.OutOfMemoryError:
-        return by_digests(written, "there is no memory to load it again")
-    except Exception as error:  # whatever transformers, peft and the model's own code raise
-        file = _weights_of(written)
+        return by_digests(written.directory, "there is no memory to load it again")
+    except Exception as error:  # whatever transformers, peft, diffusers and the model's own code raise
         raise _damaged(f"{file} cannot be loaded again", file, library_words(error)) from error
-    difference, tolerance = wanted.difference(found), wanted.tolerance(found)
+    difference, tolerance = wanted.difference(found), max(written.rounding, wanted.tolerance(found))
     if difference > tolerance and wanted.dtype != "float32" and 2 * needed <= free:
-        precise = wanted.again(
-            load_as_users_do(written, dtype="float32", device=torch.device("cpu")), dtype="float32"
-        )
-        tolerance = wanted.tolerance(found, precise)
+        precise = wanted.again(written.load(dtype="float32", device=torch.device("cpu")), dtype="float32")
+        tolerance = max(tolerance, wanted.tolerance(found, precise))
     if not difference <= tolerance:
-        why = f"the logits of three rows differ by {difference:.2g} of their spread; rounding in {wanted.dtype} explains {tolerance:.2g}"
-        file = _weights_of(written)
+        why = f"its {wanted.name} differ by {difference:.2g} of their spread; rounding in {wanted.dtype} explains {tolerance:.2g}"
         raise _damaged(f"{file} is not the model that was trained", file, why)
-    return ReadBack("logits", "", difference, tolerance)
-
-
-def _weights_of(written: Written) -> Path:
-    """The file of trained weights, or the first of several."""
-    return written.directory / ADAPTER_FILE if written.is_adapter else weight_files(written.directory)[0]
+    return ReadBack(wanted.name, "", difference, tolerance)
 
 
 def _damaged(what: str, file: Path, why: str) -> IntegrityError:
@@ -168,7 +204,7 @@ def _free(device: torch.device) -> int:
     return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else available_memory()
 
 
-def load_as_users_do(written: Written, *, dtype: str, device: torch.device) -> Any:
+def load_as_users_do(written: WrittenModel, *, dtype: str, device: torch.device) -> Any:
     """The model of transformers, or of peft on its base, as their own `from_pretrained` loads it; in evaluation mode."""
     from peft import PeftModel
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification

@@ -29,6 +29,7 @@ from unisono.facts import read_environment
 from unisono.files import fsync_dir, fsync_tree
 from unisono.model.layers import has_kernels, why_no_kernels
 from unisono.model.result_logits import ResultLogits
+from unisono.model.result_outputs import ResultOutputs
 from unisono.plan import RunPlan
 from unisono.rundir.records import best_evaluated
 from unisono.text import one_line, show_bytes
@@ -165,22 +166,20 @@ def _write_result(run: Run, step: int) -> Path | None:
         if run.group.is_main:
             run.files.result_logits.unlink(missing_ok=True)  # those of an earlier result
         written = write_result(run, step=step)
-        if run.plan.config.checkpoint.read_back and run.plan.config.objective != DIFFUSION:
-            _write_logits(run)
+        if run.plan.config.checkpoint.read_back:
+            _write_outputs(run)
         return written
 
 
-def _write_logits(run: Run) -> None:
-    """Writes the logits of the trained model for three rows beside the result. All ranks must call it; of replicas one computes them."""
+def _write_outputs(run: Run) -> None:
+    """Writes what the trained model gives for fixed inputs beside the result. All ranks must call it; of replicas one computes."""
     if not run.group.is_main and run.sharded is None:
         return
-    table = run.data.table
-    rows = [table.row(i)[0].tolist() for i in (0, table.rows // 2, table.rows - 1)]
     run.saver.before_update()  # a stuck save may still read the live tensors
     round_as_stored(run.forward.loaded, run.plan)
     try:
         with evaluating(run), run.forward.ready_to_generate() as model:
-            found = run.forward.within(lambda: ResultLogits.of(model, rows, dtype=run.plan.dtype))
+            found = run.forward.within(lambda: _outputs(run, model))
         if run.group.is_main:
             found.write(run.files.result_logits)
     except (torch.OutOfMemoryError, OSError) as error:
@@ -190,6 +189,18 @@ def _write_logits(run: Run) -> None:
             "no_logits",
             f"the logits of three rows are not kept, so the result is read back by its digests alone: {one_line(str(error), limit=200)}",
         )
+
+
+def _outputs(run: Run, model: Any) -> ResultOutputs:
+    if run.plan.config.objective == DIFFUSION:
+        from unisono.diffusion.pipeline import trains_text
+        from unisono.diffusion.result_predictions import ResultPredictions
+
+        trained = model.text_names if trains_text(run.plan.config) else ()
+        return ResultPredictions.of(model, dtype=run.plan.dtype, text_encoders=trained)
+    table = run.data.table
+    rows = [table.row(i)[0].tolist() for i in (0, table.rows // 2, table.rows - 1)]
+    return ResultLogits.of(model, rows, dtype=run.plan.dtype)
 
 
 def _take_best(run: Run) -> int:
