@@ -67,6 +67,22 @@ def test_with_json_there_is_one_object_whose_runs_give_the_text(run: Run) -> Non
     assert sum(part["rows"] for part in found["lengths"]) == 1
 
 
+def test_an_answer_that_counts_in_part_is_shown_with_its_weight(run: Run) -> None:
+    turns = [
+        {"role": role, "content": text, **more}
+        for role, text, more in (
+            ("user", "a", {}), ("assistant", "b", {"weight": 0.25}), ("user", "c", {}), ("assistant", "d", {}),
+        )
+    ]  # fmt: skip
+    done = run([{"messages": turns}], "--rows", "1")
+    assert done.returncode == 0, done.stderr
+    head = next(line for line in done.stdout.splitlines() if line.startswith("── "))
+    assert head.count("in the loss with weight 0.25") == 1
+    assert head.endswith(" in the loss")
+    shown = json.loads(run([{"messages": turns}], "--json").stdout)["rows"][0]["runs"]
+    assert [run["weight"] for run in shown if run["loss"]] == [0.25, 1]
+
+
 def test_bad_rows_end_with_2_and_their_places(run: Run) -> None:
     done = run([{"prompt": "q", "completion": "a"}, '{"prompt": }'])
     assert done.returncode == 2

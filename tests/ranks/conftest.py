@@ -1,5 +1,6 @@
 """Plans for one and for several ranks of the same run; each is made once, when a test first asks for it."""
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -187,7 +188,7 @@ class Workshop:
                 [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["completion"], "weight": weights[i % 5]}]
                 for i, row in enumerate(rows)
             ]  # fmt: skip
-            talks = [{"messages": first + second} for first, second in zip(turns, turns[1:], strict=False)]
+            talks = [{"messages": first + second} for first, second in itertools.pairwise(turns)]
             file.write_text("".join(f"{json.dumps(talk)}\n" for talk in talks), encoding="utf-8")
         return file
 

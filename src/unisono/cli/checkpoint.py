@@ -202,7 +202,8 @@ def _read_back(result: dict[str, Any]) -> list[str]:
     if back["compared"] == "digests":
         return [f"  read back: names, shapes and digests only, as {back['why']}"]
     return [
-        f"  read back: its {back['compared']} differ by {back['differs_by']:.1e} of their spread from those of the model that was written"
+        f"  read back: its {'logits' if back['compared'] == 'logits' else 'predictions'} differ by {back['differs_by']:.1e} of their spread"
+        " from those of the model that was written"
     ]
 
 

@@ -321,7 +321,7 @@ def _row_lines(row: dict[str, Any]) -> list[Line]:
     from unisono.text import one_line, plain
 
     share = row["loss_tokens"] / max(1, row["tokens"])
-    spans = " + ".join(f"{run['tokens']}{' in the loss' if run['loss'] else ''}" for run in row["runs"])
+    spans = " + ".join(f"{run['tokens']}{_counts(run)}" for run in row["runs"])
     head = f"── {one_line(row['row'])}: {row['tokens']} tokens, {row['loss_tokens']} in the loss ({share:.0%}) = {spans}"
     lines: list[Line] = [[(head, "")], []]
     for run in row["runs"]:
@@ -331,6 +331,13 @@ def _row_lines(row: dict[str, Any]) -> list[Line]:
         lines += [[(text, kind)] for text in rest]
     lines += [[(one_line(part), "lost")] for part in row.get("not_rendered", ())]
     return [[(part, kind) for part, kind in line if part] for line in lines]
+
+
+def _counts(run: dict[str, Any]) -> str:
+    """Whether a run of tokens counts in the loss, and how much."""
+    if not run["loss"]:
+        return ""
+    return " in the loss" if run["weight"] == 1 else f" in the loss with weight {run['weight']:g}"
 
 
 def _is_unit(rows: list[dict[str, Any]]) -> bool:

@@ -61,7 +61,8 @@ def read_back_result(
     else:
         notify(
             show,
-            f"read back in {took}: {found['compared']} differ by {found['differs_by']:.1e} of their spread from those of the trained model",
+            f"read back in {took}: {'logits' if found['compared'] == 'logits' else 'predictions'} differ by {found['differs_by']:.1e}"
+            " of their spread from those of the trained model",
         )
     return ending
 

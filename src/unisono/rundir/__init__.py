@@ -97,7 +97,7 @@ class RunDir:
 
     @property
     def result_logits(self) -> Path:
-        """The logits of the trained model for three rows, with which adapter/ or model/ and their exports are compared after they are loaded again; absent with `checkpoint.read_back: false`."""
+        """The logits of the trained model for three rows, or the predictions of an image model, with which adapter/ or model/ and their exports are compared after they are loaded again; absent with `checkpoint.read_back: false`."""
         return self.root / "result_logits.safetensors"
 
     @property

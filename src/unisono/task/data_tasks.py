@@ -115,7 +115,7 @@ _NOTES = 20
 def preview(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     """Shows rows as the model sees them: gives `data` (a DataSummary), `rows`, `lengths`, `ledger` and `notes`.
 
-    A row is {row, tokens, loss_tokens, runs}; its runs, [{loss, tokens, text}], joined give its text. With `ids` it has `ids`, null for a
+    A row is {row, tokens, loss_tokens, runs}; its runs, [{loss, weight, tokens, text}], joined give its text. With `ids` it has `ids`, null for a
     token that the tokenizer does not have, and `loss`, parallel to them; `not_rendered` are its parts that are in no token. `lengths` is a histogram of the training rows,
     [{first, last, rows}] in tokens. `notes` are the first rows that were dropped or changed.
 
@@ -187,7 +187,7 @@ def _with_objective_of_rows(config: RunConfig, cache_dir: Path) -> RunConfig:
 
 def shown_unit(table: TokenTable, i: int, show: Callable[..., dict[str, Any]]) -> dict[str, Any]:
     """The parts of a row of a table for the preview, with those of both sides if it has two."""
-    sides = [show(*table.row(i, side)) for side in range(table.sides)]
+    sides = [show(*table.row(i, side), table.weights(i, side)) for side in range(table.sides)]
     head = {"row": table.row_id(i)}
     if table.sides == 1:
         return head | sides[0]
@@ -206,15 +206,27 @@ def _vocab_size(config: RunConfig, tokenizer: Path) -> int | None:
 
 
 def shown_row(
-    ids: npt.NDArray[np.int32], targets: npt.NDArray[np.bool_], tokenizer: Any, *, with_ids: bool
+    ids: npt.NDArray[np.int32],
+    targets: npt.NDArray[np.bool_],
+    weights: npt.NDArray[np.float32],
+    tokenizer: Any,
+    *,
+    with_ids: bool,
 ) -> dict[str, Any]:
-    """The parts of a row for the preview."""
+    """The parts of a row for the preview; `weights` are those of its targets."""
+    counts = np.zeros(len(ids), np.float32)
+    counts[targets] = weights
     found: dict[str, Any] = {
         "tokens": len(ids),
         "loss_tokens": int(np.count_nonzero(targets)),
         "runs": [
-            {"loss": bool(targets[first]), "tokens": end - first, "text": _text(tokenizer, ids, first, end)}
-            for first, end in runs(targets)
+            {
+                "loss": bool(targets[first]),
+                "weight": round(float(counts[first]), 3),
+                "tokens": end - first,
+                "text": _text(tokenizer, ids, first, end),
+            }
+            for first, end in runs(counts)
         ],
     }
     if with_ids:
@@ -223,12 +235,12 @@ def shown_row(
     return found
 
 
-def runs(targets: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
+def runs(weights: npt.NDArray[Any]) -> list[tuple[int, int]]:
     """Begin and end of each run of equal values."""
-    if not len(targets):
+    if not len(weights):
         return []
-    changes = (np.flatnonzero(targets[1:] != targets[:-1]) + 1).tolist()
-    return list(zip([0, *changes], [*changes, len(targets)], strict=True))
+    changes = (np.flatnonzero(weights[1:] != weights[:-1]) + 1).tolist()
+    return list(zip([0, *changes], [*changes, len(weights)], strict=True))
 
 
 def _text(tokenizer: Any, ids: npt.NDArray[np.int32], first: int, end: int) -> str:

@@ -185,7 +185,7 @@ def read_back(written: Written, wanted: ResultOutputs) -> ReadBack:
         precise = wanted.again(written.load(dtype="float32", device=torch.device("cpu")), dtype="float32")
         tolerance = max(tolerance, wanted.tolerance(found, precise))
     if not difference <= tolerance:
-        why = f"its {wanted.name} differ by {difference:.2g} of their spread; rounding in {wanted.dtype} explains {tolerance:.2g}"
+        why = f"its {'logits' if wanted.name == 'logits' else 'predictions'} differ by {difference:.2g} of their spread; rounding in {wanted.dtype} explains {tolerance:.2g}"
         raise _damaged(f"{file} is not the model that was trained", file, why)
     return ReadBack(wanted.name, "", difference, tolerance)
 
