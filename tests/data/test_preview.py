@@ -78,7 +78,7 @@ def test_an_answer_that_counts_in_part_is_shown_with_its_weight(run: Run) -> Non
     assert done.returncode == 0, done.stderr
     head = next(line for line in done.stdout.splitlines() if line.startswith("── "))
     assert head.count("in the loss with weight 0.25") == 1
-    assert head.endswith(" in the loss")
+    assert " 2 in the loss + 1" in head
     shown = json.loads(run([{"messages": turns}], "--json").stdout)["rows"][0]["runs"]
     assert [run["weight"] for run in shown if run["loss"]] == [0.25, 1]
 
