@@ -9,8 +9,9 @@ import pytest
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from tests.diffusion.conftest import Done, Studio
+from tests.diffusion.conftest import Studio
 from tests.diffusion.making import write_pipeline
+from tests.ranks.conftest import Done
 from unisono.checkpoint.verify import MODEL_MANIFEST, write_model_manifest
 from unisono.errors import IntegrityError
 from unisono.events import Reporter

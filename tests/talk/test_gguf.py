@@ -7,6 +7,7 @@ import shutil
 import stat
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,10 @@ from unisono.data.template import ChatTemplate
 from unisono.errors import IntegrityError, ModelError, UsageError
 from unisono.model.directory import locate_model
 from unisono.model.gguf import Layout, Spaces, find_spaces, find_split, read_back
+from unisono.model.result_logits import ResultLogits, fixed_rows
 from unisono.task import generation, gguf_export
 from unisono.task.inference import decode, open_for_inference
+from unisono.task.llama_logits import read_in_llama_cpp
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -293,6 +296,48 @@ def test_llama_cpp_computes_the_same_logits(
     with torch.no_grad():
         wanted = model(input_ids=torch.tensor([ids])).logits[0]
     assert float((found - wanted).abs().max()) < (GELU if "gemma" in name else 2e-5) * float(wanted.std())
+
+
+def test_without_llama_cpp_python_the_export_says_so(model_dir: Path, tmp_path: Path) -> None:
+    if find_spec("llama_cpp") is not None:
+        pytest.skip("needs a machine without llama-cpp-python")
+    done = export(model_dir, tmp_path / "out")
+    assert done["read_back"]["compared"] == "tensors"
+    assert "llama-cpp-python is not installed" in done["read_back"]["why"]
+    assert export(model_dir, tmp_path / "other", read_back=False)["read_back"] is None
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("quantize", ["f32", "f16", "bf16"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_an_export_is_loaded_in_llama_cpp_where_its_package_is_installed(
+    name: str, quantize: str, make_tokenizer: Callable[[], Any], tmp_path: Path
+) -> None:
+    needs.package("llama_cpp")
+    save(CONFIGS[name], tmp_path / "model", make_tokenizer())
+    found = export(tmp_path / "model", tmp_path / "out", quantize=quantize)["read_back"]
+    assert found["compared"] == "logits"
+    assert found["differs_by"] < (5e-3 if quantize == "f32" else 2e-2)
+
+
+@pytest.mark.long
+def test_what_llama_cpp_computes_otherwise_is_not_written(
+    make_tokenizer: Callable[[], Any], tmp_path: Path
+) -> None:
+    needs.package("llama_cpp")
+    model = save(CONFIGS["gemma2"], tmp_path / "model", make_tokenizer())
+    done = export(tmp_path / "model", tmp_path / "out")
+    file = tmp_path / "out" / done["file"]
+    model.config.query_pre_attn_scalar = 1
+    for layer in model.model.layers:
+        layer.self_attn.scaling = 1.0
+    wanted = ResultLogits.of(model.eval(), fixed_rows(300), dtype="float32")
+    with pytest.raises(IntegrityError, match=r"llama\.cpp does not compute the model that was written"):
+        read_in_llama_cpp(file, wanted, dtype="f32")
+    file.write_bytes(file.read_bytes()[:4000])
+    with pytest.raises(IntegrityError, match=r"llama\.cpp does not compute") as caught:
+        read_in_llama_cpp(file, wanted, dtype="f32")
+    assert "llama.cpp cannot load it" in caught.value.problems[0].why
 
 
 REFUSED = {

@@ -151,6 +151,12 @@ def _gguf_lines(result: dict[str, Any]) -> list[str]:
     ]
     differs = f"its tensors differ by at most {result['differs_by']:.1e} of their size"
     lines.append(f"  read again, tensor by tensor: {differs if result['differs_by'] else 'equal'}")
+    if (back := result["read_back"]) is not None:
+        lines.append(
+            f"  loaded in llama.cpp: its logits differ by {back['differs_by']:.1e} of their spread from those of the model that was written"
+            if back["compared"] == "logits"
+            else f"  not loaded in llama.cpp, as {back['why']}"
+        )
     file = f"{result['out']}/{result['file']}"
     if result["what"] == "GGUF adapter":
         lines.append(f"  llama-cli -m BASE.gguf --lora {file}, where BASE.gguf is the model {result['base']}")

@@ -18,8 +18,10 @@ from unisono.model.load import SCORE
 from unisono.model.result_outputs import ResultOutputs
 
 ROWS = 3
+KEPT = 4
+"""The last tokens of a row have seen all others; the logits of more would make a file of hundreds of megabytes."""
+
 _TOKENS = 32
-_KEPT = 4  # the last ones have seen all others; more would make a file of hundreds of megabytes
 
 
 @dataclass(frozen=True)
@@ -91,4 +93,4 @@ def _last_logits(model: Any, row: list[int]) -> torch.Tensor:
         values = head_values(base, body(**inputs).last_hidden_state)
     else:
         values = model(**inputs).logits
-    return values[0, -_KEPT:].float().cpu()
+    return values[0, -KEPT:].float().cpu()

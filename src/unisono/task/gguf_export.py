@@ -3,7 +3,7 @@
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,11 @@ from unisono.model.gguf import (
     tokenizer_settings,
     write_gguf,
 )
+from unisono.model.result_logits import ResultLogits, fixed_rows
 from unisono.task.export import free_place, has_adapter, whole_directory
 from unisono.task.inference import load_target, merge_adapter, stops_of, stored_dtype, template_of
+from unisono.task.llama_logits import read_in_llama_cpp
+from unisono.task.read_back import ReadBack
 from unisono.task.target import Target, requested_target, verify_target
 from unisono.text import one_line, show_bytes
 
@@ -38,8 +41,9 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     """Writes the directory.
 
     Request: target, step (or null), out, adapter (whether to write it alone), quantize (f32, f16, bf16, or a type of llama.cpp), tool (the
-    path of llama-quantize; null if it is not needed). Result: out, what, description, files, bytes, file, architecture, dtype, and
-    differs_by (of a quantized tensor, at most).
+    path of llama-quantize; null if it is not needed), read_back (default true). Result: out, what, description, files, bytes, file,
+    architecture, dtype, differs_by (of a quantized tensor, at most), and read_back (task.read_back's ReadBack by llama.cpp; null if it was
+    not wanted, or for an adapter alone).
 
     Raises:
         UsageError: if OUT exists and is not empty, or the target does not exist.
@@ -58,6 +62,7 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     writes = _Writing(
         target, layout, loaded.tokenizer, template, stops_of(target, loaded.tokenizer, template)
     )
+    back = None
     with whole_directory(out) as directory:
         directory.mkdir()
         report.phase("export", f"writing {out}")
@@ -67,7 +72,15 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
             base = (
                 merge_adapter(loaded.model, where=str(target.weights)) if has_adapter(target) else loaded.base
             )
-            file, differs = writes.model(base, directory, request["quantize"], request["tool"], report)
+            differs = 0.0
+            file, dtype = writes.model(base, directory, request["quantize"], report)
+            back = (
+                _read_back(base, directory / file, dtype, report) if request.get("read_back", True) else None
+            )
+            if dtype != request["quantize"]:
+                file, differs = writes.quantized(
+                    base, directory / file, request["quantize"], request["tool"], report
+                )
         (directory / "Modelfile").write_text(writes.modelfile(file, alone=request["adapter"]), "utf-8")
     files = sorted(each for each in out.rglob("*") if each.is_file())
     return {
@@ -81,6 +94,7 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
         "architecture": layout.architecture,
         "dtype": request["quantize"],
         "differs_by": differs,
+        "read_back": asdict(back) if back is not None else None,
         "has_template": writes.go_template() is not None,
     }
 
@@ -110,10 +124,8 @@ class _Writing:
     template: ChatTemplate | None
     stops: set[int]
 
-    def model(
-        self, base: Any, directory: Path, dtype: str, tool: str | None, report: Reporter
-    ) -> tuple[str, float]:
-        """Writes the whole model; gives the file's name, and by how much a quantized tensor differs."""
+    def model(self, base: Any, directory: Path, dtype: str, report: Reporter) -> tuple[str, str]:
+        """Writes the whole model; gives the file's name, and its dtype: of a type that llama-quantize writes, what that begins with."""
         kept = dtype if dtype in DTYPES else _unquantized(base)
         path = directory / f"model-{kept}.gguf"
         rows = base.get_input_embeddings().weight.shape[0]
@@ -127,10 +139,11 @@ class _Writing:
         )
         report.phase("verify", "reading it back, tensor by tensor")
         read_back(path, self.layout.tensors(base), dtype=kept)
-        if dtype in DTYPES:
-            return path.name, 0.0
-        assert tool is not None
-        quantized = directory / f"model-{dtype}.gguf"
+        return path.name, kept
+
+    def quantized(self, base: Any, path: Path, dtype: str, tool: str, report: Reporter) -> tuple[str, float]:
+        """Replaces the file by one that llama-quantize makes; gives its name, and by how much a tensor differs."""
+        quantized = path.parent / f"model-{dtype}.gguf"
         report.phase("quantize", f"quantizing to {dtype}")
         _quantize(tool, path, quantized, dtype)
         path.unlink()
@@ -209,6 +222,13 @@ class _Writing:
         for token in sorted(str(self.tokenizer.convert_ids_to_tokens(i)) for i in self.stops):
             lines.append(f'PARAMETER stop "{_quoted(token)}"')
         return "\n".join(lines) + "\n"
+
+
+def _read_back(base: Any, file: Path, dtype: str, report: Reporter) -> ReadBack:
+    report.phase("verify", "loading it in llama.cpp")
+    rows = fixed_rows(base.get_input_embeddings().weight.shape[0])
+    wanted = ResultLogits.of(base.eval(), rows, dtype=str(base.dtype).removeprefix("torch."))
+    return read_in_llama_cpp(file, wanted, dtype=dtype)
 
 
 def _identity(kind: str, name: str) -> list[Setting]:
