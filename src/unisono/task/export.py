@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -54,6 +54,9 @@ from unisono.train.weights import (
     write_model,
     write_weights,
 )
+
+if TYPE_CHECKING:
+    from unisono.task.picture_tasks import Opened
 
 _MODEL_FILES = ("config.json", "*.safetensors", "*.safetensors.index.json", "*.py")
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "config.json", "README.md")
@@ -125,7 +128,6 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
 
 
 def _export_lora(request: dict[str, Any], report: Reporter, out: Path) -> dict[str, Any]:
-    from unisono.task.picture_read_back import read_back_export
     from unisono.task.picture_tasks import run_export
 
     if request.get("merge"):
@@ -141,7 +143,7 @@ def _export_lora(request: dict[str, Any], report: Reporter, out: Path) -> dict[s
     back = None
     if request.get("read_back", True):
         report.phase("verify", f"reading {out} back")
-        back = read_back_export(opened, out / found["file"], half=bool(request.get("half")))
+        back = _read_back_lora(opened, out / found["file"], half=bool(request.get("half")))
     files = sorted(file for file in out.rglob("*") if file.is_file())
     return {
         "out": str(out),
@@ -150,6 +152,16 @@ def _export_lora(request: dict[str, Any], report: Reporter, out: Path) -> dict[s
         "read_back": asdict(back) if back is not None else None,
         **found,
     }
+
+
+def _read_back_lora(opened: "Opened", file: Path, *, half: bool) -> ReadBack:
+    """Loads a LoRA file in diffusers, and compares it with the run or checkpoint that it is of."""
+    from unisono.task.picture_read_back import WrittenLora, trained_predictions
+
+    wanted = trained_predictions(opened.target) if opened.target is not None else None
+    if wanted is None or opened.pipeline is None:
+        return by_digests(file.parent, "nothing is known of what its model predicts")
+    return read_back(WrittenLora(file.parent, opened.pipeline, file.name, half), wanted)
 
 
 def _read_back(target: Target, out: Path, wanted: ResultLogits | None) -> ReadBack:

@@ -17,8 +17,6 @@ from unisono.model.load import DTYPES
 from unisono.model.result_outputs import TOLERANCE
 from unisono.plan import RunPlan
 from unisono.rundir import RunDir
-from unisono.task.picture_tasks import Opened
-from unisono.task.read_back import ReadBack, by_digests, read_back
 from unisono.task.target import Target
 
 
@@ -62,23 +60,6 @@ class WrittenLora:
     def load(self, *, dtype: str, device: torch.device) -> Any:
         """The pipeline with its LoRA, as `pipeline.load_lora_weights` loads it."""
         return open_pipeline(self.pipeline, dtype=DTYPES[dtype], device=device, lora=self.weights)
-
-
-def read_back_export(opened: Opened, file: Path, *, half: bool) -> ReadBack:
-    """Loads an exported file in diffusers, and compares it with the run or checkpoint that it is of.
-
-    Args:
-        opened: what was exported.
-        file: the LoRA, of either kind.
-        half: whether it is in float16.
-
-    Raises:
-        IntegrityError: if the file is damaged, or its pipeline predicts something else.
-    """
-    wanted = trained_predictions(opened.target) if opened.target is not None else None
-    if wanted is None or opened.pipeline is None:
-        return by_digests(file.parent, "nothing is known of what its model predicts")
-    return read_back(WrittenLora(file.parent, opened.pipeline, file.name, half), wanted)
 
 
 def trained_predictions(target: Target) -> ResultPredictions | None:
