@@ -13,7 +13,6 @@ import torch
 from unisono.checkpoint.store import step_of
 from unisono.checkpoint.verify import write_model_manifest
 from unisono.checkpoint.writer import free_bytes
-from unisono.config.sections import DIFFUSION
 from unisono.errors import (
     Problem,
     UnfitError,
@@ -28,23 +27,22 @@ from unisono.events import Reporter
 from unisono.facts import read_environment
 from unisono.files import fsync_dir, fsync_tree
 from unisono.model.layers import has_kernels, why_no_kernels
-from unisono.model.result_logits import ResultLogits
-from unisono.model.result_outputs import ResultOutputs
 from unisono.plan import RunPlan
 from unisono.rundir.records import best_evaluated
-from unisono.text import one_line, show_bytes
+from unisono.text import show_bytes
 from unisono.train import faults
-from unisono.train.evaluation import evaluating, exact_match_share, wants_exact_match
+from unisono.train.evaluation import exact_match_share, wants_exact_match
 from unisono.train.front_io import EXIT_CODES, StopRequest, StorageWatch
 from unisono.train.join import find_place
 from unisono.train.loop import train, train_again
 from unisono.train.memory_snapshots import MemorySnapshots
 from unisono.train.rank0_work import on_rank0
+from unisono.train.result_outputs import write_outputs
 from unisono.train.run import Run
 from unisono.train.saving import require_directory, restore
 from unisono.train.setup import set_up
 from unisono.train.training_checks import try_longest_batch
-from unisono.train.weights import round_as_stored, write_weights
+from unisono.train.weights import write_weights
 from unisono.watch import Beats
 
 
@@ -167,40 +165,8 @@ def _write_result(run: Run, step: int) -> Path | None:
             run.files.result_logits.unlink(missing_ok=True)  # those of an earlier result
         written = write_result(run, step=step)
         if run.plan.config.checkpoint.read_back:
-            _write_outputs(run)
+            write_outputs(run)
         return written
-
-
-def _write_outputs(run: Run) -> None:
-    """Writes what the trained model gives for fixed inputs beside the result. All ranks must call it; of replicas one computes."""
-    if not run.group.is_main and run.sharded is None:
-        return
-    run.saver.before_update()  # a stuck save may still read the live tensors
-    round_as_stored(run.forward.loaded, run.plan)
-    try:
-        with evaluating(run), run.forward.ready_to_generate() as model:
-            found = run.forward.within(lambda: _outputs(run, model))
-        if run.group.is_main:
-            found.write(run.files.result_logits)
-    except (torch.OutOfMemoryError, OSError) as error:
-        if run.sharded is not None and not isinstance(error, OSError):  # the others wait in a collective
-            raise
-        run.report.warning(
-            "no_logits",
-            f"the logits of three rows are not kept, so the result is read back by its digests alone: {one_line(str(error), limit=200)}",
-        )
-
-
-def _outputs(run: Run, model: Any) -> ResultOutputs:
-    if run.plan.config.objective == DIFFUSION:
-        from unisono.diffusion.pipeline import trains_text
-        from unisono.diffusion.result_predictions import ResultPredictions
-
-        trained = model.text_names if trains_text(run.plan.config) else ()
-        return ResultPredictions.of(model, dtype=run.plan.dtype, text_encoders=trained)
-    table = run.data.table
-    rows = [table.row(i)[0].tolist() for i in (0, table.rows // 2, table.rows - 1)]
-    return ResultLogits.of(model, rows, dtype=run.plan.dtype)
 
 
 def _take_best(run: Run) -> int:
