@@ -15,6 +15,7 @@ from unisono.data.template import ChatTemplate, common_beginning
 from unisono.data.text_encoder import probe_tokenizer
 from unisono.errors import ModelError, UnfitError, UsageError
 from unisono.events import Reporter
+from unisono.integrations.llama_cpp import is_installed
 from unisono.model.gguf import (
     DTYPES,
     TEXTS,
@@ -225,7 +226,8 @@ class _Writing:
 
 
 def _read_back(base: Any, file: Path, dtype: str, report: Reporter) -> ReadBack:
-    report.phase("verify", "loading it in llama.cpp")
+    if is_installed():
+        report.phase("verify", "loading it in llama.cpp")
     rows = fixed_rows(base.get_input_embeddings().weight.shape[0])
     wanted = ResultLogits.of(base.eval(), rows, dtype=str(base.dtype).removeprefix("torch."))
     return read_in_llama_cpp(file, wanted, dtype=dtype)

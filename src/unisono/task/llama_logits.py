@@ -7,19 +7,16 @@ import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from unisono.errors import IntegrityError
+from unisono.integrations.llama_cpp import is_installed, last_logits
 from unisono.model.result_logits import KEPT, ResultLogits
 from unisono.task.read_back import ReadBack
 from unisono.text import library_words
 
-_F32 = 0  # of ggml_type
-_CONTEXT = 64  # tokens; rows are shorter
 _TOLERANCE = {"f32": 1e-2, "bf16": 3e-2, "f16": 3e-2}
 """As model.result_outputs.TOLERANCE: llama.cpp has GELU as a table of f16, and rounds what it multiplies with 16-bit weights."""
 
@@ -35,12 +32,12 @@ def read_in_llama_cpp(file: Path, wanted: ResultLogits, *, dtype: str) -> ReadBa
     Raises:
         IntegrityError: if llama.cpp does not load it, or computes something else.
     """
-    if find_spec("llama_cpp") is None:
+    if not is_installed():
         return ReadBack("tensors", "llama-cpp-python is not installed")
     try:
         # A process of its own: llama.cpp aborts it where it has no answer.
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-            found = pool.submit(_logits, str(file), wanted.rows).result()
+            found = pool.submit(last_logits, str(file), wanted.rows, KEPT).result()
     except BrokenProcessPool as error:
         raise _refused(file, "llama.cpp cannot load it: it ended its process") from error
     except Exception as error:  # llama-cpp-python raises ValueError, RuntimeError and AssertionError
@@ -60,16 +57,3 @@ def _refused(file: Path, why: str) -> IntegrityError:
         why=why,
         fix="nothing was written; export without --format gguf, and please report it with the model's config.json",
     )
-
-
-def _logits(file: str, rows: list[list[int]]) -> list[Any]:
-    """The last logits of each row, arrays (K, V)."""
-    from llama_cpp import Llama
-
-    model = Llama(file, n_ctx=_CONTEXT, n_batch=_CONTEXT, logits_all=True, type_k=_F32, type_v=_F32, verbose=False)  # fmt: skip
-    found = []
-    for row in rows:
-        model.reset()
-        model.eval(row)
-        found.append(model.scores[max(0, len(row) - KEPT) : len(row)].copy())
-    return found
