@@ -256,6 +256,26 @@ def test_the_end_reports_where_the_result_is_and_what_to_type_next(tmp_path: Pat
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("about", "line"),
+    [
+        (
+            {"compared": "logits", "why": "", "differs_by": 3.7e-3, "tolerance": 2e-2, "seconds": 0.4},
+            "read back in 0.4 s: logits differ by 3.7e-03 of their spread from those of the trained model",
+        ),
+        (
+            {"compared": "digests", "why": "there is no memory to load it again", "differs_by": None, "tolerance": 0, "seconds": 2.0},
+            "read back in 2.0 s: names, shapes and digests only, as there is no memory to load it again",
+        ),
+    ],
+)  # fmt: skip
+def test_the_end_reports_how_the_written_files_compare(
+    about: dict[str, Any], line: str, tmp_path: Path
+) -> None:
+    result = {"outcome": "completed", "exit_code": 0, "output_dir": str(tmp_path), "read_back": about}
+    assert line in ending(result, tmp_path)
+
+
 def test_a_reward_model_is_measured_next_as_it_cannot_chat(tmp_path: Path) -> None:
     result = {"outcome": "completed", "exit_code": 0, "output_dir": str(tmp_path / "rm")}
     assert (

@@ -50,6 +50,8 @@ def test_two_ranks_train_an_image_model_on_ray(
     out = cluster.out_of(path)
     assert len((out / "metrics.jsonl").read_text().splitlines()) == 6
     assert (out / "adapter/pytorch_lora_weights.safetensors").exists()
+    assert json.loads((out / "result.json").read_text())["read_back"]["compared"] == "predictions"
+    assert "read back in" in front.text()
     cluster.nothing_left()
 
 

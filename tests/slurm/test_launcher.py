@@ -30,6 +30,7 @@ def test_a_job_of_two_nodes_is_written_submitted_followed_and_ends_with_its_code
         "runs on ada, bob",
         "2: 1 on ada (--nproc), 1 on bob (--nproc)",
         "completed: step 4",
+        "read back in",
     ):
         assert printed in front.text(), (printed, front.text())
     assert [line["step"] for line in job.metrics()] == [1, 2, 3, 4]
@@ -47,6 +48,7 @@ def test_an_image_model_is_trained_by_a_job(job: SlurmJob, image_sections: dict[
     assert front.wait(limit_s=1000) == 0, front.text()
     assert [line["step"] for line in job.metrics()] == [1, 2, 3, 4, 5, 6]
     assert (job.out / "adapter/pytorch_lora_weights.safetensors").exists()
+    assert "predictions differ by" in front.text()
 
 
 @pytest.mark.slow

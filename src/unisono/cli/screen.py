@@ -300,6 +300,7 @@ def ending(result: Message, cwd: Path, *, plan: RunPlan | None = None) -> list[s
         weights = _near(str(result.get("weights") or output_dir), cwd)
         run = shlex.quote(_near(output_dir, cwd))
         reward = plan is not None and plan.config.objective == "reward"
+        lines += _read_back(result.get("read_back"))
         return [*lines, f"result: {weights}", f"next:   {_following(run, Path(output_dir), reward=reward)}"]
     checkpoint = result.get("checkpoint")
     none = "there is no checkpoint yet"
@@ -309,6 +310,19 @@ def ending(result: Message, cwd: Path, *, plan: RunPlan | None = None) -> list[s
     if result.get("exit_code") in (75, 130):
         lines.append("next:   the same command " + ("resumes from it" if checkpoint else "starts at step 1"))
     return lines
+
+
+def _read_back(about: dict[str, Any] | None) -> list[str]:
+    """How the written files compare with the trained model; nothing where they were not loaded again."""
+    if not about:
+        return []
+    took = show_seconds(float(about["seconds"]))
+    if about["compared"] == "digests":
+        return [f"read back in {took}: names, shapes and digests only, as {about['why']}"]
+    what = "logits" if about["compared"] == "logits" else "predictions"
+    return [
+        f"read back in {took}: {what} differ by {about['differs_by']:.1e} of their spread from those of the trained model"
+    ]
 
 
 def _following(run: str, directory: Path, *, reward: bool) -> str:

@@ -4,14 +4,13 @@ import time
 from dataclasses import replace
 
 from unisono.errors import IntegrityError, RankDied, UnisonoError
-from unisono.events import Show, notify
+from unisono.events import Show
 from unisono.launch.run_records import Ending
 from unisono.launch.train_request import TrainRequest
 from unisono.plan import RunPlan
 from unisono.supervise.child_process import child_environment
 from unisono.supervise.interrupts import Interrupts, Stopped
 from unisono.supervise.task_process import TaskProcess, cannot_start
-from unisono.text import show_seconds
 
 _SILENCE_S = 1800.0
 """A large model on a slow disk is loaded in one piece, without a message."""
@@ -26,7 +25,7 @@ def read_back_result(
     interrupts: Interrupts,
     show: Show,
 ) -> Ending:
-    """The ending of a run whose result was read back in a process of its own; of any other run the same.
+    """The ending of a run whose result was read back in a process of its own, with `read_back` in its fields; of any other run the same.
 
     Args:
         plan: of the run, whose ranks have ended.
@@ -34,7 +33,7 @@ def read_back_result(
         request: whose programs are started.
         leftovers: variables of other launchers.
         interrupts: a signal ends it; the result stays.
-        show: receives what came of it.
+        show: receives its phase, and a warning if it was not done.
     """
     if (
         ending.outcome != "completed"
@@ -55,16 +54,9 @@ def read_back_result(
     except UnisonoError as error:  # it says nothing about the files
         _warn(show, f"the result was not read back: {error}", error.problems[0].fix)
         return ending
-    took = show_seconds(time.monotonic() - began)
-    if found["compared"] == "digests":
-        notify(show, f"read back in {took}: names, shapes and digests only, as {found['why']}")
-    else:
-        notify(
-            show,
-            f"read back in {took}: {'logits' if found['compared'] == 'logits' else 'predictions'} differ by {found['differs_by']:.1e}"
-            " of their spread from those of the trained model",
-        )
-    return ending
+    about = {key: found[key] for key in ("compared", "why", "differs_by", "tolerance")}
+    seconds = round(time.monotonic() - began, 3)
+    return replace(ending, fields={**ending.fields, "read_back": {**about, "seconds": seconds}})
 
 
 def _run(

@@ -354,6 +354,26 @@ class Restart(BaseModel):
     cost_s: float | None = None
 
 
+class ReadBackResult(BaseModel):
+    """How the written files compare with the trained model.
+
+    Attributes:
+        compared: `logits`, of image models `predictions`, or `digests`.
+        why: digests only.
+        differs_by: relative to the spread of what was compared; None for digests.
+        tolerance: what rounding explains.
+        seconds: how long it took.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    compared: Literal["logits", "predictions", "digests"]
+    why: str = ""
+    differs_by: float | None = None
+    tolerance: float = 0.0
+    seconds: float = 0.0
+
+
 class RunResult(BaseModel):
     """The object of result.json. Unknown fields of a newer version are ignored."""
 
@@ -373,6 +393,8 @@ class RunResult(BaseModel):
     checkpoint: str | None = None
     weights: str | None = None
     """adapter/ or model/, once the run is completed."""
+    read_back: ReadBackResult | None = None
+    """None where the written files were not loaded again."""
     verdict: dict[str, Any] | None = None
     problems: list[dict[str, str]] = []
     """The problems of a refused start."""
