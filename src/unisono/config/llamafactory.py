@@ -10,7 +10,16 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from unisono.config.llamafactory_keys import KEYS, Draft, Fate, Key, Values, convert, find_contradictions
+from unisono.config.llamafactory_keys import (
+    KEYS,
+    Draft,
+    Fate,
+    Key,
+    Values,
+    convert,
+    find_contradictions,
+    possessive,
+)
 from unisono.config.llamafactory_model import fill_data, fill_method, fill_model
 from unisono.config.llamafactory_training import fill_training
 from unisono.config.problems import find_secrets
@@ -277,8 +286,9 @@ class Reading:
         keys: Mapping[str, Key] = KEYS,
         tool: str = "LLaMA-Factory",
         unknown: tuple[str, str] | None = None,
+        inside: KeyPath = (),
     ) -> None:
-        self._places, self._name = places, name
+        self._places, self._name, self._inside = places, name, inside
         self._keys, self._tool = keys, tool
         self._unknown, self._page = unknown or (_UNKNOWN, _PAGE)
         self.values: dict[str, Any] = {}
@@ -286,9 +296,13 @@ class Reading:
         self.fates: list[KeyFate] = []
         self.problems: list[Problem] = []
 
+    def leave_out(self, name: str, value: Any, note: str) -> None:
+        """Lists a key whose value means the same as none."""
+        self.fates.append(KeyFate(name, value, "ignored", "", note))
+
     def read(self, name: str, value: Any, *, is_secret: bool) -> None:
         """Converts one value, and decides the fate of its key as far as the table tells it."""
-        where = self._places.of((name,))
+        where = self._places.of((*self._inside, name))
         known = self._keys.get(name)
         if known is None:
             near = _near(name, self._keys, self._page)
@@ -301,7 +315,7 @@ class Reading:
             self.fates.append(KeyFate(name, value, "refused", "", key.note))
             return
         if value is None and not key.null:
-            note = f"null is {self._tool}'s default"
+            note = f"null is {possessive(self._tool)} default"
             self.fates.append(KeyFate(name, None, "ignored", key.ours, note))
             return
         try:
@@ -319,7 +333,7 @@ class Reading:
             self._refuse(name, value, problem, key.note)
             return
         fate: Fate = "ignored" if key.fate == "refused" else key.fate
-        note = f"{self._tool}'s default" if key.fate == "refused" else key.note
+        note = f"{possessive(self._tool)} default" if key.fate == "refused" else key.note
         if name != key.name:
             note = "; ".join(filter(None, (f"an old name of {key.name}", note)))
         self.fates.append(KeyFate(name, value, fate, key.ours, note))

@@ -32,6 +32,13 @@ class Key:
     harmless: tuple[Any, ...] = ()
     note: str = ""
     same_as: str = ""
+    zero: str = ""
+    level: str = ""
+
+
+def possessive(tool: str) -> str:
+    """`LLaMA-Factory's`, `sd-scripts'`."""
+    return f"{tool}'" if tool.endswith("s") else f"{tool}'s"
 
 
 class Table(Mapping[str, Key]):
@@ -246,7 +253,7 @@ class Draft:
             target = target.setdefault(section, {})
         target[last] = value
         given = next((key for key in keys if key in self.values.given), None)
-        default = f"{self.name}: {self.tool}'s default"
+        default = f"{self.name}: {possessive(self.tool)} default"
         self.origins[ours] = self.values.places[given] if given else default
         if given:
             self.names[ours] = given
