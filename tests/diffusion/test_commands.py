@@ -172,3 +172,47 @@ def _rank_of(process: psutil.Process) -> str:
         return process.environ().get("RANK", "")
     except psutil.Error:
         return ""
+
+
+DATASET = """
+[general]
+shuffle_caption = true
+[[datasets]]
+resolution = "32,32"
+batch_size = 2
+  [[datasets.subsets]]
+  image_dir = 'train/aki/6_aki'
+  caption_extension = '.txt'
+  num_repeats = 2
+  [[datasets.subsets]]
+  is_reg = true
+  image_dir = 'reg'
+  class_tokens = 'tile'
+[[datasets]]
+resolution = 64
+batch_size = 2
+  [[datasets.subsets]]
+  image_dir = 'train/aki/6_aki'
+  caption_extension = '.txt'
+  validation_split = 0.5
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_a_dataset_file_trains_and_its_mistakes_are_no_traceback(
+    pipeline_dir: Path, tmp_path: Path, env: dict[str, str]
+) -> None:
+    _prepare(tmp_path, pipeline_dir, steps=3)
+    write_pictures(tmp_path / "reg", ["grey"], SIZES)
+    (tmp_path / "dataset.toml").write_text(DATASET)
+    words = ("train", "20261124-100000.toml", "dataset_config=dataset.toml")
+    shown = _unisono(*words, cwd=tmp_path, env=env)
+    assert "completed: step 3" in shown
+    assert "evaluation: loss" in shown
+    assert "20 used, 4 for evaluation" in shown
+    (tmp_path / "dataset.toml").write_text(DATASET.replace("is_reg = true", "metadata_file = 'm.json'"))
+    refused = front_server.run([sys.executable, "-m", "unisono", *words], cwd=tmp_path, env=env, timeout=300)
+    assert refused.returncode == 2
+    assert "Traceback" not in refused.stderr
+    assert "dataset.toml:12" in refused.stderr

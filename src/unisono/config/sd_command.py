@@ -27,6 +27,8 @@ _FIXED: dict[str, Any] = {
 _ASSIGNMENT = re.compile(r"\s*(?:export\s+)?([A-Za-z_]\w*)=(.*)$")
 _PS1_ASSIGNMENT = re.compile(r"\s*\$([A-Za-z_]\w*)\s*=\s*(.*)$")
 _PS1_VALUE = re.compile(r"""(?:"([^"`$]*)"|'([^']*)'|(\$true|\$false|[^\s"'`$#;()@]+))\s*(?:\#.*)?$""", re.I)
+_GOES_ON = {".ps1": "`", ".bat": "^", ".cmd": "^"}
+"""What a line ends with that goes on in the next one; in other shells a backslash."""
 _END_OF_SETTINGS = "DO NOT MODIFY"
 """In the comment of LoRA-Scripts' scripts between the settings and what is done with them."""
 _TRAINER = re.compile(r"(?:^|[/\\])(\w*train_network)\.py$")
@@ -67,7 +69,7 @@ def read_script(path: Path) -> Script:
         fault, where = text
         raise ConfigError.of(fault.what, where=where, why=fault.why, fix=fault.fix)
     script = Script(str(path))
-    lines = _joined_lines(text)
+    lines = _joined_lines(text, mark=_GOES_ON.get(path.suffix.lower(), "\\"))
     end = next((i for i, (_, line) in enumerate(lines) if _END_OF_SETTINGS in line), None)
     settings = lines if end is None else lines[:end]
     variables = _assignments(
@@ -83,8 +85,8 @@ def read_script(path: Path) -> Script:
     return script
 
 
-def _joined_lines(text: str) -> list[tuple[int, str]]:
-    """The lines with their numbers; a line that goes on (it ends with a backslash, a backtick or `^`) with the next ones."""
+def _joined_lines(text: str, *, mark: str) -> list[tuple[int, str]]:
+    """The lines with their numbers; a line that ends with the mark of the shell together with the next ones."""
     found: list[tuple[int, str]] = []
     goes_on = False
     for number, line in enumerate(text.splitlines(), 1):
@@ -94,7 +96,7 @@ def _joined_lines(text: str) -> list[tuple[int, str]]:
             found[-1] = (first, f"{before} {stripped}")
         else:
             found.append((number, stripped))
-        goes_on = stripped.endswith(("\\", "`", "^")) and not stripped.lstrip().startswith("#")
+        goes_on = stripped.endswith(mark) and not stripped.lstrip().startswith("#")
         if goes_on:
             first, before = found[-1]
             found[-1] = (first, before[:-1])
@@ -207,8 +209,12 @@ def _words(script: Script, number: int, line: str, variables: dict[str, tuple[st
     try:
         return [_REFERENCE.sub(value_of, word) for word in shlex.split(line, comments=True)]
     except ValueError as error:
-        script.refuse("a command cannot be read", number, str(error), "close its quotes")
-        return []
+        raise ConfigError.of(
+            "a command cannot be read",
+            where=f"{script.name}:{number}",
+            why=str(error),
+            fix="close its quotes",
+        ) from error
 
 
 def _options(words: list[str]) -> Iterator[tuple[str, list[str]]]:

@@ -64,17 +64,15 @@ class DatasetFile:
     @property
     def batch_sizes(self) -> list[int]:
         """The batch size of each dataset."""
-        found = {subset.dataset: subset.values["batch_size"] or 1 for subset in self.subsets}
-        return list(found.values())
+        found = {subset.dataset: subset.values["batch_size"] for subset in self.subsets}
+        return [1 if size is None else size for size in found.values()]
 
     @property
     def batch(self) -> tuple[int, int]:
-        """Pictures of a forward and forwards of a step, so that a step has the largest batch, and no forward more than the smallest."""
-        sizes = [size for size in self.batch_sizes if size > 0]
-        if not sizes:
-            return 1, 1
-        forward = math.gcd(*sizes)
-        return forward, max(sizes) // forward
+        """Pictures of a forward and forwards of a step: a step has the largest batch, and no forward more than the smallest."""
+        sizes = self.batch_sizes
+        forward = math.gcd(*sizes) if min(sizes) > 0 else min(sizes)
+        return forward, max(sizes) // max(1, forward)
 
 
 def read_toml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
@@ -234,7 +232,7 @@ class _Part:
                 if near
                 else f"a dataset file has [general] and [[datasets]]; {PAGE}"
             )
-        self.file.problems.append(Problem(what, self.places.of((key,)), "", fix))
+        self.file.problems.append(Problem(what, self.places.of((key, 0)), "", fix))
 
     def read(self, level: Level, raw: Any, at: KeyPath) -> tuple[dict[str, Any], dict[str, str]]:
         """The values of one part, and their places."""

@@ -384,7 +384,8 @@ def _fill_training(draft: Draft, file: DatasetFile) -> None:
 def _put_batch(draft: Draft, file: DatasetFile) -> None:
     """Pictures of a forward, and forwards of a step."""
     values = draft.values
-    per_rank, forwards = values["batch_size"] or values["train_batch_size"], 1
+    own, forwards = values["batch_size"], 1
+    per_rank = values["train_batch_size"] if own is None else own
     if len(set(file.batch_sizes)) > 1:
         per_rank, forwards = file.batch
         sizes = ", ".join(map(str, dict.fromkeys(file.batch_sizes)))
