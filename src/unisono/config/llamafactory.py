@@ -434,6 +434,7 @@ _SHARED = {
 """Keys of its own that files of TRL, axolotl and others have, too."""
 _FROM_HUGGING_FACE = "Seq2SeqTrainingArguments"
 _TRLS = ("dataset_name", "dataset_config")
+_NEVER_TRLS = ("stage", "finetuning_type", "template", "cutoff_len")
 V1_KEYS = {
     "model": "model", "train_dataset": "data.train", "eval_dataset": "data.eval", "template": "data.template: lf:NAME",
     "cutoff_len": "data.max_length", "micro_batch_size": "batch.micro", "global_batch_size": "batch.global",
@@ -456,7 +457,7 @@ def llamafactory_version(raw: Mapping[str, Any]) -> str | None:
         return None
     if "model" in raw:
         return "v1" if "train_dataset" in raw else None
-    if any(key in raw for key in _TRLS):
+    if any(key in raw for key in _TRLS) and not any(key in raw for key in _NEVER_TRLS):
         return None
     own = [k for k in raw if k in KEYS and KEYS[k].group != _FROM_HUGGING_FACE and k not in _SHARED]
     return "v0" if len(own) + ("model_name_or_path" in raw) > 1 else None
