@@ -24,7 +24,7 @@ from unisono.config.llamafactory import translate
 from unisono.config.llamafactory_keys import KEYS as LF_KEYS
 from unisono.config.llamafactory_keys import Key
 from unisono.config.schema import RunConfig
-from unisono.config.sd_scripts import KEYS as SD_KEYS
+from unisono.config.sd_keys import KEYS as SD_KEYS
 from unisono.config.sd_scripts import read_sd_scripts
 from unisono.config.sections import DiffusionSection, Section
 from unisono.diffusion.picture_folders import read_folder

@@ -216,10 +216,12 @@ def test_datasets_with_their_own_batch_sizes(tmp_path: Path) -> None:
     assert any("batch_size: the datasets have 6, 4" in note for note in loaded.translation.notes())
 
 
-def test_a_share_of_each_subset_is_one_share(tmp_path: Path) -> None:
+def test_a_share_of_each_dataset_is_one_of_each_source(tmp_path: Path) -> None:
     text = TWO_RESOLUTIONS.replace("[[datasets]]\n", "[[datasets]]\nvalidation_split = 0.2\n")
-    config = _load(tmp_path, text, more="validation_seed = 7\nvalidate_every_n_steps = 50\n").config
-    assert (config.data.eval, config.diffusion.eval_seed, config.eval.every) == (0.2, 7, "50 steps")
+    loaded = _load(tmp_path, text, more="validation_seed = 7\nvalidate_every_n_steps = 50\n")
+    assert [own["eval"] for own in _pictures(loaded)] == [0.2, 0.2]
+    config = loaded.config
+    assert (config.data.eval, config.diffusion.eval_seed, config.eval.every) == (None, 7, "50 steps")
 
 
 def test_the_share_of_the_main_file_holds_where_a_subset_has_none(tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def test_regularization_pictures_fill_up_those_of_their_resolution(
 
 def test_a_share_of_one_source_is_held_out(folders: Path, pipeline_dir: Path, tmp_path: Path) -> None:
     def held(seed: int | None, share: float) -> tuple[set[str], set[str]]:
-        sources = [
+        sources: list[dict[str, Any]] = [
             {"path": "aki", "pictures": {"flat": True}},
             {"path": "other", "weight": 5, "pictures": {"eval": share}},
         ]
@@ -123,6 +123,29 @@ def test_a_share_of_one_source_is_held_out(folders: Path, pipeline_dir: Path, tm
     assert held(3, 0.4)[0] == taken  # null is the seed of the run
     assert any(held(seed, 0.4)[0] != taken for seed in (4, 5, 6))
     assert len(held(None, 1.0)[0]) == 5
+
+
+def test_the_same_pictures_are_held_out_at_each_resolution(
+    folders: Path, pipeline_dir: Path, tmp_path: Path
+) -> None:
+    sources = [{"path": "other", "pictures": {"eval": 0.4, **more}} for more in ({}, {"resolution": 64})]
+    rows = _gather(_config(folders, sources), pipeline_dir, tmp_path)
+    assert len(rows.eval) == 4
+    held = {picture.relative for picture in rows.eval}
+    assert len(held) == 2
+    assert not held & {picture.relative for picture in rows.train}
+
+
+def test_a_share_takes_at_least_one_and_not_the_only_one(
+    folders: Path, pipeline_dir: Path, tmp_path: Path
+) -> None:
+    write_pictures(tmp_path / "one", ["red"])
+    sources = [
+        {"path": "other", "pictures": {"eval": 0.01}},
+        {"path": str(tmp_path / "one"), "pictures": {"eval": 0.9}},
+    ]
+    rows = _gather(_config(folders, sources), pipeline_dir, tmp_path)
+    assert [len(rows.eval), len(rows.train)] == [1, 5]
 
 
 def test_nothing_is_left_where_all_is_held_out(folders: Path, pipeline_dir: Path, tmp_path: Path) -> None:

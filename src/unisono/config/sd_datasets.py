@@ -266,7 +266,7 @@ class _Part:
                 "",
                 "move it into the file that names the dataset file",
             )
-        home = "subset" if key.level == "own" else "dataset"
+        home: Level = "subset" if key.level == "own" else "dataset"
         return Problem(
             f"`{name}` is not a setting of {_PARTS[level]}", where, "", f"move it into {_PARTS[home]}"
         )

@@ -322,17 +322,13 @@ def _fill_dataset_file(draft: Draft, path: Path) -> DatasetFile:
         0.0 if subset.values["is_reg"] else _checked_share(draft, subset.values, most=1.0)
         for subset in file.subsets
     ]
-    trained = {
-        share for share, subset in zip(shares, file.subsets, strict=True) if not subset.values["is_reg"]
-    }
-    one_share = trained.pop() if len(trained) == 1 and max(trained) < 1 else None
     usual = settings[0]
     sources = []
     for subset, own, share in zip(file.subsets, settings, shares, strict=True):
         pictures: dict[str, Any] = {"flat": True, "caption": subset.values["class_tokens"] or ""}
         if subset.values["is_reg"]:
             pictures["prior"] = True
-        elif share and one_share is None:
+        elif share:
             pictures["eval"] = share
         pictures |= {ours: value for ours, value in own.items() if value != usual.get(ours)}
         source: dict[str, Any] = {"path": subset.values["image_dir"], "pictures": pictures}
@@ -344,8 +340,6 @@ def _fill_dataset_file(draft: Draft, path: Path) -> DatasetFile:
     draft.values = Values(first.given, {**first.places, **main.places}, draft.name, KEYS)
     _put_settings(draft, usual)
     draft.put("data.train", sources, "dataset_config")
-    if one_share:
-        draft.put("data.eval", one_share, "validation_split")
     return file
 
 

@@ -236,11 +236,16 @@ def _split(every: Found, folders: list[Folder], config: RunConfig) -> tuple[list
         if folder.role == "eval":
             held_out += [replace(p, repeats=1) for p in pictures]
         elif folder.role == "train":
-            count = max(1, round(folder.own.eval * len(pictures))) if folder.own.eval and pictures else 0
+            count = _held(folder.own.eval, len(pictures))
             remaining, taken = _split_off(pictures, count, seed)
             kept += remaining
             held_out += taken
     return kept, held_out
+
+
+def _held(share: float, count: int) -> int:
+    """How many of a source's pictures are held out: at least one, and not the only one unless it is all of them."""
+    return count if share == 1 else min(count - 1, max(1, round(share * count))) if share and count else 0
 
 
 def _split_off(own: list[Picture], count: int, seed: int) -> tuple[list[Picture], list[Picture]]:
