@@ -18,7 +18,6 @@ from unisono.config.llamafactory_keys import (
     Values,
     convert,
     find_contradictions,
-    possessive,
 )
 from unisono.config.llamafactory_model import fill_data, fill_method, fill_model
 from unisono.config.llamafactory_training import fill_training
@@ -315,7 +314,7 @@ class Reading:
             self.fates.append(KeyFate(name, value, "refused", "", key.note))
             return
         if value is None and not key.null:
-            note = f"null is {possessive(self._tool)} default"
+            note = f"null is {self._tool}'s default"
             self.fates.append(KeyFate(name, None, "ignored", key.ours, note))
             return
         try:
@@ -333,7 +332,7 @@ class Reading:
             self._refuse(name, value, problem, key.note)
             return
         fate: Fate = "ignored" if key.fate == "refused" else key.fate
-        note = f"{possessive(self._tool)} default" if key.fate == "refused" else key.note
+        note = f"{self._tool}'s default" if key.fate == "refused" else key.note
         if name != key.name:
             note = "; ".join(filter(None, (f"an old name of {key.name}", note)))
         self.fates.append(KeyFate(name, value, fate, key.ours, note))

@@ -36,11 +36,6 @@ class Key:
     level: str = ""
 
 
-def possessive(tool: str) -> str:
-    """`LLaMA-Factory's`, `sd-scripts'`."""
-    return f"{tool}'" if tool.endswith("s") else f"{tool}'s"
-
-
 class Table(Mapping[str, Key]):
     """The keys of a tool by name, from a file of this room. It is read when a key is looked up: few starts need it."""
 
@@ -253,7 +248,7 @@ class Draft:
             target = target.setdefault(section, {})
         target[last] = value
         given = next((key for key in keys if key in self.values.given), None)
-        default = f"{self.name}: {possessive(self.tool)} default"
+        default = f"{self.name}: {self.tool}'s default"
         self.origins[ours] = self.values.places[given] if given else default
         if given:
             self.names[ours] = given

@@ -29,6 +29,8 @@ _PS1_ASSIGNMENT = re.compile(r"\s*\$([A-Za-z_]\w*)\s*=\s*(.*)$")
 _PS1_VALUE = re.compile(r"""(?:"([^"`$]*)"|'([^']*)'|(\$true|\$false|[^\s"'`$#;()@]+))\s*(?:\#.*)?$""", re.I)
 _GOES_ON = {".ps1": "`", ".bat": "^", ".cmd": "^"}
 """What a line ends with that goes on in the next one; in other shells a backslash."""
+_MODEL = re.compile(r"\s*\$?(?:pretrained_model|config_file)\s*=")
+"""The variable that each of LoRA-Scripts' scripts has."""
 _END_OF_SETTINGS = "DO NOT MODIFY"
 """In the comment of LoRA-Scripts' scripts between the settings and what is done with them."""
 _TRAINER = re.compile(r"(?:^|[/\\])(\w*train_network)\.py$")
@@ -37,7 +39,7 @@ _REFERENCE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 
 @dataclass
 class Script:
-    """The keys that a script sets, with their lines, and what is wrong with it."""
+    """The keys that a script sets, with their lines, and what of it cannot be read."""
 
     name: str
     raw: dict[str, Any] = field(default_factory=dict)
@@ -62,7 +64,7 @@ def read_script(path: Path) -> Script:
     """The keys of sd-scripts that a script sets.
 
     Raises:
-        ConfigError: if it cannot be read, or trains nothing that is known.
+        ConfigError: with all that cannot be read, or if it trains nothing that is known.
     """
     text = read_given(path, str(path), most_bytes=SOURCE_BYTES)
     if not isinstance(text, str):
@@ -75,10 +77,12 @@ def read_script(path: Path) -> Script:
     variables = _assignments(
         script, settings, is_ps1=path.suffix.lower() == ".ps1", all_lines=end is not None
     )
-    if end is not None and ("pretrained_model" in variables or "config_file" in variables):
+    if end is not None and any(_MODEL.match(line) for _, line in settings):
         _fill_from_variables(script, variables)
     else:
         _fill_from_command(script, lines, variables)
+    if script.problems:
+        raise ConfigError(*script.problems)
     name = script.raw.get("config_file")
     if name:
         _lay_over_file(script, str(name), path)
@@ -161,7 +165,7 @@ def _fill_from_variables(script: Script, variables: dict[str, tuple[str, int]]) 
     for name, (value, line) in variables.items():
         if name == "clip_skip" and values.get("model_type", "sd1.5") != "sd1.5":
             continue  # passed with 1.5 only
-        script.set(name, value, line)
+        script.set("train_batch_size" if name == "batch_size" else name, value, line)
 
 
 def _fill_from_command(

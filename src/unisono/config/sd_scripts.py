@@ -14,7 +14,7 @@ from unisono.config.llamafactory_keys import Draft, Values
 from unisono.config.schema import RunConfig
 from unisono.config.sd_command import flat, is_script, read_script
 from unisono.config.sd_datasets import DatasetFile, locate, read_dataset_file, read_toml
-from unisono.config.sd_keys import KEYS, PAGE, TOOL, read_mapping
+from unisono.config.sd_keys import KEYS, PAGE, TOOL, read_mapping, resolved
 from unisono.config.yaml_file import KeyPlaces, parse_value
 from unisono.errors import ConfigError, Problem
 from unisono.files import SETTINGS_BYTES, read_text
@@ -86,18 +86,18 @@ def read_sd_scripts(path: Path, overrides: tuple[str, ...] = ()) -> SdScripts:
     Raises:
         ConfigError: if it cannot be read, or is for another kind of model.
     """
-    problems: list[Problem] = []
     is_preset = False
     if is_script(path):
         script = read_script(path)
-        raw, lines, problems = script.raw, script.lines, script.problems
+        raw, lines = script.raw, script.lines
     else:
         whole, places_of = read_toml(path)
         if "datasets" in whole:
             raise _not_the_main_file(path)
         raw, lines = flat(whole), {key[-1:]: line for key, line in places_of.items()}
-        is_preset = "metadata" in whole
-        _refuse_other_models({**raw, "train_type": whole.get("metadata", {}).get("train_type", "")}, path)
+        about = whole.get("metadata")
+        is_preset = isinstance(about, dict)
+        _refuse_other_models({**raw, **about} if isinstance(about, dict) else raw, path)
     _refuse_other_models(raw, path)
     places = KeyPlaces(lines, str(path))
     ours = []
@@ -106,13 +106,15 @@ def read_sd_scripts(path: Path, overrides: tuple[str, ...] = ()) -> SdScripts:
         if "." in key or not equals or (key not in KEYS and key in RunConfig.model_fields):
             ours.append(text)
             continue
+        meant = resolved(key)
+        raw = {name: old for name, old in raw.items() if meant is None or resolved(name) is not meant}
         raw[key] = parse_value(value, name="command line")
         places.override((key,))
     reading = read_mapping(raw, places, str(path))
     values = Values(reading.values, reading.places, str(path), KEYS)
     draft = Draft(values, str(path), verb="train", tool=TOOL)
     draft.config["objective"] = "diffusion"
-    problems += _missing(values, is_preset=is_preset)
+    problems = _missing(values, is_preset=is_preset)
     _fill_model(draft)
     file = _fill_data(draft, path)
     _fill_training(draft, file)
