@@ -58,7 +58,7 @@ SOURCES = [f"data.{part}[]." for part in ("train", "eval")]
 NO_PATH_KEYS = {
     "model.revision", "adapter.targets", "adapter.modules_to_save", "freeze", "train_only.modules", "train_only.extra",
     "data.system", "data.ignore", "diffusion.prompts", *(source + name for source in SOURCES for name in ("split", "subset", "folder")),
-    *(f"{source}pictures.{name}" for source in SOURCES for name in ("caption", "caption_extensions")),
+    *(f"{source}pictures.caption" for source in SOURCES),
     *(f"{source}tags.{name}_tag" for source in SOURCES for name in
       ("role", "content", "user", "assistant", "observation", "function", "system")),
 }  # fmt: skip

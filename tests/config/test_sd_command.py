@@ -114,14 +114,18 @@ def test_overrides_use_its_names_and_those_of_sd_scripts(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("old", "new", "what"),
     [
-        ('pretrained_model="./sd-models/model"', 'pretrained_model="$HOME/model"', "is no plain assignment"),
-        ("network_dim=32", "network_dim=$DIM", "`network_dim=$DIM` is no plain assignment"),
-        ("network_dim=32", "network_dim=$(cat dim)", "`network_dim=$(cat dim)` is no plain assignment"),
-        ("network_dim=32", "network_dim=`cat dim`", "`network_dim=`cat dim`` is no plain assignment"),
-        ("network_dim=32", 'train_args=("--a" "b")', "is no plain assignment"),
-        ("network_dim=32", "network_dim=32 rm x", "`network_dim=32 rm x` is no plain assignment"),
-        ("network_dim=32", "source more.sh", "`source more.sh` is no plain assignment"),
-        ("network_dim=32", 'network_dim="32', "is no plain assignment"),
+        (
+            'pretrained_model="./sd-models/model"',
+            'pretrained_model="$HOME/model"',
+            "is not a plain assignment",
+        ),
+        ("network_dim=32", "network_dim=$DIM", "`network_dim=$DIM` is not a plain assignment"),
+        ("network_dim=32", "network_dim=$(cat dim)", "`network_dim=$(cat dim)` is not a plain assignment"),
+        ("network_dim=32", "network_dim=`cat dim`", "`network_dim=`cat dim`` is not a plain assignment"),
+        ("network_dim=32", 'train_args=("--a" "b")', "is not a plain assignment"),
+        ("network_dim=32", "network_dim=32 rm x", "`network_dim=32 rm x` is not a plain assignment"),
+        ("network_dim=32", "source more.sh", "`source more.sh` is not a plain assignment"),
+        ("network_dim=32", 'network_dim="32', "is not a plain assignment"),
         ("network_dim=32", "network_dimm=32", "unknown key `network_dimm`"),
         (
             'network_weights=""',

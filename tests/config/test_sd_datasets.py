@@ -275,7 +275,7 @@ _SUBSET = "[[datasets.subsets]]\nimage_dir = 'a'\n"
         ("[general]\nenable_wildcard = true\n[[datasets]]\n" + _SUBSET, "`enable_wildcard: true` is not available", ":2"),
         ("[[datasets]]\n" + _SUBSET + "resolution = 64", "`resolution` is not a setting of [[datasets.subsets]]", ":4"),
         ("[[datasets]]\nimage_dir = 'a'\n" + _SUBSET, "`image_dir` is not a setting of [[datasets]]", ":2"),
-        ("[general]\nnetwork_dim = 4\n[[datasets]]\n" + _SUBSET, "`network_dim` is no setting of a dataset", ":2"),
+        ("[general]\nnetwork_dim = 4\n[[datasets]]\n" + _SUBSET, "`network_dim` is not a setting of a dataset", ":2"),
         ("[[datasets]]\n" + _SUBSET + "num_repeat = 3", "unknown key `num_repeat`", ":4"),
         ("[[datasets]]\n[[datasets.subsets]]\nnum_repeats = 3", "a subset has no `image_dir`", ":2"),
         ("[[dataset]]\n" + _SUBSET.replace("datasets.", "dataset."), "unknown section `dataset`", ":1"),

@@ -122,7 +122,7 @@ def _assignments(
             found[match[1]] = (value, number)
         elif all_lines:
             script.refuse(
-                f"`{one_line(line.strip(), limit=60)}` is no plain assignment",
+                f"`{one_line(line.strip(), limit=60)}` is not a plain assignment",
                 number,
                 "the script is read, not run",
                 "write NAME=value with the value itself"

@@ -261,7 +261,7 @@ class _Part:
         where = self.places.of((*at, name))
         if not key.level:
             return Problem(
-                f"`{name}` is no setting of a dataset",
+                f"`{name}` is not a setting of a dataset",
                 where,
                 "",
                 "move it into the file that names the dataset file",

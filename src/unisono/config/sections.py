@@ -306,7 +306,7 @@ class PicturesSection(Section):
     )
     caption: str | None = Field(
         default=None,
-        description="the caption of pictures without a caption file; null: as `diffusion.folder_captions` says",
+        description="the caption of pictures without a caption file; null: see `diffusion.folder_captions`",
     )
     prior: bool = Field(
         default=False, description="they are regularization pictures, like those of `diffusion.prior`"
