@@ -58,7 +58,8 @@ SOURCES = [f"data.{part}[]." for part in ("train", "eval")]
 NO_PATH_KEYS = {
     "model.revision", "adapter.targets", "adapter.modules_to_save", "freeze", "train_only.modules", "train_only.extra",
     "data.system", "data.ignore", "diffusion.prompts", *(source + name for source in SOURCES for name in ("split", "subset", "folder")),
-    *(f"{source}pictures.caption" for source in SOURCES),
+    "diffusion.caption_prefix", "diffusion.caption_suffix",
+    *(f"{source}pictures.caption{part}" for source in SOURCES for part in ("", "_prefix", "_suffix")),
     *(f"{source}tags.{name}_tag" for source in SOURCES for name in
       ("role", "content", "user", "assistant", "observation", "function", "system")),
 }  # fmt: skip

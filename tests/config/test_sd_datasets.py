@@ -206,6 +206,14 @@ batch_size = 4
     ]
 
 
+def test_texts_around_captions_and_tags_that_are_dropped(tmp_path: Path) -> None:
+    text = VALIDATED + 'caption_suffix = ", from side"\n'
+    loaded = _load(tmp_path, text, more='caption_prefix = "best,"\ncaption_tag_dropout_rate = 0.1\n')
+    section = loaded.config.diffusion
+    assert (section.caption_prefix, section.caption_suffix, section.tag_dropout) == ("best,", "", 0.1)
+    assert [own.get("caption_suffix") for own in _pictures(loaded)] == [None, ", from side"]
+
+
 def test_datasets_with_their_own_batch_sizes(tmp_path: Path) -> None:
     text = TWO_RESOLUTIONS.replace("= 64\n", "= 64\nbatch_size = 6\n").replace(
         "= 128\n", "= 128\nbatch_size = 4\n"

@@ -251,9 +251,19 @@ def _fill_data(draft: Draft, path: Path) -> DatasetFile:
 _SETTINGS = {
     "resolution": "resolution", "caption_extensions": "caption_extension", "buckets": "enable_bucket", "min_side": "min_bucket_reso",
     "max_side": "max_bucket_reso", "bucket_step": "bucket_reso_steps", "upscale": "bucket_no_upscale",
-    "shuffle_captions": "shuffle_caption", "keep_tokens": "keep_tokens", "caption_dropout": "caption_dropout_rate",
+    "shuffle_captions": "shuffle_caption", "tag_dropout": "caption_tag_dropout_rate", "keep_tokens": "keep_tokens",
+    "caption_dropout": "caption_dropout_rate", "caption_prefix": "caption_prefix", "caption_suffix": "caption_suffix",
 }  # fmt: skip
 """Our keys of what may differ between folders of pictures, and those of sd-scripts."""
+_OFF_BY_DEFAULT = (
+    "shuffle_captions",
+    "tag_dropout",
+    "keep_tokens",
+    "caption_dropout",
+    "caption_prefix",
+    "caption_suffix",
+)
+"""Those that do nothing unless they are set."""
 
 
 def _settings(draft: Draft, values: Values) -> dict[str, Any]:
@@ -267,7 +277,7 @@ def _settings(draft: Draft, values: Values) -> dict[str, Any]:
     if values["enable_bucket"]:
         found |= {ours: values[_SETTINGS[ours]] for ours in ("min_side", "max_side", "bucket_step")}
         found["upscale"] = not values["bucket_no_upscale"]
-    for ours in ("shuffle_captions", "keep_tokens", "caption_dropout"):
+    for ours in _OFF_BY_DEFAULT:
         found[ours] = values[_SETTINGS[ours]]
     return found
 
@@ -275,8 +285,7 @@ def _settings(draft: Draft, values: Values) -> dict[str, Any]:
 def _put_settings(draft: Draft, settings: Mapping[str, Any]) -> None:
     """Settings that hold for all pictures."""
     for ours, value in settings.items():
-        is_default = ours in ("shuffle_captions", "keep_tokens", "caption_dropout") and not value
-        if not is_default:
+        if value or ours not in _OFF_BY_DEFAULT:
             section = "data" if ours == "resolution" else "diffusion"
             draft.put(f"{section}.{ours}", value, _SETTINGS[ours])
 

@@ -246,9 +246,17 @@ class DiffusionSection(Section):
     shuffle_captions: bool = Field(
         default=False, description="shuffle the parts of a caption between commas each time it is used"
     )
-    keep_tokens: int = Field(
-        default=0, ge=0, description="with `shuffle_captions`: number of parts at the beginning that stay"
+    tag_dropout: Share = Field(
+        default=0.0,
+        description="share of the parts of a caption between commas that are omitted, drawn anew each time it is used",
     )
+    keep_tokens: int = Field(
+        default=0,
+        ge=0,
+        description="with `shuffle_captions` and `tag_dropout`: number of parts at the beginning that stay",
+    )
+    caption_prefix: str = Field(default="", description="text before each caption, with a space between them")
+    caption_suffix: str = Field(default="", description="text after each caption, with a space between them")
     clip_skip: int | None = Field(
         default=None,
         ge=1,
@@ -320,9 +328,12 @@ class PicturesSection(Section):
     )
     caption_dropout: Share | None = Field(default=None, description="like diffusion.caption_dropout")
     shuffle_captions: bool | None = Field(default=None, description="like diffusion.shuffle_captions")
+    tag_dropout: Share | None = Field(default=None, description="like diffusion.tag_dropout")
     keep_tokens: Annotated[int, Field(ge=0)] | None = Field(
         default=None, description="like diffusion.keep_tokens"
     )
+    caption_prefix: str | None = Field(default=None, description="like diffusion.caption_prefix")
+    caption_suffix: str | None = Field(default=None, description="like diffusion.caption_suffix")
     buckets: bool | None = Field(default=None, description="like diffusion.buckets")
     min_side: Annotated[int, Field(ge=8)] | None = Field(default=None, description="like diffusion.min_side")
     max_side: Annotated[int, Field(ge=8)] | None = Field(default=None, description="like diffusion.max_side")

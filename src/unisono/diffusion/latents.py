@@ -33,7 +33,7 @@ from unisono.files import read_json, whole_file
 
 PICTURES = "pictures.json"
 """The file beside a token table that lists its pictures."""
-VARIED = ("caption_dropout", "shuffle_captions", "keep_tokens")
+VARIED = ("caption_dropout", "shuffle_captions", "tag_dropout", "keep_tokens")
 """The keys of `diffusion` by which captions vary; a picture's entry has its own where a source sets them."""
 EVAL_NOISES = 8
 """Noises and timesteps at which each evaluation picture is measured, the same in each evaluation."""
@@ -351,9 +351,14 @@ def _varied(caption: str, section: DiffusionSection, drop: float, order: float) 
     """A caption for one use in training; `drop` and `order` are drawn uniformly from 0 to 1."""
     if drop < section.caption_dropout:
         return ""
-    if not section.shuffle_captions:
+    if not section.shuffle_captions and not section.tag_dropout:
         return caption
     parts = [part.strip() for part in caption.split(",")]
     kept, rest = parts[: section.keep_tokens], parts[section.keep_tokens :]
     generator = torch.Generator().manual_seed(math.floor(order * (1 << 24)))
-    return ", ".join(kept + [rest[i] for i in torch.randperm(len(rest), generator=generator).tolist()])
+    if section.shuffle_captions:
+        rest = [rest[i] for i in torch.randperm(len(rest), generator=generator).tolist()]
+    if section.tag_dropout:
+        drawn = torch.rand(len(rest), generator=generator).tolist()
+        rest = [part for part, number in zip(rest, drawn, strict=True) if number >= section.tag_dropout]
+    return ", ".join(kept + rest)

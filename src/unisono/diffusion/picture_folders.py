@@ -216,7 +216,8 @@ def read_folder(
         try:
             _refuse_link(path, inside)
             width, height, digest = probe(path, decoded)
-            caption, unread = captions.of(path, folder, root)
+            text, unread = captions.of(path, folder, root)
+            caption = " ".join(filter(None, (section.caption_prefix, text, section.caption_suffix)))
         except BadPictureError as error:
             found.lost.append(Lost(name, source, "bad", one_line(str(error), limit=200)))
             continue

@@ -397,8 +397,8 @@ def load_denoiser(config: RunConfig, *, directory: Path, dtype: str, device: tor
 
 def needs_text_encoders(config: RunConfig) -> bool:
     """Whether captions are encoded in each step: they change, or the text encoders are trained, or nothing is cached."""
-    shuffled = any(section.shuffle_captions for section in picture_settings(config))
-    return trains_text(config) or shuffled or not config.diffusion.cache
+    varied = any(section.shuffle_captions or section.tag_dropout > 0 for section in picture_settings(config))
+    return trains_text(config) or varied or not config.diffusion.cache
 
 
 def trains_text(config: RunConfig) -> bool:
