@@ -198,6 +198,8 @@ batch_size = 4
     assert (config.data.resolution, config.batch.per_rank) == (512, 4)
     assert (config.diffusion.keep_tokens, config.diffusion.caption_extensions) == (2, [".txt"])
     assert config.diffusion.caption_dropout == 0.1
+    assert loaded.origins["data.resolution"].endswith("dataset.toml:7")
+    assert loaded.origins["diffusion.caption_dropout"].endswith("main.toml:18")
     assert [{k: v for k, v in own.items() if k != "caption"} for own in _pictures(loaded)] == [
         {},
         {"keep_tokens": 3},

@@ -348,7 +348,7 @@ def _fill_dataset_file(draft: Draft, path: Path) -> DatasetFile:
         sources.append(source)
     main = draft.values
     first = file.subsets[0].values
-    draft.values = Values(first.given, {**first.places, **main.places}, draft.name, KEYS)
+    draft.values = Values(first.given, {**main.places, **first.places}, draft.name, KEYS)
     _put_settings(draft, usual)
     draft.put("data.train", sources, "dataset_config")
     return file
