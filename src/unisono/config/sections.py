@@ -248,7 +248,7 @@ class DiffusionSection(Section):
     )
     tag_dropout: Share = Field(
         default=0.0,
-        description="share of the parts of a caption between commas that are omitted, drawn anew each time it is used",
+        description="share of the parts of a caption between commas that are omitted, drawn each time it is used",
     )
     keep_tokens: int = Field(
         default=0,
