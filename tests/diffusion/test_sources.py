@@ -15,7 +15,7 @@ from tests.diffusion.conftest import Studio
 from tests.diffusion.making import write_pictures
 from unisono.config import RunConfig
 from unisono.config.sections import DiffusionSection
-from unisono.diffusion.latents import PictureLoader, _varied
+from unisono.diffusion.latents import PictureLoader, varied_caption
 from unisono.diffusion.pipeline_files import read_pipeline
 from unisono.diffusion.prepare import Rows, gather
 from unisono.errors import ConfigError, DataError
@@ -195,14 +195,14 @@ def test_captions_get_their_prefix_and_suffix(folders: Path, pipeline_dir: Path,
 def test_parts_of_captions_are_omitted_but_those_that_are_kept() -> None:
     section = DiffusionSection(tag_dropout=0.5, keep_tokens=1)
     caption = ", ".join("abcdefghij")
-    found = [_varied(caption, section, drop=0.9, order=number / 200) for number in range(200)]
+    found = [varied_caption(caption, section, drop=0.9, order=number / 200) for number in range(200)]
     assert all(one.startswith("a") and one.split(", ") == sorted(one.split(", ")) for one in found)
     assert (
         4.5 < sum(len(one.split(", ")) - 1 for one in found) / 200 * 10 / 9 < 5.5
     )  # half of the nine others
     assert len(set(found)) > 100
     shuffled = [
-        _varied(caption, section.model_copy(update={"shuffle_captions": True}), 0.9, n / 200)
+        varied_caption(caption, section.model_copy(update={"shuffle_captions": True}), 0.9, n / 200)
         for n in range(20)
     ]
     assert any(one.split(", ") != sorted(one.split(", ")) for one in shuffled)

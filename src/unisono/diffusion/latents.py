@@ -318,7 +318,7 @@ class PictureLoader:
         if timestep is None:
             noise = noise + section.noise_offset * offset if section.noise_offset else noise
             varied = section.model_copy(update=entry.get("varied"))
-            caption = _varied(caption, varied, drop, order)
+            caption = varied_caption(caption, varied, drop, order)
         width, height = entry["size"]
         scale = max(width / entry["original"][0], height / entry["original"][1])
         cut = [
@@ -347,7 +347,7 @@ class PictureLoader:
         return self._kept.get(str(path), lambda: read_verified(path, None))
 
 
-def _varied(caption: str, section: DiffusionSection, drop: float, order: float) -> str:
+def varied_caption(caption: str, section: DiffusionSection, drop: float, order: float) -> str:
     """A caption for one use in training; `drop` and `order` are drawn uniformly from 0 to 1."""
     if drop < section.caption_dropout:
         return ""
