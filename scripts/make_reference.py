@@ -25,7 +25,7 @@ from unisono.cli.app import build_app
 from unisono.config.llamafactory import SWITCHES, V1_KEYS
 from unisono.config.llamafactory_keys import KEYS, Key
 from unisono.config.schema import RunConfig
-from unisono.config.sd_scripts import KEYS as SD_SCRIPTS_KEYS
+from unisono.config.sd_keys import KEYS as SD_SCRIPTS_KEYS
 from unisono.config.sections import Section
 from unisono.config.yaml_file import describe_field, section_in
 from unisono.doctor.check import AREAS, Check

@@ -24,7 +24,7 @@ from unisono.config.llamafactory import translate
 from unisono.config.llamafactory_keys import KEYS as LF_KEYS
 from unisono.config.llamafactory_keys import Key
 from unisono.config.schema import RunConfig
-from unisono.config.sd_scripts import KEYS as SD_KEYS
+from unisono.config.sd_keys import KEYS as SD_KEYS
 from unisono.config.sd_scripts import read_sd_scripts
 from unisono.config.sections import DiffusionSection, Section
 from unisono.diffusion.picture_folders import read_folder
@@ -58,6 +58,8 @@ SOURCES = [f"data.{part}[]." for part in ("train", "eval")]
 NO_PATH_KEYS = {
     "model.revision", "adapter.targets", "adapter.modules_to_save", "freeze", "train_only.modules", "train_only.extra",
     "data.system", "data.ignore", "diffusion.prompts", *(source + name for source in SOURCES for name in ("split", "subset", "folder")),
+    "diffusion.caption_prefix", "diffusion.caption_suffix",
+    *(f"{source}pictures.caption{part}" for source in SOURCES for part in ("", "_prefix", "_suffix")),
     *(f"{source}tags.{name}_tag" for source in SOURCES for name in
       ("role", "content", "user", "assistant", "observation", "function", "system")),
 }  # fmt: skip

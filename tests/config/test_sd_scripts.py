@@ -5,11 +5,14 @@ Run: pytest tests/config/test_sd_scripts.py
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from unisono.config import load_config
-from unisono.config.sd_scripts import KEYS, read_sd_scripts
+from unisono.config.llamafactory_keys import Key
+from unisono.config.sd_keys import KEYS
+from unisono.config.sd_scripts import read_sd_scripts
 from unisono.errors import ConfigError
 
 FILE = """
@@ -140,26 +143,6 @@ def test_defaults_are_those_of_sd_scripts(tmp_path: Path) -> None:
     )
 
 
-def test_a_dataset_file_is_read(tmp_path: Path) -> None:
-    (tmp_path / "dataset.toml").write_text(
-        '[general]\nshuffle_caption = true\n[[datasets]]\nresolution = 640\nbatch_size = 3\n[[datasets.subsets]]\nimage_dir = "a"\nnum_repeats = 4\n'
-        '[[datasets.subsets]]\nimage_dir = "b"\n[[datasets.subsets]]\nimage_dir = "r"\nis_reg = true\n'
-    )
-    text = 'pretrained_model_name_or_path = "m"\ndataset_config = "dataset.toml"\noutput_dir = "o"\n'
-    config = load_config(_write(tmp_path, text)).config
-    assert isinstance(config.data.train, list)
-    assert [(entry.path, entry.weight) for entry in config.data.train if not isinstance(entry, str)] == [
-        ("a", 4.0),
-        ("b", 1.0),
-    ]
-    assert (
-        config.data.resolution,
-        config.batch.per_rank,
-        config.diffusion.shuffle_captions,
-        config.diffusion.prior,
-    ) == (640, 3, True, "r")
-
-
 @pytest.mark.parametrize(
     ("line", "words"),
     [
@@ -220,3 +203,195 @@ def test_a_config_that_is_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(path)
     with pytest.raises(ConfigError, match="is a named pipe"):
         read_sd_scripts(path)
+
+
+# ---- values that mean off
+
+
+BASE = {
+    "pretrained_model_name_or_path": '"m"',
+    "train_data_dir": '"d"',
+    "reg_data_dir": '"r"',
+    "output_dir": '"o"',
+    "logging_dir": '"l"',
+    "enable_bucket": "true",
+    "lr_scheduler": '"cosine_with_restarts"',
+    "sample_prompts": '"a portrait"',
+    "sample_every_n_epochs": "2",
+}
+"""A file in which keys that depend on others have an effect."""
+
+
+def _off_values(key: Key) -> list[str]:
+    """What means "not given" for a key, as the table says it, in TOML."""
+    is_number = key.type in ("int", "float", "numbers", "number")
+    zero_is_off = key.zero == "off" or (
+        not key.zero and (not is_number or key.default == 0 or key.fate == "ignored")
+    )
+    zeros = ["0", "0.0", *(['"0"'] if is_number or key.type == "bool" else [])]
+    return ['""', "[]", "false", *(zeros if zero_is_off else [])]
+
+
+def _translated(folder: Path, lines: dict[str, str], dataset: str = "") -> tuple[dict[str, Any], list[str]]:
+    """Our config of a file before it is checked, and what is wrong with the file."""
+    (folder / "dataset.toml").write_text(dataset)
+    found = read_sd_scripts(_write(folder, "".join(f"{name} = {value}\n" for name, value in lines.items())))
+    return found.config, [problem.what for problem in found.problems]
+
+
+def _outcome(folder: Path, lines: dict[str, str]) -> Any:
+    """The config of a file, or what is wrong with it."""
+    path = _write(folder, "".join(f"{name} = {value}\n" for name, value in lines.items()))
+    try:
+        return load_config(path).config.model_dump()
+    except ConfigError as error:
+        return [problem.what for problem in error.problems]
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_a_value_that_means_off_is_as_none(tmp_path: Path, name: str) -> None:
+    key = KEYS[KEYS[name].same_as or name]
+    without = {known: value for known, value in BASE.items() if known != key.name}
+    wanted = _translated(tmp_path, without)
+    assert not wanted[1] or key.name in ("pretrained_model_name_or_path", "train_data_dir")
+    for value in _off_values(key):
+        assert _translated(tmp_path, {**without, name: value}) == wanted, f"{name} = {value}"
+
+
+_DATASET = {
+    "[general]": {"caption_extension": '".txt"'},
+    "[[datasets]]": {"resolution": "64"},
+    "[[datasets.subsets]]": {"image_dir": '"a"', "num_repeats": "2"},
+}
+_LEVELS = {
+    "dataset": ("[general]", "[[datasets]]"),
+    "subset": tuple(_DATASET),
+    "own": ("[[datasets.subsets]]",),
+}
+
+
+@pytest.mark.parametrize("name", [key.name for key in KEYS.values() if key.level])
+def test_a_value_that_means_off_is_as_none_in_a_dataset_file(tmp_path: Path, name: str) -> None:
+    key = KEYS[name]
+    main = {"pretrained_model_name_or_path": '"m"', "dataset_config": '"dataset.toml"', "output_dir": '"o"'}
+
+    def file(part: str | None, value: str) -> str:
+        lines = []
+        for own, settings in _DATASET.items():
+            lines.append(own)
+            lines += [f"{known} = {text}" for known, text in settings.items() if known != name]
+            lines += [f"{name} = {value}"] if own == part else []
+        return "\n".join(lines)
+
+    wanted = _translated(tmp_path, main, file(None, ""))
+    for part in _LEVELS[key.level]:
+        for value in _off_values(key):
+            assert _translated(tmp_path, main, file(part, value)) == wanted, f"{part} {name} = {value}"
+
+
+def test_the_table_says_what_0_means_for_every_number_that_has_an_effect() -> None:
+    for key in KEYS.values():
+        if key.type in ("int", "float", "number", "numbers") and key.fate != "ignored":
+            assert key.zero in ("off", "value", "wrong") or key.default == 0, key.name
+
+
+@pytest.mark.parametrize("name", [key.name for key in KEYS.values() if key.zero == "wrong"])
+def test_a_0_that_fails_there_fails_here_with_its_name(tmp_path: Path, name: str) -> None:
+    found = _outcome(tmp_path, {**BASE, name: "0"})
+    if name not in (
+        "sample_steps",
+        "dataset_repeats",
+    ):  # without the prompts' effect, and of dataset files only
+        assert isinstance(found, list), name
+        assert any(name in what for what in found), found
+
+
+def test_0_is_the_number_where_the_table_says_value(tmp_path: Path) -> None:
+    base = _outcome(tmp_path, BASE)
+    assert _outcome(tmp_path, {**BASE, "max_grad_norm": "0"})["optim"]["max_grad_norm"] is None
+    assert _outcome(tmp_path, {**BASE, "prior_loss_weight": "0"})["diffusion"]["prior_weight"] == 0
+    assert _outcome(tmp_path, {**BASE, "sample_cfg": "0"})["diffusion"]["guidance"] == 0
+    assert _outcome(tmp_path, {**BASE, "text_encoder_lr": "0"})["adapter"]["targets"] == "unet"
+    assert base["adapter"]["targets"] == "unet+text"
+    assert any("unet_lr" in what for what in _outcome(tmp_path, {**BASE, "unet_lr": "0"}))
+
+
+# ---- files in the form of LoRA-Scripts' own
+
+
+def test_its_default_file_is_read_as_it_is(tmp_path: Path) -> None:
+    text = """
+[model]
+v2 = false
+pretrained_model_name_or_path = "./sd-models/model.safetensors"
+[dataset]
+train_data_dir = "./train/input"
+reg_data_dir = ""
+prior_loss_weight = 1
+shuffle_caption = true
+enable_bucket = true
+[additional_network]
+network_dim = 32
+network_alpha = 16
+network_train_unet_only = false
+network_module = "networks.lora"
+network_args = []
+[optimizer]
+unet_lr = 1e-4
+text_encoder_lr = 1e-5
+optimizer_type = "AdamW8bit"
+lr_scheduler = "cosine_with_restarts"
+lr_warmup_steps = 0
+lr_restart_cycles = 3
+[training]
+resolution = "512,512"
+train_batch_size = 1
+max_train_epochs = 10
+noise_offset = 0.0
+keep_tokens = 0
+clip_skip = 2
+mixed_precision = "fp16"
+[saving]
+output_name = "x"
+save_every_n_epochs = 1
+save_n_epoch_ratio = 0
+save_last_n_epochs = 499
+save_state = false
+output_dir = "./output"
+[sample_prompt]
+sample_sampler = "euler_a"
+sample_every_n_epochs = 1
+[others]
+caption_extension = ".txt"
+max_token_length = 225
+resolution = "768,768"
+"""
+    loaded = load_config(_write(tmp_path, text))
+    config = loaded.config
+    assert config.adapter is not None
+    assert (config.adapter.rank, config.optim.cycles, config.checkpoint.keep) == (32, 3, 499)
+    assert (config.diffusion.prior, config.data.resolution) == (None, 768)  # of two sections the later
+    assert loaded.origins["data.resolution"].endswith(":45")
+
+
+def test_a_preset_lacks_a_model_and_pictures_and_says_so(tmp_path: Path) -> None:
+    text = '[metadata]\nname = "n"\nversion = "1"\ntrain_type = ""\n[data]\nresolution = "768,768"\nenable_bucket = true\n'
+    path = _write(tmp_path, text)
+    with pytest.raises(ConfigError) as error:
+        load_config(path)
+    assert [problem.why for problem in error.value.problems] == [
+        "it is a preset, which has only a part of the settings"
+    ] * 2
+    config = load_config(path, ("pretrained_model_name_or_path=m", "train_data_dir=d", "output_dir=o")).config
+    assert (config.data.resolution, config.data.train) == (768, "d")
+    with pytest.raises(ConfigError, match="is for Chroma"):
+        load_config(_write(tmp_path, '[metadata]\ntrain_type = "flux-lora"\n[data]\nmodel_type = "chroma"\n'))
+
+
+def test_a_secret_is_refused_and_not_shown(tmp_path: Path) -> None:
+    path = _write(tmp_path, FILE + 'wandb_api_key = "0123abcd"\n')
+    translation = read_sd_scripts(path)
+    assert [problem.fix for problem in translation.problems] == [
+        "remove it; set WANDB_API_KEY in the environment"
+    ]
+    assert "0123abcd" not in str(translation.to_json())

@@ -172,3 +172,99 @@ def _rank_of(process: psutil.Process) -> str:
         return process.environ().get("RANK", "")
     except psutil.Error:
         return ""
+
+
+DATASET = """
+[general]
+shuffle_caption = true
+[[datasets]]
+resolution = "32,32"
+batch_size = 2
+  [[datasets.subsets]]
+  image_dir = 'train/aki/6_aki'
+  caption_extension = '.txt'
+  num_repeats = 2
+  [[datasets.subsets]]
+  is_reg = true
+  image_dir = 'reg'
+  class_tokens = 'tile'
+[[datasets]]
+resolution = 64
+batch_size = 2
+  [[datasets.subsets]]
+  image_dir = 'train/aki/6_aki'
+  caption_extension = '.txt'
+  validation_split = 0.5
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_a_dataset_file_trains_and_its_mistakes_are_no_traceback(
+    pipeline_dir: Path, tmp_path: Path, env: dict[str, str]
+) -> None:
+    _prepare(tmp_path, pipeline_dir, steps=3)
+    write_pictures(tmp_path / "reg", ["grey"], SIZES)
+    (tmp_path / "dataset.toml").write_text(DATASET)
+    words = ("train", "20261124-100000.toml", "dataset_config=dataset.toml")
+    shown = _unisono(*words, cwd=tmp_path, env=env)
+    assert "completed: step 3" in shown
+    assert "evaluation: loss" in shown
+    assert "20 used, 4 for evaluation" in shown
+    (tmp_path / "dataset.toml").write_text(DATASET.replace("is_reg = true", "metadata_file = 'm.json'"))
+    refused = front_server.run([sys.executable, "-m", "unisono", *words], cwd=tmp_path, env=env, timeout=300)
+    assert refused.returncode == 2
+    assert "Traceback" not in refused.stderr
+    assert "dataset.toml:12" in refused.stderr
+
+
+TRAIN_SH = """#!/bin/bash
+pretrained_model="{model}" # base model path
+model_type="sd1.5"
+train_data_dir="./train/aki"
+reg_data_dir=""
+network_module="networks.lora"
+network_dim=4
+network_alpha=2
+resolution="32,32"
+batch_size=2
+max_train_epoches=1
+save_every_n_epochs=2
+train_unet_only=1
+noise_offset="0"
+unet_lr="1e-3"
+lr_scheduler="cosine_with_restarts"
+lr_warmup_steps=0
+lr_restart_cycles=1
+optimizer_type="AdamW8bit"
+output_name="aki"
+min_bucket_reso=16
+max_bucket_reso=64
+clip_skip=1
+dropout="0"
+# ============= DO NOT MODIFY CONTENTS BELOW =====================
+touch ran
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_train_sh_and_a_preset_train(pipeline_dir: Path, tmp_path: Path, env: dict[str, str]) -> None:
+    """The script is not run; what it and the other files of LoRA-Scripts say is trained."""
+    _prepare(tmp_path, pipeline_dir, steps=3)
+    (tmp_path / "train.sh").write_text(TRAIN_SH.format(model=pipeline_dir))
+    shown = _unisono("train", "train.sh", "bucket_reso_steps=8", "track=[]", cwd=tmp_path, env=env)
+    assert "completed: step 24" in shown  # 8 pictures 6 times, 2 in a step
+    assert (tmp_path / "output" / "aki" / "adapter").is_dir()
+    assert not (tmp_path / "ran").exists()
+    preset = '[metadata]\nname = "n"\nversion = "1"\n[data]\nresolution = "32,32"\nenable_bucket = true\nmin_bucket_reso = 16\n'
+    (tmp_path / "preset.toml").write_text(preset + "bucket_reso_steps = 8\nbucket_no_upscale = true\n")
+    words = (
+        f"pretrained_model_name_or_path={pipeline_dir}",
+        "train_data_dir=train/aki",
+        "caption_extension=.txt",
+    )
+    shown = _unisono(
+        "train", "preset.toml", *words, "max_train_steps=2", "output_dir=o", cwd=tmp_path, env=env
+    )
+    assert "completed: step 2" in shown

@@ -79,7 +79,7 @@ ELSEWHERE = {
     r"^push ": "tests/hub/test_push.py",
     r"^completion ": "tests/cli/test_completion.py",
     r"--format gguf": "tests/talk/test_gguf.py",
-    r"--format (kohya|diffusers)|--out pictures|\.toml\b": "tests/diffusion/test_commands.py",
+    r"--format (kohya|diffusers)|--out pictures|\.toml\b|^train train\.sh": "tests/diffusion/test_commands.py",
 }
 """Commands that need a cluster, another program or a server, and the tests of what they start."""
 

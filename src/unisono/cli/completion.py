@@ -165,7 +165,7 @@ def _no_words(_current: str) -> list[Word]:
 
 
 def _configs(current: str) -> list[Word]:
-    return list(_paths(current, (".yaml", ".yml", ".json", ".toml")))
+    return list(_paths(current, (".yaml", ".yml", ".json", ".toml", ".sh", ".ps1")))
 
 
 def _runs(current: str) -> list[Word]:

@@ -19,6 +19,7 @@ from unisono.config.llamafactory import (
     refuse_v1,
     translate,
 )
+from unisono.config.other_tools import refuse_other_tools
 from unisono.config.problems import find_secrets, find_variables, problems_of
 from unisono.config.schema import RunConfig, config_digest
 from unisono.config.sd_scripts import is_sd_scripts, read_sd_scripts
@@ -53,7 +54,7 @@ def load_config(path: Path, overrides: tuple[str, ...] = (), *, verb: Verb = "tr
     """Reads a config file and applies overrides of the form `key.sub=value`, the value in YAML.
 
     Args:
-        path: our config, or a file of LLaMA-Factory or sd-scripts, whose overrides without a dot use its names.
+        path: our config, or a file of LLaMA-Factory or sd-scripts (also a script of its command), whose overrides without a dot use its names.
         overrides: from the command line.
         verb: what a LLaMA-Factory file is read for; `preview` also takes one that cannot be trained here.
 
@@ -65,6 +66,7 @@ def load_config(path: Path, overrides: tuple[str, ...] = (), *, verb: Verb = "tr
     raw, lines = read_yaml(path)
     if is_llamafactory(raw):
         return config_of(_translated(raw, lines, path, overrides), path=path, verb=verb)
+    refuse_other_tools(raw, lines, str(path))
     return build_config(raw, lines=lines, name=str(path), path=path, overrides=overrides)
 
 

@@ -10,7 +10,15 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from unisono.config.llamafactory_keys import KEYS, Draft, Fate, Key, Values, convert, find_contradictions
+from unisono.config.llamafactory_keys import (
+    KEYS,
+    Draft,
+    Fate,
+    Key,
+    Values,
+    convert,
+    find_contradictions,
+)
 from unisono.config.llamafactory_model import fill_data, fill_method, fill_model
 from unisono.config.llamafactory_training import fill_training
 from unisono.config.problems import find_secrets
@@ -277,8 +285,9 @@ class Reading:
         keys: Mapping[str, Key] = KEYS,
         tool: str = "LLaMA-Factory",
         unknown: tuple[str, str] | None = None,
+        inside: KeyPath = (),
     ) -> None:
-        self._places, self._name = places, name
+        self._places, self._name, self._inside = places, name, inside
         self._keys, self._tool = keys, tool
         self._unknown, self._page = unknown or (_UNKNOWN, _PAGE)
         self.values: dict[str, Any] = {}
@@ -286,9 +295,13 @@ class Reading:
         self.fates: list[KeyFate] = []
         self.problems: list[Problem] = []
 
+    def leave_out(self, name: str, value: Any, note: str) -> None:
+        """Lists a key whose value means the same as none."""
+        self.fates.append(KeyFate(name, value, "ignored", "", note))
+
     def read(self, name: str, value: Any, *, is_secret: bool) -> None:
         """Converts one value, and decides the fate of its key as far as the table tells it."""
-        where = self._places.of((name,))
+        where = self._places.of((*self._inside, name))
         known = self._keys.get(name)
         if known is None:
             near = _near(name, self._keys, self._page)
@@ -420,6 +433,7 @@ _SHARED = {
 """Keys of its own that files of TRL, axolotl and others have, too."""
 _FROM_HUGGING_FACE = "Seq2SeqTrainingArguments"
 _TRLS = ("dataset_name", "dataset_config")
+_NEVER_TRLS = ("stage", "finetuning_type", "template", "cutoff_len")
 V1_KEYS = {
     "model": "model", "train_dataset": "data.train", "eval_dataset": "data.eval", "template": "data.template: lf:NAME",
     "cutoff_len": "data.max_length", "micro_batch_size": "batch.micro", "global_batch_size": "batch.global",
@@ -442,7 +456,7 @@ def llamafactory_version(raw: Mapping[str, Any]) -> str | None:
         return None
     if "model" in raw:
         return "v1" if "train_dataset" in raw else None
-    if any(key in raw for key in _TRLS):
+    if any(key in raw for key in _TRLS) and not any(key in raw for key in _NEVER_TRLS):
         return None
     own = [k for k in raw if k in KEYS and KEYS[k].group != _FROM_HUGGING_FACE and k not in _SHARED]
     return "v0" if len(own) + ("model_name_or_path" in raw) > 1 else None

@@ -32,6 +32,8 @@ class Key:
     harmless: tuple[Any, ...] = ()
     note: str = ""
     same_as: str = ""
+    zero: str = ""
+    level: str = ""
 
 
 class Table(Mapping[str, Key]):

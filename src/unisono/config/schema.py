@@ -30,8 +30,10 @@ from unisono.config.sections import (
     OwnObjective,
     PatienceText,
     Pattern,
+    PicturesSection,
     Positive,
     PreferenceSection,
+    Resolution,
     SecondsText,
     Section,
     Share,
@@ -246,6 +248,15 @@ class SourceSection(Section):
         default=None,
         description="keys and roles of the turns of `sharegpt`, `openai` and `preference` rows; null: the usual words",
     )
+    pictures: PicturesSection | None = Field(
+        default=None,
+        description="with `objective: diffusion`: what differs for the pictures of this source; null: nothing",
+    )
+
+    @model_serializer(mode="wrap")
+    def _without_pictures(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without `pictures` where it is not set: rows have none."""
+        return {key: value for key, value in dump(self).items() if key != "pictures" or value is not None}
 
 
 class MixSection(Section):
@@ -312,11 +323,7 @@ class DataSection(Section):
         default=None,
         description="with `lf:` templates: the system message of rows without one, instead of the template's own; null: the template's own",
     )
-    resolution: (
-        Annotated[int, Field(ge=8)]
-        | Annotated[list[Annotated[int, Field(ge=8)]], Field(min_length=2, max_length=2)]
-        | None
-    ) = Field(
+    resolution: Resolution | None = Field(
         default=None,
         description="with `objective: diffusion`: the side of a square of pixels, or [width, height]; null: that of the model",
     )
@@ -357,6 +364,18 @@ def sources_of(data: DataSection) -> list[tuple[str, SourceSection]]:
                 section = section.model_copy(update={"format": data.format})
             found.append((own_key, section))
     return found
+
+
+def has_evaluation(data: DataSection) -> bool:
+    """Whether any rows are for evaluation."""
+    shares = [section.pictures.eval for _, section in sources_of(data) if section.pictures is not None]
+    return data.eval is not None or any(shares)
+
+
+def picture_settings(config: "RunConfig") -> list[DiffusionSection]:
+    """`diffusion`, and what it is for each source of pictures that has settings of its own."""
+    own = [section.pictures for _, section in sources_of(config.data) if section.pictures is not None]
+    return [config.diffusion, *(pictures.applied_to(config.diffusion) for pictures in own)]
 
 
 class OptimSection(Section):
@@ -645,7 +664,7 @@ class RunConfig(Section):
 def contradictions(config: RunConfig) -> list[str]:
     """Keys that contradict each other, each as `key: problem; remedy` on one line."""
     batch, set_in_batch = config.batch, config.batch.model_fields_set
-    has_adapter, has_eval = config.adapter is not None, config.data.eval is not None
+    has_adapter, has_eval = config.adapter is not None, has_evaluation(config.data)
     micro, global_batch = config.batch.micro, config.batch.global_
     rules = [
         (
@@ -749,6 +768,10 @@ def _picture_contradictions(config: RunConfig) -> list[str]:
         only = f"only `objective: {DIFFUSION}` uses it; remove it"
         rules = [(True, f"diffusion.{key}: {only}") for key in sorted(section.model_fields_set)]
         rules += [
+            (
+                any(section.pictures is not None for _, section in sources_of(data)),
+                f"data.train: `pictures` of a source: {only}",
+            ),
             (data.resolution is not None, f"data.resolution: {only}"),
             (
                 words.startswith("unet"),
@@ -804,11 +827,7 @@ def _picture_contradictions(config: RunConfig) -> list[str]:
                 "data.mix: pictures are repeated by the names of their folders; remove it",
             ),
             (
-                any(
-                    not isinstance(entry, str)
-                    and (entry.model_fields_set - {"path", "weight"} or entry.weight != int(entry.weight))
-                    for entry in sources
-                ),
+                any(not isinstance(entry, str) and not _is_folder(entry) for entry in sources),
                 "data.train: a source of pictures is a folder, with a whole number as weight; remove its other keys",
             ),
             (
@@ -817,6 +836,13 @@ def _picture_contradictions(config: RunConfig) -> list[str]:
             ),
         ]
     return [text for is_wrong, text in rules if is_wrong]
+
+
+def _is_folder(source: SourceSection) -> bool:
+    """Whether a source has only what a folder of pictures can have; a written config has all keys, most at their defaults."""
+    others = set(SourceSection.model_fields) - {"path", "weight", "pictures"}
+    is_plain = all(getattr(source, key) == SourceSection.model_fields[key].default for key in others)
+    return is_plain and source.weight == int(source.weight)
 
 
 def _quantization_contradictions(config: RunConfig) -> list[str]:
@@ -937,7 +963,20 @@ def _source_contradictions(data: DataSection) -> list[str]:
 
 def _rules_of_source(source: SourceSection, key: str, data: DataSection) -> list[tuple[bool, str]]:
     weighted, is_eval = source.weight != 1.0, key.startswith("data.eval")
+    own = source.pictures or PicturesSection()
     return [
+        (
+            is_eval and (own.prior or own.eval > 0),
+            f"{key}.pictures: all pictures of data.eval are for evaluation; remove prior and eval",
+        ),
+        (
+            own.prior and own.eval > 0,
+            f"{key}.pictures.eval: regularization pictures are not evaluated; remove it",
+        ),
+        (
+            own.eval > 0 and isinstance(data.eval, float | int),
+            f"{key}.pictures.eval: data.eval already takes a share of all sources; remove one of them",
+        ),
         (
             weighted and is_eval,
             f"{key}.weight: evaluation takes each row once; remove it",

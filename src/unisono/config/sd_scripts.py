@@ -1,30 +1,26 @@
-"""From a configuration of sd-scripts (TOML, as LoRA-Scripts writes it) to our config, with the fate of each of its keys.
+"""From a configuration of sd-scripts (TOML, as LoRA-Scripts writes it, or a script with its command) to our config, with the fate of each key.
 
 The manner is that of `config.llamafactory`, whose machinery it uses. `sd_scripts_keys.toml` has all keys. A dataset file (`dataset_config`)
 is read, too.
 """
 
 import re
-import tomllib
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from unisono.config.llamafactory import Reading, Translation, Verb, with_effect
-from unisono.config.llamafactory_keys import Draft, Table, Values
+from unisono.config.llamafactory import Translation, Verb, with_effect
+from unisono.config.llamafactory_keys import Draft, Values
 from unisono.config.schema import RunConfig
-from unisono.config.yaml_file import KeyPath, KeyPlaces, parse_value
+from unisono.config.sd_command import flat, is_script, read_script
+from unisono.config.sd_datasets import DatasetFile, locate, read_dataset_file, read_toml
+from unisono.config.sd_keys import KEYS, PAGE, TOOL, read_mapping, resolved
+from unisono.config.yaml_file import KeyPlaces, parse_value
 from unisono.errors import ConfigError, Problem
-from unisono.files import SETTINGS_BYTES, SOURCE_BYTES, read_given, read_text
-from unisono.text import one_line
+from unisono.files import SETTINGS_BYTES, read_text
 
-TOOL = "sd-scripts"
-KEYS = Table("sd_scripts_keys.toml")
-"""By name, in groups."""
-
-_PAGE = "docs/reference/sd-scripts.md"
-_UNKNOWN = ("it is neither of sd-scripts' train_network.py nor of LoRA-Scripts", _PAGE)
 _OTHER_MODELS = {
+    "chroma": "Chroma",
     "flux": "FLUX",
     "sd3": "Stable Diffusion 3",
     "lumina": "Lumina",
@@ -38,7 +34,6 @@ _OTHER_KEYS = {
     "clip_g": "Stable Diffusion 3",
 }
 _MOST_LINES = 1000
-_SUBSET = {"image_dir", "num_repeats", "is_reg", "class_tokens", "metadata_file"}
 
 
 class SdScripts(Translation):
@@ -69,7 +64,7 @@ class SdScripts(Translation):
         counts = {fate: sum(key.fate == fate for key in self.keys) for fate in ("carried", "translated")}
         ignored = [key.key for key in self.keys if key.fate == "ignored"]
         lines = [
-            f"{self.name} is a file of sd-scripts: {counts['carried']} keys carried, {counts['translated']} translated; {_PAGE} lists what"
+            f"{self.name} is a file of sd-scripts: {counts['carried']} keys carried, {counts['translated']} translated; {PAGE} lists what"
             " becomes of each key"
         ]
         if ignored:
@@ -81,8 +76,8 @@ class SdScripts(Translation):
 
 
 def is_sd_scripts(path: Path) -> bool:
-    """Whether a config is one of sd-scripts: a TOML file."""
-    return path.suffix.lower() == ".toml"
+    """Whether a config is one of sd-scripts: a TOML file, or a script that trains with it."""
+    return path.suffix.lower() == ".toml" or is_script(path)
 
 
 def read_sd_scripts(path: Path, overrides: tuple[str, ...] = ()) -> SdScripts:
@@ -91,8 +86,18 @@ def read_sd_scripts(path: Path, overrides: tuple[str, ...] = ()) -> SdScripts:
     Raises:
         ConfigError: if it cannot be read, or is for another kind of model.
     """
-    raw, lines = read_toml(path)
-    raw = _flat(raw)
+    is_preset = False
+    if is_script(path):
+        script = read_script(path)
+        raw, lines = script.raw, script.lines
+    else:
+        whole, places_of = read_toml(path)
+        if "datasets" in whole:
+            raise _not_the_main_file(path)
+        raw, lines = flat(whole), {key[-1:]: line for key, line in places_of.items()}
+        about = whole.get("metadata")
+        is_preset = isinstance(about, dict)
+        _refuse_other_models({**raw, **about} if isinstance(about, dict) else raw, path)
     _refuse_other_models(raw, path)
     places = KeyPlaces(lines, str(path))
     ours = []
@@ -101,64 +106,43 @@ def read_sd_scripts(path: Path, overrides: tuple[str, ...] = ()) -> SdScripts:
         if "." in key or not equals or (key not in KEYS and key in RunConfig.model_fields):
             ours.append(text)
             continue
+        meant = resolved(key)
+        raw = {name: old for name, old in raw.items() if meant is None or resolved(name) is not meant}
         raw[key] = parse_value(value, name="command line")
         places.override((key,))
-    reading = Reading(places, str(path), keys=KEYS, tool=TOOL, unknown=_UNKNOWN)
-    for key, value in raw.items():
-        reading.read(key, value, is_secret=key in ("wandb_api_key", "huggingface_token") and bool(value))
+    reading = read_mapping(raw, places, str(path))
     values = Values(reading.values, reading.places, str(path), KEYS)
     draft = Draft(values, str(path), verb="train", tool=TOOL)
     draft.config["objective"] = "diffusion"
+    problems = _missing(values, is_preset=is_preset)
     _fill_model(draft)
-    _fill_data(draft, path)
-    _fill_training(draft)
+    file = _fill_data(draft, path)
+    _fill_training(draft, file)
     _fill_output(draft, path)
+    fates = [*reading.fates, *file.fates]
     return SdScripts(
         name=str(path),
         values=draft.values,
-        keys=[with_effect(fate, draft.values, "train", draft.fates) for fate in reading.fates],
+        keys=[with_effect(fate, draft.values, "train", draft.fates) for fate in fates],
         config=draft.config,
         origins=draft.origins,
         names=draft.names,
         places=reading.places,
         stage="",
         verb="train",
-        warnings=draft.warnings,
-        problems=[*reading.problems, *draft.problems],
+        warnings=[*file.warnings, *draft.warnings],
+        problems=[*problems, *reading.problems, *file.problems, *draft.problems],
         our_overrides=tuple(ours),
     )
 
 
-def read_toml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
-    """A TOML file, and the line of each of its keys that is written as `key = value`.
-
-    Raises:
-        ConfigError: if it cannot be read.
-    """
-    text = read_given(path, str(path), most_bytes=SOURCE_BYTES)
-    if not isinstance(text, str):
-        fault, where = text
-        raise ConfigError.of(fault.what, where=where, why=fault.why, fix=fault.fix)
-    try:
-        raw = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError.of(
-            f"{path} cannot be read", where=str(path), why=one_line(str(error)), fix="fix the file"
-        ) from error
-    found: dict[KeyPath, int] = {}
-    for number, line in enumerate(text.splitlines(), 1):
-        match = re.match(r'\s*"?([A-Za-z0-9_]+)"?\s*=', line)
-        if match is not None:
-            found.setdefault((match[1],), number)
-    return raw, found
-
-
-def _flat(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys without the sections that they are in, as sd-scripts reads them."""
-    found: dict[str, Any] = {}
-    for name, value in raw.items():
-        found |= value if isinstance(value, dict) else {name: value}
-    return found
+def _not_the_main_file(path: Path) -> ConfigError:
+    return ConfigError.of(
+        f"{path} is a dataset file of sd-scripts",
+        where=str(path),
+        why="it says which pictures there are, and not which model is trained",
+        fix=f'pass the file whose `dataset_config = "{path.name}"` names it',
+    )
 
 
 def _refuse_other_models(raw: Mapping[str, Any], path: Path) -> None:
@@ -167,7 +151,8 @@ def _refuse_other_models(raw: Mapping[str, Any], path: Path) -> None:
     Raises:
         ConfigError: for FLUX, SD3 and other models, and for modules of LyCORIS.
     """
-    words = f"{raw.get('model_train_type', '')} {raw.get('network_module', '')}".lower()
+    kinds = ("model_train_type", "model_type", "train_type", "network_module")
+    words = " ".join(str(raw.get(key, "")) for key in kinds).lower()
     other = next((name for word, name in _OTHER_MODELS.items() if word in words), None)
     other = other or next((name for key, name in _OTHER_KEYS.items() if raw.get(key)), None)
     if other is not None:
@@ -183,10 +168,6 @@ def _refuse_other_models(raw: Mapping[str, Any], path: Path) -> None:
 
 def _fill_model(draft: Draft) -> None:
     values = draft.values
-    if not values["pretrained_model_name_or_path"]:
-        draft.problems.append(
-            Problem("there is no model to train", draft.name, "", "add `pretrained_model_name_or_path`")
-        )
     draft.put("model.path", values["pretrained_model_name_or_path"] or "?", "pretrained_model_name_or_path")
     dtype = {"no": "float32", "bf16": "bfloat16", "fp16": "auto"}[values["mixed_precision"]]
     draft.put("model.dtype", dtype, "mixed_precision")
@@ -220,6 +201,16 @@ def _fill_model(draft: Draft) -> None:
         )
 
 
+def _missing(values: Values, *, is_preset: bool) -> list[Problem]:
+    """A problem for each key without which nothing can be trained."""
+    needed = [("pretrained_model_name_or_path", "there is no model to train")]
+    if not values["dataset_config"]:
+        needed.append(("train_data_dir", "there are no pictures to train on"))
+    why = "it is a preset, which has only a part of the settings" if is_preset else ""
+    fix = "write `{0} = …` into the file, or `{0}=…` behind it on the command line"
+    return [Problem(what, values.name, why, fix.format(key)) for key, what in needed if not values[key]]
+
+
 def _text_lr(value: Any) -> float | None:
     """One learning rate; SDXL's files may have a list of two."""
     number = value[0] if isinstance(value, list) and value else value
@@ -229,117 +220,144 @@ def _text_lr(value: Any) -> float | None:
         return None
 
 
-def _fill_data(draft: Draft, path: Path) -> None:
-    values = draft.values
-    if values["dataset_config"]:
-        _fill_dataset_file(draft, path)
-    elif values["train_data_dir"]:
-        draft.put("data.train", values["train_data_dir"], "train_data_dir")
-        draft.put_if_set("diffusion.prior", "reg_data_dir")
-    else:
-        draft.problems.append(
-            Problem("there are no pictures to train on", draft.name, "", "add `train_data_dir`")
-        )
-        draft.put("data.train", "?", "train_data_dir")
-    values = draft.values  # with those of the dataset file
-    _put_resolution(draft, values["resolution"])
+def _fill_data(draft: Draft, path: Path) -> DatasetFile:
+    """The folders of pictures, and how they are read; gives the dataset file, which is empty where there is none."""
     draft.put("data.on_bad_row", "skip")
-    draft.put("diffusion.folder_captions", value=True)
-    extension = values["caption_extension"]
-    draft.put(
-        "diffusion.caption_extensions",
-        [extension if extension.startswith(".") else f".{extension}"],
-        "caption_extension",
-    )
-    draft.put("diffusion.buckets", values["enable_bucket"], "enable_bucket")
-    if values["enable_bucket"]:
-        draft.put("diffusion.min_side", values["min_bucket_reso"], "min_bucket_reso")
-        draft.put("diffusion.max_side", values["max_bucket_reso"], "max_bucket_reso")
-        draft.put("diffusion.bucket_step", values["bucket_reso_steps"], "bucket_reso_steps")
-        draft.put("diffusion.upscale", not values["bucket_no_upscale"], "bucket_no_upscale")
-    for ours, key in (
-        ("shuffle_captions", "shuffle_caption"),
-        ("keep_tokens", "keep_tokens"),
-        ("caption_dropout", "caption_dropout_rate"),
-        ("noise_offset", "noise_offset"),
-    ):
-        draft.put_if_set(f"diffusion.{ours}", key)
-    if values["reg_data_dir"] or "prior" in draft.config["diffusion"]:
+    file = DatasetFile()
+    if draft.values["dataset_config"]:
+        file = _fill_dataset_file(draft, path)
+    else:
+        values = draft.values
+        draft.put("data.train", values["train_data_dir"] or "?", "train_data_dir")
+        draft.put_if_set("diffusion.prior", "reg_data_dir")
+        draft.put("diffusion.folder_captions", value=True)
+        _put_settings(draft, _settings(draft, values))
+        share = values["validation_split"]
+        if share:
+            draft.put("data.eval", _checked_share(draft, values), "validation_split")
+    values = draft.values
+    draft.put_if_set("diffusion.eval_seed", "validation_seed")
+    draft.put_if_set("diffusion.noise_offset", "noise_offset")
+    has_prior = "prior" in draft.config["diffusion"] or any(s.values["is_reg"] for s in file.subsets)
+    if has_prior:
         draft.put("diffusion.prior_weight", values["prior_loss_weight"], "prior_loss_weight")
+    elif "prior_loss_weight" in values.given:
+        draft.ignore("prior_loss_weight", "there are no regularization pictures")
     if values["min_snr_gamma"]:
         draft.put("diffusion.min_snr_gamma", values["min_snr_gamma"], "min_snr_gamma")
+    return file
 
 
-def _put_resolution(draft: Draft, value: Any) -> None:
-    numbers = [
-        str(part).strip()
-        for part in (
-            value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
-        )
-    ]
+_SETTINGS = {
+    "resolution": "resolution", "caption_extensions": "caption_extension", "buckets": "enable_bucket", "min_side": "min_bucket_reso",
+    "max_side": "max_bucket_reso", "bucket_step": "bucket_reso_steps", "upscale": "bucket_no_upscale",
+    "shuffle_captions": "shuffle_caption", "tag_dropout": "caption_tag_dropout_rate", "keep_tokens": "keep_tokens",
+    "caption_dropout": "caption_dropout_rate", "caption_prefix": "caption_prefix", "caption_suffix": "caption_suffix",
+}  # fmt: skip
+"""Our keys of what may differ between folders of pictures, and those of sd-scripts."""
+_OFF_BY_DEFAULT = (
+    "shuffle_captions",
+    "tag_dropout",
+    "keep_tokens",
+    "caption_dropout",
+    "caption_prefix",
+    "caption_suffix",
+)
+"""Those that do nothing unless they are set."""
+
+
+def _settings(draft: Draft, values: Values) -> dict[str, Any]:
+    """What `_SETTINGS` are for a folder; those that have no effect for it are omitted."""
+    extension = values["caption_extension"]
+    found = {
+        "resolution": _resolution(draft, values),
+        "caption_extensions": [extension if extension.startswith(".") else f".{extension}"],
+        "buckets": values["enable_bucket"],
+    }
+    if values["enable_bucket"]:
+        found |= {ours: values[_SETTINGS[ours]] for ours in ("min_side", "max_side", "bucket_step")}
+        found["upscale"] = not values["bucket_no_upscale"]
+    for ours in _OFF_BY_DEFAULT:
+        found[ours] = values[_SETTINGS[ours]]
+    return found
+
+
+def _put_settings(draft: Draft, settings: Mapping[str, Any]) -> None:
+    """Settings that hold for all pictures."""
+    for ours, value in settings.items():
+        if value or ours not in _OFF_BY_DEFAULT:
+            section = "data" if ours == "resolution" else "diffusion"
+            draft.put(f"{section}.{ours}", value, _SETTINGS[ours])
+
+
+def _resolution(draft: Draft, values: Values) -> int | list[int]:
+    """The side of a square, or width and height."""
+    value = values["resolution"]
     if value is None:
-        draft.put("data.resolution", 512, "resolution")
-    elif not all(number.isdigit() for number in numbers) or len(numbers) not in (1, 2):
-        draft.refuse("resolution", "it is not a size", 'write resolution = "512,512"')
-    else:
-        sides = [int(number) for number in numbers]
-        draft.put("data.resolution", sides[0] if len(set(sides)) == 1 else sides, "resolution")
+        return 512
+    parts = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
+    numbers = [str(part).strip() for part in parts]
+    if not all(number.isdigit() and int(number) for number in numbers) or len(numbers) not in (1, 2):
+        what = f"resolution: {value!r} is not a size"
+        draft.problems.append(Problem(what, values.place("resolution"), "", 'write resolution = "512,512"'))
+        return 512
+    sides = [int(number) for number in numbers]
+    return sides[0] if len(set(sides)) == 1 else sides
 
 
-def _fill_dataset_file(draft: Draft, path: Path) -> None:
-    """The sources and settings of a dataset file."""
-    name = str(draft.values["dataset_config"])
-    file = Path(name).expanduser()
-    if not file.is_file() and (path.parent / name).is_file():
-        file = path.parent / name
-    raw, lines = read_toml(file)
-    places = KeyPlaces(lines, str(file))
-    subsets = [
-        {**{k: v for k, v in dataset.items() if k != "subsets"}, **subset}
-        for dataset in raw.get("datasets", [])
-        for subset in dataset.get("subsets", [])
+def _checked_share(draft: Draft, values: Values, *, most: float = 0.99) -> float:
+    """`validation_split`, or a problem with it."""
+    share = float(values["validation_split"])
+    if not 0 <= share <= most:
+        what = f"validation_split: {share:g} is not a share of the pictures"
+        fix = (
+            "set it to a share from 0 to 1, e.g. 0.1" if most == 1 else "set it to a share below 1, e.g. 0.1"
+        )
+        draft.problems.append(Problem(what, values.place("validation_split"), "", fix))
+        return 0.1
+    return share
+
+
+def _fill_dataset_file(draft: Draft, path: Path) -> DatasetFile:
+    """The sources and settings of a dataset file: what all subsets share in `diffusion`, what differs in `pictures` of a source."""
+    file = read_dataset_file(locate(str(draft.values["dataset_config"]), path), draft.values)
+    for key in ("train_data_dir", "reg_data_dir", "in_json"):
+        if key in draft.values.given:
+            draft.ignore(key, "as there: the dataset file says which pictures there are")
+    if not file.subsets:
+        draft.put("data.train", "?", "dataset_config")
+        draft.config.setdefault("diffusion", {})
+        return file
+    settings = [_settings(draft, subset.values) for subset in file.subsets]
+    shares = [
+        0.0 if subset.values["is_reg"] else _checked_share(draft, subset.values, most=1.0)
+        for subset in file.subsets
     ]
-    _read_settings(draft, {**raw.get("general", {})}, subsets, places, file)
-    prior = [str(subset.get("image_dir", "?")) for subset in subsets if subset.get("is_reg")]
-    sources = [
-        {"path": str(subset.get("image_dir", "?")), "weight": float(subset.get("num_repeats", 1))}
-        for subset in subsets
-        if not subset.get("is_reg")
-    ]
-    if len(prior) > 1:
-        what = f"{len(prior)} subsets are regularization pictures"
-        draft.problems.append(Problem(what, str(file), "", "put them into one folder"))
-    draft.put("data.train", sources or "?", "dataset_config")
-    if prior:
-        draft.put("diffusion.prior", prior[0], "dataset_config")
+    usual = settings[0]
+    sources = []
+    for subset, own, share in zip(file.subsets, settings, shares, strict=True):
+        pictures: dict[str, Any] = {"flat": True, "caption": subset.values["class_tokens"] or ""}
+        if subset.values["is_reg"]:
+            pictures["prior"] = True
+        elif share:
+            pictures["eval"] = share
+        pictures |= {ours: value for ours, value in own.items() if value != usual.get(ours)}
+        source: dict[str, Any] = {"path": subset.values["image_dir"], "pictures": pictures}
+        if subset.values["num_repeats"] != 1:
+            source["weight"] = float(subset.values["num_repeats"])
+        sources.append(source)
+    main = draft.values
+    first = file.subsets[0].values
+    draft.values = Values(first.given, {**main.places, **first.places}, draft.name, KEYS)
+    _put_settings(draft, usual)
+    draft.put("data.train", sources, "dataset_config")
+    return file
 
 
-def _read_settings(
-    draft: Draft, settings: dict[str, Any], subsets: list[dict[str, Any]], places: KeyPlaces, file: Path
-) -> None:
-    """Adds the settings of a dataset file to the draft. One that differs between its datasets is refused: a run has one value of each."""
-    for subset in subsets:
-        for key, value in subset.items():
-            if key not in _SUBSET and settings.setdefault(key, value) != value:
-                what = f"`{key}` differs between datasets"
-                problem = Problem(what, places.of((key,)), "a run has one value", "train them in two runs")
-                draft.problems.append(problem)
-    reading = Reading(places, str(file), keys=KEYS, tool=TOOL, unknown=_UNKNOWN)
-    for key, value in settings.items():
-        reading.read(key, value, is_secret=False)
-    draft.problems += reading.problems
-    given = {**reading.values, **draft.values.given}
-    where = {**reading.places, **draft.values.places}
-    draft.values = Values(given, where, draft.name, KEYS)
-
-
-def _fill_training(draft: Draft) -> None:
+def _fill_training(draft: Draft, file: DatasetFile) -> None:
     values = draft.values
     draft.put("seed", values["seed"], "seed")
-    draft.put(
-        "batch.per_rank", values["batch_size"] or values["train_batch_size"], "batch_size", "train_batch_size"
-    )
-    draft.put("batch.accumulate", values["gradient_accumulation_steps"], "gradient_accumulation_steps")
+    _put_batch(draft, file)
     epochs = values["max_train_epochs"]
     duration = f"{epochs} epochs" if epochs else f"{values['max_train_steps']} steps"
     draft.put("duration", duration, "max_train_epochs", "max_train_steps")
@@ -348,6 +366,8 @@ def _fill_training(draft: Draft) -> None:
     if kind.lower() not in ("adamw", "adamw8bit", "pagedadamw8bit", "pagedadamw"):
         draft.refuse("optimizer_type", "only AdamW is available", 'set optimizer_type = "AdamW"')
     draft.put("optim.kind", "adamw", "optimizer_type")
+    if values["unet_lr"] == 0:
+        draft.refuse("unet_lr", "the UNet is always trained", "remove it, or set it to a learning rate")
     draft.put("optim.lr", values["unet_lr"] or values["learning_rate"], "unet_lr", "learning_rate")
     draft.put("optim.weight_decay", 0.01, "optimizer_type")
     _put_optimizer_args(draft)
@@ -364,6 +384,22 @@ def _fill_training(draft: Draft) -> None:
     if schedule == "polynomial":
         draft.put("optim.power", values["lr_scheduler_power"], "lr_scheduler_power")
     draft.put("optim.max_grad_norm", values["max_grad_norm"] or None, "max_grad_norm")
+
+
+def _put_batch(draft: Draft, file: DatasetFile) -> None:
+    """Pictures of a forward, and forwards of a step."""
+    values = draft.values
+    own, forwards = values["batch_size"], 1
+    per_rank = values["train_batch_size"] if own is None else own
+    if len(set(file.batch_sizes)) > 1:
+        per_rank, forwards = file.batch
+        sizes = ", ".join(map(str, dict.fromkeys(file.batch_sizes)))
+        draft.warnings.append(
+            f"batch_size: the datasets have {sizes}; here each step has {per_rank * forwards} pictures, in forwards of {per_rank}"
+        )
+    draft.put("batch.per_rank", per_rank, "batch_size", "train_batch_size")
+    accumulate = values["gradient_accumulation_steps"] * forwards
+    draft.put("batch.accumulate", accumulate, "gradient_accumulation_steps")
 
 
 def _put_optimizer_args(draft: Draft) -> None:
@@ -397,19 +433,31 @@ def _fill_output(draft: Draft, path: Path) -> None:
     if values["log_with"] and values["logging_dir"]:
         draft.put("track", trackers, "log_with")
     prompts = _prompts(draft, path)
-    period = next(
-        (
-            f"{values[f'sample_every_n_{u}']} {u}"
-            for u in ("steps", "epochs")
-            if values[f"sample_every_n_{u}"]
-        ),
-        None,
-    )
-    if prompts and period:
+    drawn, measured = _period(values, "sample_every_n"), _period(values, "validate_every_n")
+    if prompts and drawn:
         draft.put("diffusion.prompts", prompts, "sample_prompts", "prompt_file", "positive_prompts")
-        draft.put("eval.every", period, "sample_every_n_steps", "sample_every_n_epochs")
+        draft.put("eval.every", drawn, "sample_every_n_steps", "sample_every_n_epochs")
         draft.put_if_set("diffusion.sample_steps", "sample_steps")
         draft.put_if_set("diffusion.guidance", "sample_cfg")
+    if _holds_out(draft.config["data"]):
+        measured = measured or "1 epochs"
+        if prompts and drawn and drawn != measured:
+            draft.warnings.append(
+                f"samples are drawn when the held-out pictures are measured, every {measured}, not every {drawn}"
+            )
+        draft.put("eval.every", measured, "validate_every_n_steps", "validate_every_n_epochs")
+
+
+def _holds_out(data: Mapping[str, Any]) -> bool:
+    """Whether pictures are held out."""
+    sources = data["train"] if isinstance(data["train"], list) else []
+    return "eval" in data or any(source["pictures"].get("eval") for source in sources)
+
+
+def _period(values: Values, key: str) -> str | None:
+    """`every N steps` or `epochs` of a pair of keys; the steps come first."""
+    units = (unit for unit in ("steps", "epochs") if (values[f"{key}_{unit}"] or 0) > 0)
+    return next((f"{values[f'{key}_{unit}']} {unit}" for unit in units), None)
 
 
 def _prompts(draft: Draft, path: Path) -> list[str]:

@@ -5,7 +5,15 @@ from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+)
 
 from unisono.config.yaml_file import Takes
 from unisono.text import Duration, Warmup, parse_bytes, parse_seconds
@@ -191,6 +199,15 @@ def sides_of(objective: str) -> int:
 assert set(get_args(Objective)) == {"sft", "pretrain", "diffusion", *PREFERENCE}
 
 
+Resolution = (
+    Annotated[int, Field(ge=8)]
+    | Annotated[list[Annotated[int, Field(ge=8)]], Field(min_length=2, max_length=2)]
+)
+"""The side of a square of pixels, or [width, height]."""
+
+CaptionExtension = Annotated[str, Field(pattern=r"^\.[A-Za-z0-9_-]+$")]
+
+
 class DiffusionSection(Section):
     """LoRA training of Stable Diffusion models on pictures with captions."""
 
@@ -209,12 +226,12 @@ class DiffusionSection(Section):
         default=None,
         min_length=1,
         description="a folder of regularization pictures (prior preservation, arXiv:2208.12242); they are repeated until they are as many"
-        " as the training pictures with their repeats",
+        " as the training pictures of their resolution with their repeats",
     )
     prior_weight: NotNegative = Field(
         default=1.0, description="weight of the loss of regularization pictures"
     )
-    caption_extensions: list[Annotated[str, Field(pattern=r"^\.[A-Za-z0-9_-]+$")]] = Field(
+    caption_extensions: list[CaptionExtension] = Field(
         default=[".txt", ".caption"],
         min_length=1,
         description="suffixes of caption files, in order of preference; a `metadata.jsonl` in the folder counts, too",
@@ -229,9 +246,17 @@ class DiffusionSection(Section):
     shuffle_captions: bool = Field(
         default=False, description="shuffle the parts of a caption between commas each time it is used"
     )
-    keep_tokens: int = Field(
-        default=0, ge=0, description="with `shuffle_captions`: number of parts at the beginning that stay"
+    tag_dropout: Share = Field(
+        default=0.0,
+        description="share of the parts of a caption between commas that are omitted, drawn each time it is used",
     )
+    keep_tokens: int = Field(
+        default=0,
+        ge=0,
+        description="with `shuffle_captions` and `tag_dropout`: number of parts at the beginning that stay",
+    )
+    caption_prefix: str = Field(default="", description="text before each caption, with a space between them")
+    caption_suffix: str = Field(default="", description="text after each caption, with a space between them")
     clip_skip: int | None = Field(
         default=None,
         ge=1,
@@ -265,6 +290,10 @@ class DiffusionSection(Section):
         default=None,
         description="with `adapter.targets: unet+text`: learning rate of the text encoders; null: optim.lr",
     )
+    eval_seed: int | None = Field(
+        default=None,
+        description="seed of the choice of pictures that `data.eval`, or `pictures.eval` of a source, takes from those for training; null: `seed`",
+    )
     prompts: list[Annotated[str, Field(min_length=1)]] = Field(
         default=[],
         description="prompts of sample pictures, which are drawn at each evaluation into `samples/`, beside those of `eval.samples`",
@@ -273,3 +302,57 @@ class DiffusionSection(Section):
     guidance: NotNegative = Field(
         default=7.5, description="scale of the classifier-free guidance of sample pictures; up to 1: none"
     )
+
+
+class PicturesSection(Section):
+    """What differs for the pictures of one source: keys of `diffusion` and `data.resolution`, and some that only a source has."""
+
+    resolution: Resolution | None = Field(default=None, description="like data.resolution, for this source")
+    flat: bool = Field(
+        default=False,
+        description="only the pictures directly in the folder, whatever its name; false: also those of its folders `4_NAME`",
+    )
+    caption: str | None = Field(
+        default=None,
+        description="the caption of pictures without a caption file; null: see `diffusion.folder_captions`",
+    )
+    prior: bool = Field(
+        default=False, description="they are regularization pictures, like those of `diffusion.prior`"
+    )
+    eval: Annotated[float, BeforeValidator(float_of_yaml), Field(ge=0.0, le=1.0)] = Field(
+        default=0.0,
+        description="share of them that is held out for evaluation, chosen with `diffusion.eval_seed`; 1: all",
+    )
+    caption_extensions: Annotated[list[CaptionExtension], Field(min_length=1)] | None = Field(
+        default=None, description="like diffusion.caption_extensions"
+    )
+    caption_dropout: Share | None = Field(default=None, description="like diffusion.caption_dropout")
+    shuffle_captions: bool | None = Field(default=None, description="like diffusion.shuffle_captions")
+    tag_dropout: Share | None = Field(default=None, description="like diffusion.tag_dropout")
+    keep_tokens: Annotated[int, Field(ge=0)] | None = Field(
+        default=None, description="like diffusion.keep_tokens"
+    )
+    caption_prefix: str | None = Field(default=None, description="like diffusion.caption_prefix")
+    caption_suffix: str | None = Field(default=None, description="like diffusion.caption_suffix")
+    buckets: bool | None = Field(default=None, description="like diffusion.buckets")
+    min_side: Annotated[int, Field(ge=8)] | None = Field(default=None, description="like diffusion.min_side")
+    max_side: Annotated[int, Field(ge=8)] | None = Field(default=None, description="like diffusion.max_side")
+    bucket_step: Annotated[int, Field(ge=8)] | None = Field(
+        default=None, description="like diffusion.bucket_step"
+    )
+    upscale: bool | None = Field(default=None, description="like diffusion.upscale")
+
+    @model_serializer(mode="wrap")
+    def _without_unset(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Only what differs, so that what was not set does not read as set."""
+        fields = type(self).model_fields
+        return {key: value for key, value in dump(self).items() if value != fields[key].default}
+
+    def applied_to(self, section: DiffusionSection) -> DiffusionSection:
+        """The settings of all pictures with those of this source."""
+        own = {
+            key: value
+            for key in DiffusionSection.model_fields
+            if (value := getattr(self, key, None)) is not None
+        }
+        return section.model_copy(update=own)

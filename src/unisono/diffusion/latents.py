@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from unisono.config.schema import RunConfig
+from unisono.config.sections import DiffusionSection
 from unisono.diffusion.picture_folders import Picture, Pixels, caption_digest, read_pixels
 from unisono.diffusion.pipeline import TextEncoding, TextStates, load_component, needs_text_encoders
 from unisono.diffusion.pipeline_files import read_pipeline
@@ -32,6 +33,8 @@ from unisono.files import read_json, whole_file
 
 PICTURES = "pictures.json"
 """The file beside a token table that lists its pictures."""
+VARIED = ("caption_dropout", "shuffle_captions", "tag_dropout", "keep_tokens")
+"""The keys of `diffusion` by which captions vary; a picture's entry has its own where a source sets them."""
 EVAL_NOISES = 8
 """Noises and timesteps at which each evaluation picture is measured, the same in each evaluation."""
 _METADATA = "xxh3_64"
@@ -314,7 +317,8 @@ class PictureLoader:
         caption = str(entry["caption"])
         if timestep is None:
             noise = noise + section.noise_offset * offset if section.noise_offset else noise
-            caption = self._varied(caption, drop, order)
+            varied = section.model_copy(update=entry.get("varied"))
+            caption = varied_caption(caption, varied, drop, order)
         width, height = entry["size"]
         scale = max(width / entry["original"][0], height / entry["original"][1])
         cut = [
@@ -330,17 +334,6 @@ class PictureLoader:
             (entry["original"][1], entry["original"][0], cut[1], cut[0], height, width),
         )
 
-    def _varied(self, caption: str, drop: float, order: float) -> str:
-        section = self._config.diffusion
-        if drop < section.caption_dropout:
-            return ""
-        if not section.shuffle_captions:
-            return caption
-        parts = [part.strip() for part in caption.split(",")]
-        kept, rest = parts[: section.keep_tokens], parts[section.keep_tokens :]
-        generator = torch.Generator().manual_seed(math.floor(order * (1 << 24)))
-        return ", ".join(kept + [rest[i] for i in torch.randperm(len(rest), generator=generator).tolist()])
-
     def _moments(self, entry: dict[str, Any]) -> dict[str, torch.Tensor]:
         size = int(entry["size"][0]), int(entry["size"][1])
         vae = self._vae
@@ -352,3 +345,20 @@ class PictureLoader:
     def _states(self, caption: str) -> dict[str, torch.Tensor]:
         path = self._places.caption(caption)
         return self._kept.get(str(path), lambda: read_verified(path, None))
+
+
+def varied_caption(caption: str, section: DiffusionSection, drop: float, order: float) -> str:
+    """A caption for one use in training; `drop` and `order` are drawn uniformly from 0 to 1."""
+    if drop < section.caption_dropout:
+        return ""
+    if not section.shuffle_captions and not section.tag_dropout:
+        return caption
+    parts = [part.strip() for part in caption.split(",")]
+    kept, rest = parts[: section.keep_tokens], parts[section.keep_tokens :]
+    generator = torch.Generator().manual_seed(math.floor(order * (1 << 24)))
+    if section.shuffle_captions:
+        rest = [rest[i] for i in torch.randperm(len(rest), generator=generator).tolist()]
+    if section.tag_dropout:
+        drawn = torch.rand(len(rest), generator=generator).tolist()
+        rest = [part for part, number in zip(rest, drawn, strict=True) if number >= section.tag_dropout]
+    return ", ".join(kept + rest)

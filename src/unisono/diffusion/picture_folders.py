@@ -17,12 +17,13 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from unisono.config.sections import DiffusionSection
+from unisono.config.sections import DiffusionSection, PicturesSection
 from unisono.errors import DataError, UsageError
 from unisono.files import iterate_lines, open_plain, parse_json
 from unisono.text import one_line
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".jfif", ".jpe", ".webp", ".bmp")
+CAPTION_SUFFIXES = (".txt", ".caption")
 _OTHERS = (".gif", ".tif", ".tiff", ".avif", ".heic", ".heif", ".jxl", ".svg", ".psd")
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP")
 MOST_PIXELS = 89_478_485
@@ -157,21 +158,30 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def read_folder(
-    named: str, section: DiffusionSection, *, source: int, is_prior: bool, key: str, decoded: dict[str, Any]
+    named: str,
+    section: DiffusionSection,
+    *,
+    source: int,
+    is_prior: bool,
+    key: str,
+    decoded: dict[str, Any],
+    own: PicturesSection | None = None,
 ) -> Found:
     """The pictures of a folder, each decoded once, and the files that are not used.
 
     Args:
         named: the folder, as in the config.
-        section: `diffusion` of the config.
+        section: `diffusion` of the config, as it is for this folder.
         source: its number.
         is_prior: whether it has regularization pictures.
         key: its config key, for messages.
         decoded: size or fault of pictures by their digest, from earlier runs; new ones are added.
+        own: what only a source has: `flat` and `caption`.
 
     Raises:
         DataError: if there is no such folder.
     """
+    own = own or PicturesSection()
     root = Path(named).expanduser()
     if not root.is_dir():
         raise DataError.of(
@@ -182,7 +192,7 @@ def read_folder(
         )
     found = Found()
     inside = root.resolve()
-    captions = _Captions(section, folder_names=section.folder_captions or is_prior)
+    captions = _Captions(section, folder_names=section.folder_captions or is_prior, usual=own.caption)
     others: list[Path] = []
     stems: set[Path] = set()  # of pictures, used or not
     for path, repeats, folder in list_files(root):
@@ -199,20 +209,21 @@ def read_folder(
         if suffix not in SUFFIXES and not is_link_to_folder:
             others += [path] if suffix not in _OTHERS else []
             continue
-        if repeats is None or repeats == 0:
-            why = "the name of its folder does not begin with a number of repeats, e.g. 4_name"
-            found.lost.append(
-                Lost(name, source, "dropped", why if repeats is None else "its folder has 0 repeats")
-            )
+        why = _why_left_out(path, root, repeats, is_flat=own.flat)
+        if why is not None:
+            found.lost.append(Lost(name, source, "dropped", why))
             continue
         try:
             _refuse_link(path, inside)
             width, height, digest = probe(path, decoded)
-            caption, unread = captions.of(path, folder, root)
+            text, unread = captions.of(path, folder, root)
+            caption = " ".join(filter(None, (section.caption_prefix, text, section.caption_suffix)))
         except BadPictureError as error:
             found.lost.append(Lost(name, source, "bad", one_line(str(error), limit=200)))
             continue
-        picture = Picture(path, name, caption, repeats, width, height, digest, source, relative, is_prior)
+        picture = Picture(
+            path, name, caption, repeats or 1, width, height, digest, source, relative, is_prior
+        )
         found.pictures.append(replace(picture, unread_lines=unread))
     used = {picture.path.with_suffix("") for picture in found.pictures}
     for path in [*others, *_hidden_below(root)]:
@@ -222,6 +233,15 @@ def read_folder(
             name = f"{named.rstrip('/')}/{path.relative_to(root).as_posix()}"
             found.lost.append(Lost(name, source, "dropped", why, is_picture))
     return found
+
+
+def _why_left_out(path: Path, root: Path, repeats: int | None, *, is_flat: bool) -> str | None:
+    """Why a picture is not used because of where it is; None: it is used."""
+    if is_flat:
+        return None if path.parent == root else "it is in a folder inside, and `flat` takes none of them"
+    if repeats is None:
+        return "the name of its folder does not begin with a number of repeats, e.g. 4_name"
+    return "its folder has 0 repeats" if repeats == 0 else None
 
 
 def _hidden_below(root: Path) -> Iterator[Path]:
@@ -245,9 +265,9 @@ def _refuse_link(path: Path, inside: Path) -> None:
 class _Captions:
     """Finds captions: beside the picture, or in metadata.jsonl of its folder or of the folder above."""
 
-    def __init__(self, section: DiffusionSection, *, folder_names: bool) -> None:
+    def __init__(self, section: DiffusionSection, *, folder_names: bool, usual: str | None) -> None:
         self._section = section
-        self._folder_names = folder_names
+        self._folder_names, self._usual = folder_names, usual
         self._tables: dict[Path, dict[str, str]] = {}
         self._read: set[Path] = set()
 
@@ -266,6 +286,8 @@ class _Captions:
             caption = self._table(place).get(path.relative_to(place).as_posix())
             if caption is not None:
                 return _refuse_empty(caption, METADATA), 0
+        if self._usual is not None:
+            return self._usual, 0
         if self._folder_names:
             return folder, 0
         extensions = " or ".join(self._section.caption_extensions)
@@ -288,7 +310,11 @@ class _Captions:
             return "its name begins with a dot", False
         if path.name == METADATA:
             return "its pictures have captions in other files", False
-        if path.suffix not in self._section.caption_extensions:
+        extensions = self._section.caption_extensions
+        has_own = any(path.with_suffix(extension) in self._read for extension in extensions)
+        if suffix in CAPTION_SUFFIXES and suffix not in extensions and stem in used and not has_own:
+            return f"captions are read from {' and '.join(extensions)} files (caption_extensions)", True
+        if path.suffix not in extensions:
             return f"{suffix or 'such'} files are neither pictures nor captions", False
         if stem in lost:
             return None

@@ -10,18 +10,18 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from unisono.config.schema import RunConfig, sources_of
-from unisono.config.sections import DIFFUSION
+from unisono.config.schema import RunConfig, SourceSection, sources_of
+from unisono.config.sections import DIFFUSION, DiffusionSection, PicturesSection
 from unisono.data import Ledger, Place, SourceCounts, flat_total
 from unisono.data.prepare import digest_text, writing_table
 from unisono.data.token_table import Encoded, Ints, Split, TokenWriter, write_meta, write_split
 from unisono.data.tokenizer import traits_of
-from unisono.diffusion.latents import PICTURES, Places, encode_caption, encode_pixels, fill, pixels_of
+from unisono.diffusion.latents import PICTURES, VARIED, Places, encode_caption, encode_pixels, fill, pixels_of
 from unisono.diffusion.picture_folders import (
     BadPictureError,
     Found,
@@ -62,26 +62,73 @@ class Rows:
     sequences: list[int]
     """Of an epoch: a picture of the training split for each use."""
     found: Found
+    sections: list[DiffusionSection]
+    """`diffusion` as it is for each folder."""
 
 
-def resolution_of(config: RunConfig, pipeline: Pipeline) -> tuple[int, int]:
-    """Width and height that the config asks for, or the model's.
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """A folder of pictures, and how they are read.
+
+    Attributes:
+        key: the config key that names it.
+        named: its path, as in the config.
+        role: what its pictures are for.
+        times: how often each is used in an epoch, beside the number in the name of its folder.
+        section: `diffusion` as it is for this folder.
+        own: what only a source has.
+        resolution: width and height.
+    """
+
+    key: str
+    named: str
+    role: Literal["train", "prior", "eval"]
+    times: int
+    section: DiffusionSection
+    own: PicturesSection
+    resolution: tuple[int, int]
+
+
+def folders_of(config: RunConfig, pipeline: Pipeline) -> list[Folder]:
+    """The folders in the order in which they are numbered: for training, the regularization pictures of `diffusion.prior`, for evaluation.
 
     Raises:
         ConfigError: if latents have no such size.
     """
-    value = config.data.resolution
+    section, sources = config.diffusion, sources_of(config.data)
+    named = [(key, one) for key, one in sources if key.startswith("data.train")]
+    if section.prior is not None:
+        named.append(("diffusion.prior", SourceSection.model_construct(path=section.prior)))
+    named += [(key, one) for key, one in sources if key.startswith("data.eval")]
+    found = []
+    for key, source in named:
+        own = source.pictures or PicturesSection()
+        is_prior = own.prior or key == "diffusion.prior"
+        role: Literal["train", "prior", "eval"] = (
+            "prior" if is_prior else "eval" if key.startswith("data.eval") else "train"
+        )
+        applied = own.applied_to(section)
+        value = own.resolution if own.resolution is not None else config.data.resolution
+        sizes = _resolution(value, applied, pipeline)
+        found.append(Folder(key, source.path, role, int(source.weight), applied, own, sizes))
+    return found
+
+
+def _resolution(
+    value: int | list[int] | None, section: DiffusionSection, pipeline: Pipeline
+) -> tuple[int, int]:
+    """Width and height that the config asks for, or the model's."""
     if isinstance(value, list):
         width, height = value
     else:
         width = height = value if value is not None else pipeline.resolution
-    step = config.diffusion.bucket_step if config.diffusion.buckets else 1
+    step = section.bucket_step if section.buckets else pipeline.factor
     for key, number in (
         ("data.resolution", width),
         ("data.resolution", height),
         ("diffusion.bucket_step", step),
     ):
-        if number % pipeline.factor and (key == "data.resolution" or config.diffusion.buckets):
+        if number % pipeline.factor:
             raise ConfigError.of(
                 f"{key} is {number}, not a multiple of {pipeline.factor} pixels",
                 where=key,
@@ -98,38 +145,19 @@ def gather(config: RunConfig, pipeline: Pipeline, cache_dir: Path, report: Repor
         DataError: if a folder is missing, a picture is bad and `data.on_bad_row` is error, or nothing is left.
     """
     need_pillow()
-    section, data = config.diffusion, config.data
-    resolution = resolution_of(config, pipeline)
-    sizes = bucket_sizes(resolution, section)
-    sources = sources_of(data)
-    folders = [
-        ("data.train", one.path, int(one.weight)) for key, one in sources if key.startswith("data.train")
-    ]
-    folders += [("diffusion.prior", section.prior, 1)] if section.prior is not None else []
-    held = [one.path for key, one in sources if key.startswith("data.eval")]
-    folders += [("data.eval", name, 1) for name in held]
+    folders = folders_of(config, pipeline)
     memory = cache_dir / "pictures" / "decoded.json"
     decoded = read_object(memory)
     every = Found()
-    for number, (key, name, times) in enumerate(folders):
-        report.phase("data", f"reading the pictures of {name}")
-        is_prior = key == "diffusion.prior"
-        found = read_folder(name, section, source=number, is_prior=is_prior, key=key, decoded=decoded)
+    for number, folder in enumerate(folders):
+        report.phase("data", f"reading the pictures of {folder.named}")
+        found = _read(folder, number, decoded)
+        every.pictures += found.pictures
         every.lost += found.lost
-        for picture in found.pictures:
-            try:
-                sized = with_bucket(picture, sizes, resolution, section)
-                every.pictures.append(replace(sized, repeats=picture.repeats * times))
-            except BadPictureError as error:
-                every.lost.append(Lost(picture.name, picture.source, "bad", str(error)))
     _remember(memory, decoded)
     _refuse_bad(every, config)
-    last = len(folders) - len(held)
-    own = [p for p in every.pictures if p.source < last and not p.is_prior]
+    own, held_out = _split(every, folders, config)
     prior = [p for p in every.pictures if p.is_prior]
-    held_out = [replace(p, repeats=1) for p in every.pictures if p.source >= last]
-    if isinstance(data.eval, float | int) and own:
-        own, held_out = _split_off(own, data.eval, config.seed)
     if not own:
         raise DataError.of(
             "no picture is left to train on",
@@ -137,22 +165,91 @@ def gather(config: RunConfig, pipeline: Pipeline, cache_dir: Path, report: Repor
             why=_reasons(every.lost) or "there is no picture in the folder",
             fix="put pictures into a folder such as 4_name, each with a caption in a .txt file of the same name",
         )
-    sequences = [i for i, picture in enumerate(own) for _ in range(picture.repeats)]
-    cycle = [len(own) + i for i, picture in enumerate(prior) for _ in range(picture.repeats)]
-    sequences += [cycle[i % len(cycle)] for i in range(len(sequences))] if cycle else []
-    return Rows(own + prior, held_out, sequences, every)
+    resolutions = [folder.resolution for folder in folders]
+    return Rows(
+        own + prior, held_out, _uses(own, prior, resolutions), every, [folder.section for folder in folders]
+    )
 
 
-def _split_off(own: list[Picture], share: float, seed: int) -> tuple[list[Picture], list[Picture]]:
-    count = share if isinstance(share, int) else max(1, round(share * len(own)))
-    if count >= len(own):
-        raise DataError.of(
-            f"data.eval takes {count} of {len(own)} pictures",
-            where="data.eval",
-            why="none is left to train on",
-            fix="set it to a smaller number or share",
-        )
-    held = set(permutation(len(own), seed=seed, epoch=_EVAL)[:count])
+def _read(folder: Folder, number: int, decoded: dict[str, Any]) -> Found:
+    """The pictures of a folder in their buckets, with all their repeats."""
+    section = folder.section
+    sizes = bucket_sizes(folder.resolution, section)
+    found = read_folder(
+        folder.named,
+        section,
+        source=number,
+        is_prior=folder.role == "prior",
+        key=folder.key,
+        decoded=decoded,
+        own=folder.own,
+    )
+    fitting = []
+    for picture in found.pictures:
+        try:
+            sized = with_bucket(picture, sizes, folder.resolution, section)
+            fitting.append(replace(sized, repeats=picture.repeats * folder.times))
+        except BadPictureError as error:
+            found.lost.append(Lost(picture.name, picture.source, "bad", str(error)))
+    return Found(fitting, found.lost)
+
+
+def _uses(own: list[Picture], prior: list[Picture], resolutions: list[tuple[int, int]]) -> list[int]:
+    """Of an epoch: the number of a picture in `own + prior` for each use.
+
+    The regularization pictures of a resolution fill up to as many uses as its other pictures have.
+    """
+    uses = [i for i, picture in enumerate(own) for _ in range(picture.repeats)]
+    filled: list[int] = []
+    for resolution in dict.fromkeys(resolutions):
+        cycle = [
+            len(own) + i
+            for i, picture in enumerate(prior)
+            if resolutions[picture.source] == resolution
+            for _ in range(picture.repeats)
+        ]
+        count = sum(picture.repeats for picture in own if resolutions[picture.source] == resolution)
+        filled += [cycle[i % len(cycle)] for i in range(count)] if cycle else []
+    return uses + filled
+
+
+def _split(every: Found, folders: list[Folder], config: RunConfig) -> tuple[list[Picture], list[Picture]]:
+    """The pictures to train on without those of prior preservation, and those for evaluation."""
+    seed = config.diffusion.eval_seed if config.diffusion.eval_seed is not None else config.seed
+    share = config.data.eval
+    own = [p for p in every.pictures if folders[p.source].role == "train"]
+    if isinstance(share, float | int) and own:
+        count = share if isinstance(share, int) else max(1, round(share * len(own)))
+        if count >= len(own):
+            raise DataError.of(
+                f"data.eval takes {count} of {len(own)} pictures",
+                where="data.eval",
+                why="none is left to train on",
+                fix="set it to a smaller number or share",
+            )
+        own, held_out = _split_off(own, count, seed)
+        return own, held_out
+    kept: list[Picture] = []
+    held_out = []
+    for number, folder in enumerate(folders):
+        pictures = [p for p in every.pictures if p.source == number]
+        if folder.role == "eval":
+            held_out += [replace(p, repeats=1) for p in pictures]
+        elif folder.role == "train":
+            count = _held(folder.own.eval, len(pictures))
+            remaining, taken = _split_off(pictures, count, seed)
+            kept += remaining
+            held_out += taken
+    return kept, held_out
+
+
+def _held(share: float, count: int) -> int:
+    """How many of a source's pictures are held out: at least one, and not the only one unless it is all of them."""
+    return count if share == 1 else min(count - 1, max(1, round(share * count))) if share and count else 0
+
+
+def _split_off(own: list[Picture], count: int, seed: int) -> tuple[list[Picture], list[Picture]]:
+    held = set(permutation(len(own), seed=seed, epoch=_EVAL)[:count]) if count else set()
     kept = [picture for i, picture in enumerate(own) if i not in held]
     return kept, [replace(picture, repeats=1) for i, picture in enumerate(own) if i in held]
 
@@ -271,7 +368,8 @@ def prepare_pictures(
     places = Places(cache_dir / "pictures", digests.encoder, text_digest(config, pipeline, digests))
     latents, computed, size = fill_caches(config, rows, pipeline, places, report, cache_device(config))
     entries = [
-        _entry(picture, latent) for picture, latent in zip(rows.train + rows.eval, latents, strict=True)
+        _entry(picture, latent, _varied(rows.sections[picture.source], config.diffusion))
+        for picture, latent in zip(rows.train + rows.eval, latents, strict=True)
     ]
     contents = json.dumps(
         [[_without_places(entry) for entry in entries], rows.sequences, len(rows.train), _ORDER]
@@ -352,7 +450,12 @@ def _caption_warnings(rows: Rows, cuts: dict[str, Cut]) -> list[str]:
     pictures = rows.train + rows.eval
     cut = [picture for picture in pictures if picture.caption in cuts]
     long = [picture for picture in pictures if picture.unread_lines]
+    empty = [picture for picture in pictures if not picture.caption]
     found = []
+    if empty:
+        found.append(
+            f"{len(empty)} pictures have no caption, and are trained with an empty one, e.g. {empty[0].name}"
+        )
     if cut:
         first = cuts[cut[0].caption]
         found.append(
@@ -376,8 +479,14 @@ def _warnings(rows: Rows) -> list[str]:
     ]
 
 
-def _entry(picture: Picture, latent: int) -> dict[str, Any]:
-    return {
+def _varied(section: DiffusionSection, usual: DiffusionSection) -> dict[str, Any]:
+    """How captions of a folder vary, where that is not as `diffusion` of the config says."""
+    own = {key: getattr(section, key) for key in VARIED}
+    return {} if own == {key: getattr(usual, key) for key in VARIED} else {"varied": own}
+
+
+def _entry(picture: Picture, latent: int, varied: dict[str, Any]) -> dict[str, Any]:
+    return varied | {
         "digest": picture.digest,
         "caption": picture.caption,
         "size": list(picture.size),

@@ -118,6 +118,7 @@ RULES: dict[str, Rule] = {
     "preference.reference": Rule("contents", name="model"),
     "diffusion": Rule("meaning", "the loss, or what the model sees of a picture, is different from here on"),
     "diffusion.prior": _ROWS,
+    "diffusion.eval_seed": _ROWS,
     "diffusion.cache": Rule("line", "where latents are computed; training does not change"),
     "diffusion.prompts": Rule("line", _ONLY_MEASUREMENT),
     "diffusion.sample_steps": Rule("line", _ONLY_MEASUREMENT),
