@@ -132,7 +132,7 @@ def test_markers_of_turns_in_a_question_do_not_lead_astray_where_earlier_turns_c
     ]
 
 
-def test_where_earlier_answers_end_otherwise_only_the_last_can_be_trained(
+def test_where_earlier_answers_end_otherwise_they_count_without_their_end(
     tokenizer_dir: TokenizerDir, tmp_path: Path
 ) -> None:
     file = tmp_path / "template.jinja"
@@ -143,10 +143,15 @@ def test_where_earlier_answers_end_otherwise_only_the_last_can_be_trained(
     )
     messages = turns("hello", "there", "and?", "fine")
     directory = tokenizer_dir("turns", eos="</s>")
-    printed = refusal(make_encoder(directory, template_file=str(file)), messages)
-    assert "cannot be located reliably" in printed
+    encoder = make_encoder(directory, template_file=str(file))
+    assert trained(encoder, encode(encoder, messages)) == ["there", "fine</s>"]
+    assert encoder.warnings == [
+        "the chat template ends an earlier answer with <end_of_turn>, and only the last one with </s>: earlier answers count without"
+        " their end"
+    ]
     last_only = make_encoder(directory, template_file=str(file), loss_on="last-answer")
     assert trained(last_only, encode(last_only, messages)) == ["fine</s>"]
+    assert not last_only.warnings
 
 
 @pytest.mark.parametrize("kept", ["", "<think>\nwell\n</think>\n\n"])

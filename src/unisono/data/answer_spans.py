@@ -8,6 +8,9 @@ Three methods, in this order. The first that succeeds is used; if none does, the
 3. Marks: a template that renders earlier turns differently (drops their reasoning) breaks method 2. Then a mark is inserted after
    the answer, and the conversation is rendered again: the answer ends where the two texts diverge. The text after it must equal the
    text that follows it as the last message, at least up to the end-of-turn token.
+
+Harmony's template (gpt-oss) ends an earlier answer with `<|end|>`, where the model is to write `<|return|>`: such an answer counts without
+its end, which only the last one has.
 """
 
 from dataclasses import dataclass
@@ -63,7 +66,7 @@ def render_answers(template: ChatTemplate, conversation: Conversation, *, last_o
     _refuse_unrendered(template, conversation)
     if template.marks_answers:
         text, spans = template.render_marked(messages, tools)
-        found = _of_markers(spans, spoken, wanted)
+        found = [_without_other_end(template, text, span) for span in _of_markers(spans, spoken, wanted)]
         if len(found) != len(weights) and set(weights) != {1.0}:
             raise RowError(
                 f"the chat template marks {len(spans)} blocks for {len(spoken)} answers, so their weights are ambiguous",
@@ -105,6 +108,21 @@ def with_next_turn(template: ChatTemplate, text: str, answers: list[Span]) -> tu
         following = next((known for known in template.known_stops if text.startswith(known, end)), "")
         found.append((first, end + len(following)))
     return text, found
+
+
+def ends_otherwise(template: ChatTemplate, text: str, end: int) -> bool:
+    """Whether an answer that ends at a character is an earlier one, after which the template writes no stop token but another one."""
+    other_end = template.end_of_earlier_answer
+    return other_end is not None and text.startswith(other_end, end)
+
+
+def _without_other_end(template: ChatTemplate, text: str, span: Span) -> Span:
+    """A marked answer without a token that ends earlier answers only: there the model is to write the stop token."""
+    first, end = span
+    other_end = template.end_of_earlier_answer
+    if other_end is None or other_end in template.known_stops or not text.endswith(other_end, first, end):
+        return span
+    return first, end - len(other_end)
 
 
 def _refuse_unanswered(messages: list[Message], wanted: list[int]) -> None:
@@ -188,6 +206,9 @@ def _by_marks(
         if last is None or end is None or end_as_last is None:
             return None
         tail = last[end_as_last : len(last) - template.surplus(last)]
+        other_end = template.end_of_earlier_answer
+        if other_end is not None and text.startswith(other_end, end):
+            tail = other_end if other_end in template.known_stops else ""
         first = _begin_by_prompt(template, conversation, text, i)
         if first is None:
             first = _begin_by_mark(template, conversation, text, i)

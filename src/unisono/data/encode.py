@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from unisono.config.schema import SourceSection
 from unisono.data import Completion, Conversation, Example, Exchange, Preference, RowError, Text, grouped
-from unisono.data.answer_spans import Rendered, Span, render_answers, with_next_turn
+from unisono.data.answer_spans import Rendered, Span, ends_otherwise, render_answers, with_next_turn
 from unisono.data.control_tokens import ControlTokens, ControlTokensMode, refuse_control_tokens, refuse_slow
 from unisono.data.formats import FormatName, all_text, to_example
 from unisono.data.preference_rows import read_preference, with_answer_of
@@ -29,7 +29,7 @@ from unisono.data.token_table import Encoded, EncodedUnit, share_of
 from unisono.errors import DataError
 from unisono.text import one_line
 
-ENCODER_VERSION = 3
+ENCODER_VERSION = 4
 """Part of the cache's key: incremented whenever the same rows could give different tokens or a different loss mask."""
 
 _BATCH_CHARACTERS = 1 << 22  # characters encoded at once; the tokenizer takes about 180 bytes for each
@@ -410,7 +410,8 @@ class Encoder:
                     "use a fast tokenizer (tokenizer.json)",
                 )
             begin, stop = found
-            last = stop if job.whole else self._after_stop(ids, begin, stop)
+            has_end = not job.whole and not self._ends_otherwise(job, end)
+            last = self._after_stop(ids, begin, stop) if has_end else stop
             if last is None:
                 return RowError(
                     f"the stop token of answer {number} is not in the loss: an answer ends with {self._stop_names()}",
@@ -428,6 +429,18 @@ class Encoder:
             not_rendered=job.not_rendered,
             has_control_tokens=job.has_control_tokens,
         )
+
+    def _ends_otherwise(self, job: _Job, end: int) -> bool:
+        """Whether an answer is one without a stop token; says so once."""
+        if self.template is None or not ends_otherwise(self.template, job.text, end):
+            return False
+        warning = (
+            f"the chat template ends an earlier answer with {self.template.end_of_earlier_answer}, and only the last one with"
+            f" {self.template.end_of_turn}: earlier answers count without their end"
+        )
+        if warning not in self.warnings:
+            self.warnings.append(warning)
+        return True
 
     def _after_stop(self, ids: list[int], begin: int, end: int) -> int | None:
         """The place after the last stop token of an answer; the model does not write what the template puts after it."""
