@@ -217,3 +217,8 @@ def test_a_misspelt_column_is_guessed() -> None:
     with pytest.raises(RowError) as caught:
         to_example("prompt-completion", {"prompt": "p", "completions": "c"}, {})
     assert "completion: completions" in caught.value.fix
+
+
+def test_a_column_that_stands_for_another_part_is_that_part_alone() -> None:
+    row = {"input": "q", "output": "a"}
+    assert to_example("alpaca", row, {"instruction": "input"}) == Conversation([USER, ASSISTANT])

@@ -150,7 +150,11 @@ TOOLS = [
 @pytest.mark.parametrize(
     ("name", "call", "answer"),
     [
-        ("gptoss", ' to=functions.weather<|channel|>commentary json<|message|>{"city": "K"}<|call|>', "12 °C"),
+        (
+            "gptoss",
+            ' to=functions.weather<|channel|>commentary json<|message|>{"city": "K"}<|call|>',
+            "12 °C",
+        ),
         (
             "glm4moe",
             "\n<think></think>\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>K</arg_value>\n</tool_call><|observation|>",

@@ -405,10 +405,20 @@ def test_a_text_that_only_mentions_a_placeholder_passes(both: Sources, more: dic
 
 
 def test_answers_without_a_prompt_are_told_from_transcripts(own: Sources) -> None:
-    row = {"chosen": "\n\nHuman: hi\n\nAssistant: hello", "rejected": "\n\nHuman: hi\n\nAssistant: go away"}
+    row = {"chosen": "### User: hi\n### Bot: hello", "rejected": "### User: hi\n### Bot: go away"}
     (problem,) = own.refused([row], objective="dpo")
     assert problem.why == "its answers are text, and no column has the prompt"
-    assert r"'\n\nHuman: hi\n\nAssistant: '" in problem.fix
+    assert r"'### User: hi\n### Bot: '" in problem.fix
+
+
+def test_transcripts_of_human_and_assistant_are_read_as_turns(both: Sources) -> None:
+    before = "\n\nHuman: hi\n\nAssistant: yes?\n\nHuman: so?\n\nAssistant: "
+    row = {"chosen": before + "hello", "rejected": before + "go away"}
+    ((text, loss),) = both.texts([row], objective="dpo")
+    assert "yes?" in text
+    assert "Human:" not in text
+    assert "yes?" not in loss
+    assert "hello" in loss
 
 
 @pytest.mark.parametrize(("label", "other"), [(True, "undesirable"), (False, "desirable")])

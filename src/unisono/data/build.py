@@ -259,11 +259,11 @@ def _note_rows(
         what = "cut" if rows.is_cut[i] else "split"
         why = explain_fit(
             what,
-            length=rows.length[i],
+            lengths=[length for length in (rows.length[i], rows.other_length[i]) if length],
             max_length=config.data.max_length,
             pieces=rows.pieces[i],
             tokens_cut=rows.tokens_cut[i],
-            sides=sides_of(config.objective),
+            too_long=config.data.too_long,
         )
         ledger.note(place, what, why)
 

@@ -76,6 +76,11 @@ class RowEncoder(Protocol):
         ...
 
     @property
+    def opening(self) -> tuple[int, ...]:
+        """The tokens with which rows begin, whatever is in them; none where the tokenizer and the template write none."""
+        ...
+
+    @property
     def absent_tokens(self) -> list[str]:
         """Tokens that the template writes and the tokenizer does not have; -1 is in their places."""
         ...
@@ -145,7 +150,19 @@ class Encoder:
         self._check = check_template
         self._end_at_stop = end_at_stop
         self._probed = False
+        self._opening: tuple[int, ...] | None = None
         self._show_first = show_first
+
+    @property
+    def opening(self) -> tuple[int, ...]:
+        """What the template writes before any message, if it is special tokens (GLM's `[gMASK]<sop>`); else the beginning of sequence."""
+        if self._opening is None:
+            empty = None if self.template is None else self.template.try_render([], None)
+            ids = self._texts.encode([empty or ""], special=False)[0].ids
+            begin = self.tokenizer.bos_token_id
+            is_special = bool(ids) and set(ids) <= set(self.tokenizer.all_special_ids)
+            self._opening = tuple(ids) if is_special else () if begin is None else (begin,)
+        return self._opening
 
     @property
     def absent_tokens(self) -> list[str]:
