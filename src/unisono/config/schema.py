@@ -1,4 +1,6 @@
-"""The schema of a config. Validators accept or reject; they change no value and read nothing from the machine.
+"""The schema of a config. Validators accept or reject; they read nothing from the machine.
+
+They change no value, but a text where a list of texts is expected.
 
 Quantities keep their text (`3 epochs`, `3%`); `Duration`, `Warmup` and similar types parse it where it is used.
 """

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from unisono.data import Conversation, Message, RowError
+from unisono.data import Conversation, EmptyAnswerError, Message, RowError
 from unisono.data.formats import THOUGHT_KEYS, all_text
 from unisono.data.template import ChatTemplate, common_beginning
 from unisono.text import one_line
@@ -142,7 +142,21 @@ def _refuse_unanswered(messages: list[Message], wanted: list[int]) -> None:
             not any(messages[i].get(name) for name in ("tool_calls", *THOUGHT_KEYS))
             and not messages[i]["content"].strip()
         ):
-            raise RowError(f"the answer in message {i + 1} is empty", "write an answer, or remove the row")
+            raise _empty(messages[i], i + 1)
+
+
+def _empty(message: Message, number: int) -> EmptyAnswerError:
+    """The error of an answer without text, which may be under a key that is not read."""
+    unread = [
+        name
+        for name, value in message.items()
+        if value and name not in ("role", "content", "weight", "name", "id")
+    ]
+    why, fix = f"the answer in message {number} is empty", "write an answer, or remove the row"
+    if unread:
+        why += f", and its key {one_line(unread[0], limit=40)} is not read"
+        fix = "write its text under `content`"
+    return EmptyAnswerError(why, fix)
 
 
 def _refuse_unrendered(template: ChatTemplate, conversation: Conversation) -> None:

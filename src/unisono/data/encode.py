@@ -9,7 +9,17 @@ import numpy as np
 import numpy.typing as npt
 
 from unisono.config.schema import SourceSection
-from unisono.data import Completion, Conversation, Example, Exchange, Preference, RowError, Text, grouped
+from unisono.data import (
+    Completion,
+    Conversation,
+    EmptyAnswerError,
+    Example,
+    Exchange,
+    Preference,
+    RowError,
+    Text,
+    grouped,
+)
 from unisono.data.answer_spans import Rendered, Span, ends_otherwise, render_answers, with_next_turn
 from unisono.data.control_tokens import ControlTokens, ControlTokensMode, refuse_control_tokens, refuse_slow
 from unisono.data.formats import FormatName, all_text, to_example
@@ -316,7 +326,7 @@ class Encoder:
     def _completion_job(self, example: Completion) -> _Job:
         """Without a template, prompt and completion are concatenated unchanged."""
         if not example.completion.strip():
-            raise RowError("the completion is empty", "write an answer, or remove the row")
+            raise EmptyAnswerError("the completion is empty", "write an answer, or remove the row")
         if self.tokenizer.eos_token_id is None:
             raise DataError.of(
                 "the tokenizer has no end-of-sequence token",

@@ -164,7 +164,9 @@ class RowColumns:
         """
         value = self.get(standard)
         if not isinstance(value, str):
-            raise RowError(f"{standard} is {kind_of(value)}, not text", f"make {standard} a string")
+            column = column_of(standard, self._renamed) or standard
+            name = column if column == standard else f"{shown(column)} (read as {standard})"
+            raise RowError(f"{name} is {kind_of(value)}, not text", f"make {shown(column)} a string")
         return value
 
     def optional_text(self, standard: str) -> str:
@@ -299,8 +301,8 @@ def _words_of(tags: TagsSection | None) -> _Words:
 def _role_and_text(turn: Any, number: int, words: _Words) -> tuple[str, str]:
     if not isinstance(turn, dict) or not isinstance(turn.get(words.text), str):
         raise RowError(
-            f"turn {number} has no text under `{shown(words.text)}`",
-            "write {from: human, value: …}, or set the source's tags",
+            f"turn {number} has no text under `{shown(words.text)}`{_keys_of(turn)}",
+            "write {from: human, value: …}, or set the source's format: sharegpt, and its tags: {role_tag: …, content_tag: …}",
         )
     word = turn.get(words.role)
     role = words.roles.get(word) if isinstance(word, str) else None
@@ -481,9 +483,18 @@ def messages_of(value: Any, column: str) -> list[Message]:
     messages = []
     for number, message in enumerate(list_of(value, column), 1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise RowError(f"message {number} has no role", "write {role: user, content: …}")
+            raise RowError(
+                f"message {number} has no role{_keys_of(message)}", "write {role: user, content: …}"
+            )
         messages.append(_message(message, number))
     return _checked(messages, column)
+
+
+def _keys_of(message: Any) -> str:
+    """The keys of a message that lacks one, for the error."""
+    if not isinstance(message, dict):
+        return f": it is {kind_of(message)}"
+    return f"; its keys are {', '.join(shown(name) for name in list(message)[:6]) or 'none'}"
 
 
 def _message(message: Message, number: int) -> Message:

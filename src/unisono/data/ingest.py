@@ -13,6 +13,7 @@ from unisono.config.schema import DataSection
 from unisono.config.sections import PAIRS, PREFERENCE, RATINGS
 from unisono.data import (
     BadRow,
+    EmptyAnswerError,
     Example,
     Exchange,
     Ledger,
@@ -28,7 +29,7 @@ from unisono.data.encode import RowEncoder
 from unisono.data.formats import FLAGS, FormatName
 from unisono.data.readers import read_rows
 from unisono.data.row_names import RowNames
-from unisono.data.source_format import ONLY_PAIRS, ONLY_RATED, PAIR, RATING, settle_format
+from unisono.data.source_format import ONLY_PAIRS, ONLY_RATED, PAIR, RATING, SourceFormat, settle_format
 from unisono.data.sources import Source
 from unisono.data.token_table import Encoded, EncodedUnit, TokenWriter
 from unisono.errors import DataError, Problem
@@ -360,7 +361,7 @@ class Ingest:
         names = self._names(source, name)
         readable = self._readable(source, name, chain(leading, rows), names)
         while batch := list(islice(readable, _RATED_BATCH if self._objective in RATINGS else _BATCH)):
-            self._read_batch(path, batch)
+            self._read_batch(path, batch, settled)
         self._misnamed += names.problems(all_rows=self._limit_rows is None)
         if names.has_flags and (self._data.loss_on == "all" or self._objective == "pretrain"):
             self._encoder.warnings.append(
@@ -436,7 +437,7 @@ class Ingest:
             else:
                 yield row.place, example
 
-    def _read_batch(self, path: str, batch: list[tuple[Place, Example]]) -> None:
+    def _read_batch(self, path: str, batch: list[tuple[Place, Example]], settled: SourceFormat) -> None:
         counts = self._ledger.sources[-1]
         encoded_rows = self._encoded([example for _, example in batch])
         if self._objective in RATINGS and len(batch) == 1:
@@ -444,7 +445,10 @@ class Ingest:
                 f"{path}: the answer of {batch[0][0]} is its own mismatched answer, as no other row is in its group of {_RATED_BATCH}"
             )
         for (place, _), encoded in zip(batch, encoded_rows, strict=True):
-            if isinstance(encoded, RowError):
+            if isinstance(encoded, EmptyAnswerError) and settled.unread_answers:
+                error = encoded.with_unread(settled.unread_answers, settled.answer)
+                self._take_bad(error.at(place), counts)
+            elif isinstance(encoded, RowError):
                 self._take_bad(encoded.at(place), counts)
             else:
                 self._take(place, encoded, counts)

@@ -13,7 +13,16 @@ from dataclasses import replace
 from typing import Any
 
 from unisono.config.schema import TagsSection
-from unisono.data import Completion, Conversation, Exchange, Message, Preference, RowError, Turn
+from unisono.data import (
+    Completion,
+    Conversation,
+    EmptyAnswerError,
+    Exchange,
+    Message,
+    Preference,
+    RowError,
+    Turn,
+)
 from unisono.data.formats import (
     Renamed,
     RowColumns,
@@ -135,7 +144,7 @@ def _as_messages(prompt: str | list[Message], row: RowColumns) -> list[Message]:
 
 def _completion(row: RowColumns, prompt: str, answer: str, name: str) -> Conversation | Completion:
     if not answer.strip():
-        raise RowError(f"{name} is empty", "write an answer, or remove the row")
+        raise EmptyAnswerError(f"{name} is empty", "write an answer, or remove the row")
     return completion_of(row, prompt, answer)
 
 

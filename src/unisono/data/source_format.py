@@ -8,14 +8,15 @@ nobody meant.
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from unisono.config.schema import COLUMN_NAMES, SourceSection
 from unisono.config.sections import PAIRS, PREFERENCE, RATINGS
 from unisono.data import BadRow, RawRow, Row
-from unisono.data.formats import COLUMNS, FormatName, Renamed, column_of, detect, shown
+from unisono.data.formats import COLUMNS, FormatName, Renamed, column_of, detect, kind_of, shown
 from unisono.data.preference_rows import is_rated, sides_in, turns_of_transcript
+from unisono.data.row_names import READABLE
 from unisono.errors import DataError
 from unisono.text import nearest
 
@@ -83,11 +84,18 @@ class SourceFormat:
         section: of the source, with the columns that were inferred.
         name: its format.
         line: both for people, and why; "" if no row can be read.
+        unread_answers: columns that are not read, and have a usual name of an answer.
     """
 
     section: SourceSection
     name: FormatName
     line: str
+    unread_answers: tuple[str, ...] = ()
+
+    @property
+    def answer(self) -> str | None:
+        """Our name of the column with the answer; None in other formats."""
+        return {"alpaca": "output", "prompt-completion": "completion"}.get(self.name)
 
 
 def settle_format(section: SourceSection, first: Row, *, objective: str, key: str) -> SourceFormat:
@@ -102,6 +110,14 @@ def settle_format(section: SourceSection, first: Row, *, objective: str, key: st
     Raises:
         DataError: if the row matches no known format, or several, or is not for the objective.
     """
+    found = _settle(section, first, objective=objective, key=key)
+    read = {column_of(name, found.section.columns) for name in READABLE[found.name]}
+    columns = first.value if isinstance(first, RawRow) else ()
+    unread = (name for name in columns if name not in read and _folded(name) in USUAL_NAMES["output"])
+    return replace(found, unread_answers=tuple(map(shown, unread)))
+
+
+def _settle(section: SourceSection, first: Row, *, objective: str, key: str) -> SourceFormat:
     path, configured = section.path, section.format
     if configured != "auto":
         if (objective in PREFERENCE) != (configured == "preference"):
@@ -312,15 +328,28 @@ def _unknown(section: SourceSection, first: RawRow, key: str) -> DataError:
     known = "; ".join(f"{name}: {', '.join(needed)}" for name, (needed, _) in COLUMNS.items())
     absent = [name for name in section.columns.values() if name is not None and name not in first.value]
     without = f", without {', '.join(absent)} (set in `columns`)" if absent else ""
-    guess = propose(first.value)
+    guess, wrong = propose(first.value), _not_text(first.value)
+    if wrong:
+        kinds = " and ".join(f"{shown(name)} is {kind_of(first.value[name])}" for name in wrong)
+        fix = f"{kinds}, not text: write it as text"
+    elif guess:
+        fix = f"if {' and '.join(_described(guess))}, set {written_source(section, key, guess)}"
+    else:
+        fix = "write its rows in one of these formats"
     return DataError.of(
         f"cannot infer the format of {section.path} from its columns",
         where=str(first.place),
         why=f"its columns are {_names(first.value)}{without}; known formats are {known}",
-        fix=f"if {' and '.join(_described(guess))}, set {written_source(section, key, guess)}"
-        if guess
-        else "write its rows in one of these formats",
+        fix=fix,
     )
+
+
+def _not_text(row: Mapping[str, Any]) -> list[str]:
+    """The columns of a question or an answer, by their names, whose values are neither text nor null."""
+    names = {"instruction", "output", *USUAL_NAMES["instruction"], *USUAL_NAMES["output"]}
+    return [
+        name for name, value in row.items() if _folded(name) in names and not isinstance(value, str | None)
+    ]
 
 
 def propose(row: Mapping[str, Any], wanted: tuple[str, ...] = ("instruction", "output")) -> Columns:
