@@ -84,7 +84,7 @@ def test_keep_answer_keeps_opening_and_last_answer_and_the_end_of_what_is_betwee
         return
     room = max_length - opening - last
     if room < 1:
-        with pytest.raises(RowError, match=f"its answer alone has {last} tokens, and data.max_length is"):
+        with pytest.raises(RowError, match=f"its answer alone is too long: {last} tokens, max_length is"):
             fit(whole, max_length=max_length, too_long="keep-answer", opening=range(opening))
         return
     fitted = fit(whole, max_length=max_length, too_long="keep-answer", opening=range(opening))
@@ -119,7 +119,7 @@ def test_keep_answer_leaves_both_sides_of_a_unit_one_prompt(
         room = prompt
     elif (room := max_length - opening - longest) < 1:
         counts = f"chosen {one}, rejected {other} tokens" if is_pair else f"{one} tokens"
-        with pytest.raises(RowError, match=f"its answer alone has {counts}"):
+        with pytest.raises(RowError, match=f"its answer alone is too long: {counts}"):
             fit_unit(unit, max_length=max_length, too_long="keep-answer", opening=range(opening))
         return
     fitted = fit_unit(unit, max_length=max_length, too_long="keep-answer", opening=range(opening))
@@ -140,9 +140,12 @@ def test_a_row_without_an_opening_loses_its_beginning() -> None:
 
 def test_the_words_of_the_ledger_have_the_tokens_of_both_sides() -> None:
     words = explain_fit(
-        "cut", lengths=[12, 40], max_length=32, pieces=2, tokens_cut=16, too_long="keep-answer"
+        "cut", lengths=[12, 40], max_length=32, pieces=1, tokens_cut=16, too_long="keep-answer", sides=2
     )
-    assert words == "chosen 12, rejected 40 tokens, max_length is 32: 16 cut off before the answer"
+    assert (
+        words
+        == "chosen 12, rejected 40 tokens, max_length is 32: 16 cut off before the answer, on both sides together"
+    )
     assert explain_fit("drop", lengths=[40], max_length=32, pieces=0, tokens_cut=0, too_long="drop") == (
         "40 tokens, max_length is 32"
     )

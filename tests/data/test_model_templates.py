@@ -123,13 +123,10 @@ def test_an_answer_whose_thought_harmony_drops_does_not_count_and_the_last_thoug
     make_encoder: MakeEncoder, name: str
 ) -> None:
     messages = turns("hello", "there", "and?", "fine", "so?", "yes")
-    messages[3]["thinking"], messages[5]["reasoning_content"] = "hm", "well"
-    begin, thought = (
-        MODELS[name].answer,
-        MODELS[name].answer.replace("final<|message|>", "analysis<|message|>well<|end|>"),
-    )
+    messages[3]["thinking"], messages[5]["thinking"] = "hm", "well"
+    begin = MODELS[name].answer
+    thought = begin.replace("final<|message|>", "analysis<|message|>well<|end|>")
     last = f"{thought}<|start|>assistant<|channel|>final<|message|>yes<|return|>"
-    messages[5]["thinking"] = messages[5].pop("reasoning_content")
     assert trained(make_encoder(name), messages) == [f"{begin}there", last]
     assert trained(make_encoder(name, thoughts="ignore"), messages) == [f"{begin}there", f"{begin}fine", last]
 
@@ -165,7 +162,7 @@ TOOLS = [
 def test_a_call_ends_with_the_stop_token_of_calls(
     make_encoder: MakeEncoder, name: str, call: str, answer: str
 ) -> None:
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "user", "content": "how warm?"},
         {"role": "assistant", "content": "", "tool_calls": [CALL]},
         {"role": "tool", "content": "12"},

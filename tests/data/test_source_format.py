@@ -92,22 +92,22 @@ def test_names_of_ours_count_before_usual_ones() -> None:
     [
         (
             {"problem": "q", "solution": "a", "answer": "b"},
-            "solution and answer could each be the answer",
+            "solution or answer could be the answer",
             [{"output": "solution"}, {"output": "answer"}],
         ),
         (
             {"question": "q", "query": "p", "answer": "a"},
-            "question and query could each be the question",
+            "question or query could be the question",
             [{"instruction": "question"}, {"instruction": "query"}],
         ),
         (
             {"question": "q", "input": "p", "context": "c", "answer": "a"},
-            "input and context could each be the text after the question",
+            "input or context could be the text after the question",
             [{"input": "input"}, {"input": "context"}],
         ),
         (
             {"text": "t", "question": "q", "answer": "a"},
-            "it can be read as question is the question and answer is the answer or as text is the text",
+            "it has a question with an answer and a text",
             [{"instruction": "question", "output": "answer"}, {"text": "text"}],
         ),
     ],

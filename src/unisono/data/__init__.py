@@ -114,9 +114,10 @@ class EmptyAnswerError(RowError):
     def with_unread(self, columns: Sequence[str], ours: str | None) -> "EmptyAnswerError":
         """The error that names columns which are not read, and could hold the answer; `ours` is our name of the answer's column."""
         also = " and ".join(columns)
-        why = f"{self.why}; the answer may be in {also}, which is not read"
-        fix = f"set the source's columns: {{{ours}: {columns[0]}}}, or " if ours else ""
-        return EmptyAnswerError(why, fix + self.fix)
+        fix = (
+            self.fix if ours is None else f"set the source's columns: {{{ours}: {columns[0]}}}, or {self.fix}"
+        )
+        return EmptyAnswerError(f"{self.why}; the answer may be in {also}, which is not read", fix)
 
 
 @dataclass(frozen=True, slots=True)

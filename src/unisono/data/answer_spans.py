@@ -152,11 +152,13 @@ def _empty(message: Message, number: int) -> EmptyAnswerError:
         for name, value in message.items()
         if value and name not in ("role", "content", "weight", "name", "id")
     ]
-    why, fix = f"the answer in message {number} is empty", "write an answer, or remove the row"
     if unread:
-        why += f", and its key {one_line(unread[0], limit=40)} is not read"
-        fix = "write its text under `content`"
-    return EmptyAnswerError(why, fix)
+        key = one_line(unread[0], limit=40)
+        return EmptyAnswerError(
+            f"the answer in message {number} is empty, and its key {key} is not read",
+            "write its text under `content`",
+        )
+    return EmptyAnswerError(f"the answer in message {number} is empty", "write an answer, or remove the row")
 
 
 def _refuse_unrendered(template: ChatTemplate, conversation: Conversation) -> None:

@@ -264,6 +264,7 @@ def _note_rows(
             pieces=rows.pieces[i],
             tokens_cut=rows.tokens_cut[i],
             too_long=config.data.too_long,
+            sides=sides_of(config.objective),
         )
         ledger.note(place, what, why)
 

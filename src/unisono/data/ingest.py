@@ -121,7 +121,7 @@ def _keep_answer(unit: EncodedUnit, max_length: int, opening: Sequence[int]) -> 
     room = max_length - max(answers) - kept
     if room < min(1, begin - kept):
         raise RowError(
-            f"its answer alone has {_counts(answers)}, and data.max_length is {max_length}",
+            f"its answer alone is too long: {_counts(answers)}, max_length is {max_length}",
             "raise data.max_length, or remove the row",
         )
     first = max(kept, begin - room)
@@ -225,12 +225,20 @@ def _split(row: Encoded, max_length: int) -> Fitted:
 
 
 def explain_fit(
-    what: str, *, lengths: Sequence[int], max_length: int, pieces: int, tokens_cut: int, too_long: TooLong
+    what: str,
+    *,
+    lengths: Sequence[int],
+    max_length: int,
+    pieces: int,
+    tokens_cut: int,
+    too_long: TooLong,
+    sides: int = 1,
 ) -> str:
     """Why a row was cut, split or dropped, for the ledger; `lengths` are the tokens of the row, or of both sides of a pair."""
     why = f"{_counts(lengths)}, max_length is {max_length}"
     if what == "cut":
-        return f"{why}: {tokens_cut} cut off{' before the answer' if too_long == 'keep-answer' else ''}"
+        place = " before the answer" if too_long == "keep-answer" else ""
+        return f"{why}: {tokens_cut} cut off{place}{', on both sides together' if sides > 1 else ''}"
     if what == "split":
         all_pieces = -(-(lengths[0] - 1) // (max_length - 1))
         lost = (
@@ -509,6 +517,7 @@ class Ingest:
             pieces=0,
             tokens_cut=fitted.tokens_cut,
             too_long=self._data.too_long,
+            sides=len(unit.sides),
         )
         if fitted.what == "drop":
             counts.dropped["too_long"] += 1

@@ -53,6 +53,12 @@ _MEANING = {
     "rejected": "rejected answer",
     "label": "rating",
 }
+_KIND_OF_ROW = {
+    "instruction": "a question with an answer",
+    "prompt": "a question with an answer",
+    "messages": "a conversation",
+    "text": "a text",
+}
 _KINDS: dict[str, tuple[type, ...]] = {
     "history": (list, str),
     "messages": (list,),
@@ -191,14 +197,11 @@ class _Inference:
         own, named = detect(self._row.value, self._section.columns), self._section.columns
         if own is not None and (own[0] != "text" or "text" in named or objective == "pretrain"):
             return {}
-        ways = [
-            self._question_and_answer(),
-            *({part: name} if (name := self._one(part)) else None for part in ("messages", "text")),
-        ]
+        ways = (self._question_and_answer(), self._single("messages"), self._single("text"))
         found = [way for way in ways if way is not None]
         if len(found) > 1:
-            meant = " or as ".join(" and ".join(_described(way)) for way in found)
-            raise self._ambiguous(f"it can be read as {meant}", found)
+            kinds = [_KIND_OF_ROW[next(iter(way))] for way in found]
+            raise self._ambiguous(f"it has {kinds[0]} and {kinds[1]}", found)
         return self._new(found[0]) if found else {}
 
     def pair(self) -> Columns:
@@ -212,7 +215,8 @@ class _Inference:
         if chosen is None or rejected is None:
             return {}
         is_text = isinstance(self._row.value[chosen], str)  # else they may be whole conversations
-        return self._new({"chosen": chosen, "rejected": rejected} | (self._before() if is_text else {}))
+        sides: Columns = {"chosen": chosen, "rejected": rejected}
+        return self._new(sides | self._before() if is_text else sides)
 
     def rating(self) -> Columns:
         """The columns of an answer with a label.
@@ -236,6 +240,10 @@ class _Inference:
         names = [_SAME[part] if is_prompt else part for part in _SAME]
         return dict(zip(names, (question, answer), strict=True)) | asked
 
+    def _single(self, part: str) -> Columns | None:
+        name = self._one(part)
+        return None if name is None else {part: name}
+
     def _before(self) -> Columns:
         """The columns before the answers of a preference row, as far as they have no name of ours."""
         if self._has("prompt", "instruction", "messages", "conversations"):
@@ -244,14 +252,14 @@ class _Inference:
 
     def _asked(self) -> Columns:
         """The columns of a question, and of what belongs to it; `instruction` is None if there is none."""
-        found: Columns = {part: self._one(part) for part in ("instruction", "system", "history")}
-        inputs = self._all("input")
-        if found["instruction"] is None:
-            found["instruction"] = next((name for name in inputs if _folded(name) in _INPUTS), None)
-            inputs = [name for name in inputs if name != found["instruction"]]
+        question, inputs = self._one("instruction"), self._all("input")
+        if question is None:
+            question = next((name for name in inputs if _folded(name) in _INPUTS), None)
+            inputs = [name for name in inputs if name != question]
         if len(inputs) > 1:
             raise self._several("input", inputs)
-        return found | {"input": inputs[0] if inputs else None}
+        parts: Columns = {part: self._one(part) for part in ("system", "history")}
+        return {"instruction": question, "input": inputs[0] if inputs else None} | parts
 
     def _has(self, *parts: str) -> bool:
         """Whether the row has a value in one of these columns of ours."""
@@ -292,31 +300,24 @@ class _Inference:
         }
 
     def _several(self, part: str, names: list[str]) -> DataError:
-        why = f"{' and '.join(shown(name) for name in names)} could each be the {_MEANING[part]}"
+        why = f"{shown(names[0])} or {shown(names[1])} could be the {_MEANING[part]}"
         return self._ambiguous(why, [{part: name} for name in names])
 
     def _ambiguous(self, why: str, ways: list[Columns]) -> DataError:
         first, *others = (
             self._section.columns | {o: t for o, t in way.items() if t is not None} for way in ways
         )
-        more = "".join(f", or with {written_columns(way)}" for way in others)
+        others_written = " or ".join(map(written_columns, others))
         return DataError.of(
             f"the columns of {self._section.path} can be read in several ways",
             where=str(self._row.place),
             why=why,
-            fix=f"say which: set {written_source(self._section, self._key, first)}{more}",
+            fix=f"say which: {written_source(self._section, self._key, first)}, or with {others_written}",
         )
 
 
 def _folded(name: Any) -> str:
     return str(name).strip().casefold()
-
-
-def _described(columns: Columns) -> list[str]:
-    """Columns with their meaning: "frage is the question"."""
-    return [
-        f"{shown(theirs)} is the {_MEANING.get(ours, ours)}" for ours, theirs in columns.items() if theirs
-    ]
 
 
 def _names(row: Mapping[str, Any]) -> str:
@@ -330,10 +331,9 @@ def _unknown(section: SourceSection, first: RawRow, key: str) -> DataError:
     without = f", without {', '.join(absent)} (set in `columns`)" if absent else ""
     guess, wrong = propose(first.value), _not_text(first.value)
     if wrong:
-        kinds = " and ".join(f"{shown(name)} is {kind_of(first.value[name])}" for name in wrong)
-        fix = f"{kinds}, not text: write it as text"
+        fix = f"{shown(wrong[0])} is {kind_of(first.value[wrong[0]])}, not text: write it as text"
     elif guess:
-        fix = f"if {' and '.join(_described(guess))}, set {written_source(section, key, guess)}"
+        fix = _fix_of_guess(guess, written_source(section, key, guess))
     else:
         fix = "write its rows in one of these formats"
     return DataError.of(
@@ -342,6 +342,14 @@ def _unknown(section: SourceSection, first: RawRow, key: str) -> DataError:
         why=f"its columns are {_names(first.value)}{without}; known formats are {known}",
         fix=fix,
     )
+
+
+def _fix_of_guess(guess: Columns, mapping: str) -> str:
+    if "output" in guess:
+        return f"if the question is in {shown(guess['instruction'])} and the answer in {shown(guess['output'])}, set {mapping}"
+    if "messages" in guess:
+        return f"if {shown(guess['messages'])} is a conversation, set {mapping}"
+    return f"if {shown(guess['text'])} is the text, set {mapping}"
 
 
 def _not_text(row: Mapping[str, Any]) -> list[str]:
