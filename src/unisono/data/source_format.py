@@ -73,7 +73,7 @@ ONLY_RATED = "set objective: kto, or write both answers in one row"
 ONLY_PAIRS = "set objective: dpo, or write two rows, one for each answer, with label: true and label: false"
 """What to do about rows of the other kind."""
 _ALL_COUNTS = "; every token counts in the loss"
-_SHOWN = 12  # columns in a message
+_SHOWN, _LONGEST = 12, 80  # columns in a message; characters of a usual name, with blanks around it
 _PLAIN = re.compile(
     r"(?:[^\W\d]|\.{0,2}/|~/)(?:[\w ./-]*[\w/.-])?"
 )  # YAML reads such words as text without quotes
@@ -316,8 +316,8 @@ class _Inference:
         )
 
 
-def _folded(name: Any) -> str:
-    return str(name).strip().casefold()
+def _folded(name: str) -> str:
+    return name.strip().casefold() if len(name) <= _LONGEST else ""
 
 
 def _names(row: Mapping[str, Any]) -> str:
@@ -365,8 +365,9 @@ def propose(row: Mapping[str, Any], wanted: tuple[str, ...] = ("instruction", "o
 
     For a question with an answer it may be a conversation, or a text, instead.
     """
-    lists = [name for name, value in row.items() if _holds_objects(value)]
-    texts = [name for name, value in row.items() if isinstance(value, str)]
+    names = [name for name in row if shown(name) == name]  # those that a config can name
+    lists = [name for name in names if _holds_objects(row[name])]
+    texts = [name for name in names if isinstance(row[name], str)]
     texts = [name for name in texts if _folded(name) not in _OF_NO_PART] or texts
     if wanted == ("instruction", "output") and (lists or len(texts) == 1):
         return {"messages": lists[0]} if lists else {"text": texts[0]}
@@ -434,6 +435,6 @@ def _proposed_preference(first: Row, *, is_pair: bool) -> Columns:
     if is_pair:
         found = propose(row, ("instruction", "chosen", "rejected")) or {"chosen": "NAME", "rejected": "NAME"}
     else:
-        label = next((name for name, value in row.items() if isinstance(value, bool)), "NAME")
+        label = next((n for n, value in row.items() if isinstance(value, bool) and shown(n) == n), "NAME")
         found = propose(row) | {"label": label}
     return {ours: theirs for ours, theirs in found.items() if theirs not in COLUMN_NAMES}
