@@ -338,3 +338,14 @@ def test_where_the_next_role_is_the_stop_each_answer_ends_with_it_and_the_last_o
     assert trained(encoder, encoded) == ["there<|im_start|>", "fine<|im_start|>"]
     last = make_encoder(directory, template_file=template_file(tmp_path, glm), loss_on="last-answer")
     assert trained(last, encode(last, messages)) == ["fine<|im_start|>"]
+
+
+@pytest.mark.parametrize(
+    ("template", "opening"),
+    [("chatml_tools", []), ("headers", ["<s>"]), ("inst", ["<s>"]), ("turns", ["<s>"]), (None, ["<s>"])],
+)
+def test_a_row_opens_with_the_beginning_of_sequence_where_the_template_writes_it(
+    tokenizer_dir: TokenizerDir, template: str | None, opening: list[str]
+) -> None:
+    encoder = make_encoder(tokenizer_dir(template))
+    assert encoder.tokenizer.convert_ids_to_tokens(list(encoder.opening)) == opening

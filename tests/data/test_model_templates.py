@@ -170,3 +170,16 @@ def test_a_call_ends_with_the_stop_token_of_calls(
     ]
     model = MODELS[name]
     assert trained(make_encoder(name), messages, TOOLS) == [call, f"{model.answer}{answer}{model.end}"]
+
+
+@pytest.mark.parametrize(
+    ("name", "opening"), [("glm4moe", ["[gMASK]", "<sop>"]), ("phi3", []), ("gptoss", [])]
+)
+def test_the_opening_is_the_special_tokens_before_the_first_message(
+    make_encoder: MakeEncoder, name: str, opening: list[str]
+) -> None:
+    encoder = make_encoder(name)
+    assert encoder.tokenizer.convert_ids_to_tokens(list(encoder.opening)) == opening
+    (row,) = encoder.encode([Conversation(turns("hello", "there"))])
+    assert isinstance(row, Encoded)
+    assert tuple(row.ids[: len(opening)].tolist()) == encoder.opening

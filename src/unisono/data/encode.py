@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -46,6 +47,10 @@ _BATCH_CHARACTERS = 1 << 22  # characters encoded at once; the tokenizer takes a
 
 _SHOWN = 400  # characters of a rendered row in a warning
 
+_SEVERAL_TURNS = [
+    {"role": ("user", "assistant")[number % 2], "content": f"turn {number}"} for number in range(3)
+]
+
 LossOn = Literal["answers", "last-answer", "all"]
 Thoughts = Literal["loss", "ignore", "strip"]
 
@@ -87,7 +92,7 @@ class RowEncoder(Protocol):
 
     @property
     def opening(self) -> tuple[int, ...]:
-        """The tokens with which rows begin, whatever is in them; none where the tokenizer and the template write none."""
+        """The tokens with which rows begin, whatever is in them."""
         ...
 
     @property
@@ -165,14 +170,25 @@ class Encoder:
 
     @property
     def opening(self) -> tuple[int, ...]:
-        """What the template writes before any message, if it is special tokens (GLM's `[gMASK]<sop>`); else the beginning of sequence."""
+        """The special tokens before the first message, e.g. GLM's `[gMASK]<sop>`; without a template the beginning of sequence."""
         if self._opening is None:
-            empty = None if self.template is None else self.template.try_render([], None)
-            ids = self._texts.encode([empty or ""], special=False)[0].ids
-            begin = self.tokenizer.bos_token_id
-            is_special = bool(ids) and set(ids) <= set(self.tokenizer.all_special_ids)
-            self._opening = tuple(ids) if is_special else () if begin is None else (begin,)
+            self._opening = self._find_opening()
         return self._opening
+
+    def _find_opening(self) -> tuple[int, ...]:
+        """Leading special tokens that occur once in several turns: one of a turn, as `<|im_start|>`, occurs in each.
+
+        One before a text may be the role of a system message that the template adds, and is none unless it is the beginning of sequence.
+        """
+        begin, special = self.tokenizer.bos_token_id, set(self.tokenizer.all_special_ids)
+        text = None if self.template is None else self.template.try_render(_SEVERAL_TURNS, None)
+        if text is None:
+            return () if begin is None else (begin,)
+        ids = self._texts.encode([text], special=False)[0].ids
+        found = list(takewhile(lambda token: token in special and ids.count(token) == 1, ids))
+        while found and found[-1] != begin and ids[len(found)] not in special:
+            found.pop()
+        return tuple(found)
 
     @property
     def absent_tokens(self) -> list[str]:

@@ -500,9 +500,9 @@ class Ingest:
     def _take(self, place: Place, unit: EncodedUnit, counts: SourceCounts) -> None:
         max_length = self._data.max_length
         try:
-            fitted = fit_unit(
-                unit, max_length=max_length, too_long=self._data.too_long, opening=self._encoder.opening
-            )
+            too_long = self._data.too_long
+            opening = self._encoder.opening if too_long == "keep-answer" else ()
+            fitted = fit_unit(unit, max_length=max_length, too_long=too_long, opening=opening)
             refuse_equal_sides(unit, fitted)
         except RowError as error:
             self._take_bad(error.at(place), counts)
