@@ -47,9 +47,7 @@ _BATCH_CHARACTERS = 1 << 22  # characters encoded at once; the tokenizer takes a
 
 _SHOWN = 400  # characters of a rendered row in a warning
 
-_SEVERAL_TURNS = [
-    {"role": ("user", "assistant")[number % 2], "content": f"turn {number}"} for number in range(3)
-]
+_SEVERAL_TURNS = [{"role": ("user", "assistant")[number % 2], "content": str(number)} for number in range(3)]
 
 LossOn = Literal["answers", "last-answer", "all"]
 Thoughts = Literal["loss", "ignore", "strip"]
