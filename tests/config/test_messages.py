@@ -73,7 +73,7 @@ def test_all_problems_come_at_once_each_with_its_line(tmp_path: Path) -> None:
         ("optim: {betas: [0.9]}", "optim.betas: must be a list of two numbers from 0 to below 1, got a list"),
         ("deterministic: 1", "deterministic: must be true or false, got 1"),
         ("batch: {micro: 0}", "batch.micro: must be a whole number of at least 1 or `auto`, got 0"),
-        ("track: tensorboard", "track: must be a list (each: one of `tensorboard`, `wandb`, `swanlab`), got 'tensorboard'"),
+        ("track: wandbb", "track: must be a list (each: one of `tensorboard`, `wandb`, `swanlab`), got 'wandbb'"),
         ("eval: {every: 5}", "eval.every: must be an amount with its unit, e.g. `3 epochs`, `500 steps` or `2M tokens` or null, got 5"),
         ("output_dir: ''", "output_dir: must be text that is not empty, got ''"),
         ("memory: [1]", "memory: must be a section (keys: gradient_checkpointing), got a list"),
@@ -86,6 +86,11 @@ def test_a_wrong_value_is_shown_with_what_the_key_takes(tmp_path: Path, line: st
     assert the_one(tmp_path, text + line).what == what
 
 
+def test_a_key_of_a_source_is_answered_with_its_place(tmp_path: Path) -> None:
+    (problem,) = refused(tmp_path, "model: m\ndata: {train: d, columns: {output: a}}\noutput_dir: o\n")
+    assert problem.fix == "it belongs to a source: data.train: [{path: FILE, columns: …}]"
+
+
 @pytest.mark.parametrize(
     ("line", "fix"),
     [
@@ -93,6 +98,7 @@ def test_a_wrong_value_is_shown_with_what_the_key_takes(tmp_path: Path, line: st
         ("adapter: none", "write null"),
         ("adapter: {kind: lroa}", "did you mean `lora`?"),
         ("device: gpu", "did you mean `cuda`?"),
+        ("track: wandbb", "did you mean `wandb`?"),
     ],
 )
 def test_a_wrong_word_is_answered_with_the_right_one(tmp_path: Path, line: str, fix: str) -> None:

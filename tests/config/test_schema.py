@@ -5,10 +5,12 @@ Run: pytest tests/config
 
 import json
 import re
-from typing import Any
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import pytest
 import yaml
+from pydantic import BaseModel, ValidationError
 
 from unisono.cli.init import template_names, template_text
 from unisono.config import RunConfig, config_digest
@@ -102,3 +104,85 @@ def test_every_key_reports_in_words_what_it_takes() -> None:
         words = describe_field(field)
         assert words
         assert "a value" not in words, name
+
+
+def _lists_of_texts(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Key and a valid text of every list of texts in the schema."""
+    for name, known in section.model_fields.items():
+        key = f"{prefix}{known.alias or name}"
+        inner = section_in(known.annotation)
+        if inner is not None:
+            yield from _lists_of_texts(inner, f"{key}.")
+        text = _text_of_list(known.annotation)
+        if text is not None:
+            yield key, text
+
+
+def _text_of_list(annotation: Any) -> str | None:
+    if get_origin(annotation) is list:
+        item = get_args(annotation)[0]
+        if get_origin(item) is Annotated:
+            item = get_args(item)[0]
+        words = (
+            [word for word in get_args(item) if isinstance(word, str)] if get_origin(item) is Literal else []
+        )
+        return words[0] if words else "proj" if item is str else None
+    return next(
+        (text for member in get_args(annotation) if (text := _text_of_list(member)) is not None), None
+    )
+
+
+LISTS = dict(_lists_of_texts(RunConfig))
+
+
+def _with_value(key: str, value: object) -> RunConfig | str:
+    """The config with a key, or its errors."""
+    tree: dict[str, Any] = {"model": {"path": "m"}, "data": {"train": "x.jsonl"}, "output_dir": "o"}
+    *sections, last = key.split(".")
+    section = tree
+    for name in sections:
+        section = section.setdefault(name, {})
+    section[last] = value
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as error:
+        return "\n".join(item["msg"] for item in error.errors())
+
+
+@pytest.mark.parametrize("key", LISTS)
+def test_a_text_is_a_list_of_one_wherever_a_list_of_texts_is_taken(key: str) -> None:
+    text = ".txt" if key.endswith("caption_extensions") else LISTS[key]
+    assert _with_value(key, text) == _with_value(key, [text])
+
+
+def test_the_lists_of_texts_are_found_in_the_schema() -> None:
+    assert {"track", "adapter.targets", "adapter.modules_to_save", "data.ignore"} <= LISTS.keys()
+    found = _with_value("track", "wandb")
+    assert isinstance(found, RunConfig)
+    assert found.track == ["wandb"]
+
+
+def test_a_word_that_a_key_takes_itself_is_no_list() -> None:
+    found = _with_value("adapter.targets", "all-linear")
+    assert isinstance(found, RunConfig)
+    assert found.adapter is not None
+    assert found.adapter.targets == "all-linear"
+    assert _with_value("data.train", "y.jsonl").data.train == "y.jsonl"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("data", "objective", "words"),
+    [
+        ({"template": "lf:qwen3"}, "sft", "cuts prompt and answer as LLaMA-Factory does; set it to balanced"),
+        ({"loss_on": "all"}, "sft", "there is no prompt to cut"),
+        ({}, "pretrain", "there is no prompt to cut"),
+    ],
+)
+def test_keep_answer_needs_a_prompt_that_it_may_cut(data: dict[str, Any], objective: str, words: str) -> None:
+    config = {"model": "m", "objective": objective, "output_dir": "o"}
+    with pytest.raises(ValidationError, match=words):
+        RunConfig.model_validate(config | {"data": {"train": "x", "too_long": "keep-answer", **data}})
+    for known in ("sft", "dpo", "kto"):
+        RunConfig.model_validate(
+            {**config, "objective": known, "data": {"train": "x", "too_long": "keep-answer"}}
+        )

@@ -132,7 +132,7 @@ def test_markers_of_turns_in_a_question_do_not_lead_astray_where_earlier_turns_c
     ]
 
 
-def test_where_earlier_answers_end_otherwise_only_the_last_can_be_trained(
+def test_where_earlier_answers_end_otherwise_they_count_without_their_end(
     tokenizer_dir: TokenizerDir, tmp_path: Path
 ) -> None:
     file = tmp_path / "template.jinja"
@@ -143,10 +143,15 @@ def test_where_earlier_answers_end_otherwise_only_the_last_can_be_trained(
     )
     messages = turns("hello", "there", "and?", "fine")
     directory = tokenizer_dir("turns", eos="</s>")
-    printed = refusal(make_encoder(directory, template_file=str(file)), messages)
-    assert "cannot be located reliably" in printed
+    encoder = make_encoder(directory, template_file=str(file))
+    assert trained(encoder, encode(encoder, messages)) == ["there", "fine</s>"]
+    assert encoder.warnings == [
+        "the chat template ends an earlier answer with <end_of_turn>, and only the last one with </s>: earlier answers count without"
+        " their end"
+    ]
     last_only = make_encoder(directory, template_file=str(file), loss_on="last-answer")
     assert trained(last_only, encode(last_only, messages)) == ["fine</s>"]
+    assert not last_only.warnings
 
 
 @pytest.mark.parametrize("kept", ["", "<think>\nwell\n</think>\n\n"])
@@ -333,3 +338,14 @@ def test_where_the_next_role_is_the_stop_each_answer_ends_with_it_and_the_last_o
     assert trained(encoder, encoded) == ["there<|im_start|>", "fine<|im_start|>"]
     last = make_encoder(directory, template_file=template_file(tmp_path, glm), loss_on="last-answer")
     assert trained(last, encode(last, messages)) == ["fine<|im_start|>"]
+
+
+@pytest.mark.parametrize(
+    ("template", "opening"),
+    [("chatml_tools", []), ("headers", ["<s>"]), ("inst", ["<s>"]), ("turns", ["<s>"]), (None, ["<s>"])],
+)
+def test_a_row_opens_with_the_beginning_of_sequence_where_the_template_writes_it(
+    tokenizer_dir: TokenizerDir, template: str | None, opening: list[str]
+) -> None:
+    encoder = make_encoder(tokenizer_dir(template))
+    assert encoder.tokenizer.convert_ids_to_tokens(list(encoder.opening)) == opening

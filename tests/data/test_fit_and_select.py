@@ -4,13 +4,15 @@ Run: .venv/bin/python -m pytest tests/data/test_fit_and_select.py
 """
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.config.schema import MixSection, SourceSection
+from unisono.data import RowError
 from unisono.data.build import eval_rows, mixed_counts, picked_rows, row_repeats
-from unisono.data.ingest import fit
-from unisono.data.token_table import Encoded
+from unisono.data.ingest import explain_fit, fit, fit_unit
+from unisono.data.token_table import Encoded, EncodedUnit
 
 ROWS = st.lists(st.booleans(), min_size=1, max_size=300)
 
@@ -53,6 +55,100 @@ def test_drop_and_error_take_nothing_of_a_long_row_and_all_of_a_short_one(
         fitted = fit(row(targets), max_length=max_length, too_long=rule)  # type: ignore[arg-type]
         assert fitted.what == (what if len(targets) > max_length else "used")
         assert not (len(targets) > max_length and fitted.pieces)
+
+
+# A row as its opening, turns of a question and an answer (tokens each), and what follows the last answer.
+TALKS = st.tuples(
+    st.integers(0, 2),
+    st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), min_size=1, max_size=5),
+    st.integers(0, 3),
+)
+
+
+@given(TALKS, st.integers(8, 64))
+def test_keep_answer_keeps_opening_and_last_answer_and_the_end_of_what_is_between(
+    talk: tuple[int, list[tuple[int, int]], int], max_length: int
+) -> None:
+    opening, turns, after = talk
+    answer_of: list[int | None] = [None] * opening  # the answer that each token belongs to
+    for number, (asked, answered) in enumerate(turns):
+        answer_of += [None] * asked + [number] * answered
+    answer_of += [None] * after
+    whole = row([answer is not None for answer in answer_of])
+    last = turns[-1][1]
+    prompt = list(range(opening, len(answer_of) - after - last))
+    answer = list(range(len(answer_of) - after - last, len(answer_of) - after))
+    if len(answer_of) <= max_length:
+        fitted = fit(whole, max_length=max_length, too_long="keep-answer", opening=range(opening))
+        assert fitted.pieces == [whole]
+        return
+    room = max_length - opening - last
+    if room < 1:
+        with pytest.raises(RowError, match=f"its answer alone is too long: {last} tokens, max_length is"):
+            fit(whole, max_length=max_length, too_long="keep-answer", opening=range(opening))
+        return
+    fitted = fit(whole, max_length=max_length, too_long="keep-answer", opening=range(opening))
+    kept = prompt[-room:]
+    (piece,) = fitted.pieces
+    assert piece.ids.tolist() == [*range(opening), *kept, *answer]
+    at_cut = answer_of[kept[0]] if kept != prompt else None
+    counted = [token for token in kept if answer_of[token] not in (None, at_cut)] + answer
+    assert piece.ids[piece.targets].tolist() == counted
+    assert (fitted.what, fitted.tokens_cut) == ("cut", len(answer_of) - len(piece.ids))
+
+
+@given(
+    opening=st.integers(0, 2),
+    prompt=st.integers(1, 60),
+    one=st.integers(1, 40),
+    other=st.integers(1, 40),
+    max_length=st.integers(8, 64),
+    is_pair=st.booleans(),
+)
+def test_keep_answer_leaves_both_sides_of_a_unit_one_prompt(
+    opening: int, prompt: int, one: int, other: int, max_length: int, *, is_pair: bool
+) -> None:
+    begin = opening + prompt
+    sides = tuple(
+        Encoded(np.arange(begin + answer, dtype=np.int32), np.arange(begin + answer) >= begin)
+        for answer in (one, other)
+    )
+    unit = EncodedUnit(sides, None if is_pair else True)
+    longest = max(one, other) if is_pair else one
+    if begin + longest <= max_length:
+        room = prompt
+    elif (room := max_length - opening - longest) < 1:
+        counts = f"chosen {one}, rejected {other} tokens" if is_pair else f"{one} tokens"
+        with pytest.raises(RowError, match=f"its answer alone is too long: {counts}"):
+            fit_unit(unit, max_length=max_length, too_long="keep-answer", opening=range(opening))
+        return
+    fitted = fit_unit(unit, max_length=max_length, too_long="keep-answer", opening=range(opening))
+    before = [*range(opening), *range(begin - room, begin)]
+    for side, answer in zip(fitted.pieces, (one, other), strict=True):
+        fits = min(answer, max_length - len(before))
+        assert side.ids.tolist() == [*before, *range(begin, begin + fits)]
+        assert int(side.targets.sum()) == fits
+    assert len(fitted.pieces[0].ids) == len(before) + one
+    assert fitted.tokens_cut == 2 * begin + one + other - sum(len(side.ids) for side in fitted.pieces)
+
+
+def test_a_row_without_an_opening_loses_its_beginning() -> None:
+    whole = row([False] * 8 + [True] * 4)
+    kept = fit(whole, max_length=8, too_long="keep-answer", opening=[99]).pieces
+    assert kept[0].ids.tolist() == list(range(4, 12))
+
+
+def test_the_words_of_the_ledger_have_the_tokens_of_both_sides() -> None:
+    words = explain_fit(
+        "cut", lengths=[12, 40], max_length=32, pieces=1, tokens_cut=16, too_long="keep-answer", sides=2
+    )
+    assert (
+        words
+        == "chosen 12, rejected 40 tokens, max_length is 32: 16 cut off before the answer, on both sides together"
+    )
+    assert explain_fit("drop", lengths=[40], max_length=32, pieces=0, tokens_cut=0, too_long="drop") == (
+        "40 tokens, max_length is 32"
+    )
 
 
 @given(st.integers(1, 500), st.floats(0.001, 0.999), st.integers(0, 2**32 - 1))

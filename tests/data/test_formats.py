@@ -217,3 +217,17 @@ def test_a_misspelt_column_is_guessed() -> None:
     with pytest.raises(RowError) as caught:
         to_example("prompt-completion", {"prompt": "p", "completions": "c"}, {})
     assert "completion: completions" in caught.value.fix
+
+
+def test_a_column_that_stands_for_another_part_is_that_part_alone() -> None:
+    row = {"input": "q", "output": "a"}
+    assert to_example("alpaca", row, {"instruction": "input"}) == Conversation([USER, ASSISTANT])
+
+
+def test_an_error_names_the_column_of_the_file() -> None:
+    with pytest.raises(RowError, match=r"answer \(read as output\) is a number, not text"):
+        to_example("alpaca", {"question": "q", "answer": 3}, {"instruction": "question", "output": "answer"})
+    with pytest.raises(RowError, match="message 1 has no role; its keys are speaker, content"):
+        to_example("messages", {"messages": [{"speaker": "user", "content": "q"}]}, {})
+    with pytest.raises(RowError, match="turn 1 has no text under `value`; its keys are from, text"):
+        to_example("sharegpt", {"conversations": [{"from": "human", "text": "q"}]}, {})

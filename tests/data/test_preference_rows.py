@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from unisono.config.schema import RunConfig
 from unisono.data import ingest
 from unisono.data.encode import Encoder
-from unisono.data.preference_rows import read_preference
+from unisono.data.preference_rows import read_preference, turns_of_transcript
 from unisono.data.prepare import prepare_data
 from unisono.data.token_table import EncodedUnit, TokenTable, collate
 from unisono.data.tokenizer import load_tokenizer
@@ -94,6 +94,8 @@ _SAME = [
     {"conversations": [{"from": "human", "value": "why?"}], "chosen": {"from": "gpt", "value": "because"},
      "rejected": {"from": "gpt", "value": "no idea"}},
     {"prompt": json.dumps([USER]), "chosen": json.dumps([GOOD]), "rejected": json.dumps([POOR])},
+    {"chosen": "\n\nHuman: why?\n\nAssistant: because", "rejected": "\n\nHuman: why?\n\nAssistant: no idea"},
+    {"question": "why?", "chosen": "because", "rejected": "no idea"},
 ]  # fmt: skip
 
 
@@ -106,6 +108,54 @@ def test_all_ways_to_write_a_pair_give_the_same_tokens(
     chosen, rejected = sides_of(table_of(summary), 0, tokenizer)
     assert chosen == (_OWN_SYSTEM + _PROMPT, "because<|im_end|>")
     assert rejected == (_OWN_SYSTEM + _PROMPT, "no idea<|im_end|>")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "\n\nHuman: hi\n\nAssistant: yes?\n\nHuman: a\n\nb: c\n\nAssistant: d",
+            [("user", "hi"), ("assistant", "yes?"), ("user", "a\n\nb: c"), ("assistant", "d")],
+        ),
+        ("Human: hi\n\nAssistant:", [("user", "hi"), ("assistant", "")]),
+        ("\n\nHuman: a Human: b\n\nAssistant: c", [("user", "a Human: b"), ("assistant", "c")]),
+        ("\n\nHuman: hi", None),
+        ("Say:\n\nHuman: hi\n\nAssistant: d", None),
+        ("\n\nAssistant: hi\n\nHuman: d", None),
+        ("### Human: hi\n### Assistant: d", None),
+        (5, None),
+    ],
+)
+def test_a_transcript_is_turns_of_human_and_assistant_from_its_first_word(
+    text: object, expected: list[tuple[str, str]] | None
+) -> None:
+    turns = turns_of_transcript(text)
+    assert (None if turns is None else [(turn["role"], turn["content"]) for turn in turns]) == expected
+
+
+def test_transcripts_share_all_turns_but_the_last(tokenizer_dir: TokenizerDir, tmp_path: Path) -> None:
+    before = "\n\nHuman: hi\n\nAssistant: yes?\n\nHuman: why?\n\nAssistant: "
+    row = {"chosen": before + "because", "rejected": before + "no idea"}
+    summary, _ = prepare(make_config(tmp_path, [row]), tokenizer_dir(), tmp_path)
+    assert "transcripts of Human: and Assistant: turns" in summary.formats[0]
+    chosen, rejected = sides_of(
+        table_of(summary), 0, load_tokenizer(tokenizer_dir(), trust_remote_code=False)
+    )
+    assert chosen[0] == rejected[0]
+    assert chosen[0].endswith("assistant\nyes?<|im_end|>\n" + _PROMPT)
+    assert (chosen[1], rejected[1]) == ("because<|im_end|>", "no idea<|im_end|>")
+    other = row | {"rejected": row["rejected"].replace("yes?", "no?")}
+    assert (
+        "different prompts"
+        in refusal(make_config(tmp_path, [row, other]), tokenizer_dir(), tmp_path).problems[0].why
+    )
+
+
+def test_a_transcript_after_a_prompt_is_an_answer(tokenizer_dir: TokenizerDir, tmp_path: Path) -> None:
+    row = {"prompt": "why?", "chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "c"}
+    summary, _ = prepare(make_config(tmp_path, [row]), tokenizer_dir(), tmp_path)
+    chosen, _ = sides_of(table_of(summary), 0, load_tokenizer(tokenizer_dir(), trust_remote_code=False))
+    assert chosen[1] == row["chosen"] + "<|im_end|>"
 
 
 def test_only_a_reward_model_sees_what_the_template_writes_after_the_stop_token(
@@ -212,7 +262,7 @@ def prompt_of(table: TokenTable, i: int, side: int) -> list[int]:
 )
 @given(
     rows=_pair_rows,
-    too_long=st.sampled_from(["cut", "balanced", "drop"]),
+    too_long=st.sampled_from(["cut", "balanced", "drop", "keep-answer"]),
     template=st.sampled_from(["chatml_tools", None]),
     share=st.sampled_from([None, 0.3]),
     room=st.integers(8, 40),
@@ -457,6 +507,7 @@ _LONG = "x " * 60
         ("dpo", {"prompt": "p", "chosen": _LONG + "a", "rejected": _LONG + "b"}, "equal up to the cut"),
         ("dpo", {"prompt": _LONG, "chosen": "a", "rejected": "b"}, "none of its tokens counts in the loss"),
         ("dpo", {"chosen": "a", "rejected": "b"}, "it has no prompt"),
+        ("dpo", {"chosen": "\n\nHuman: hi\n\nAssistant:", "rejected": "\n\nHuman: hi\n\nAssistant: b"}, "the answer in chosen is empty"),
         ("dpo", {"chosen": [USER, GOOD], "rejected": [GOOD, USER]}, "ends with a message of user"),
         ("dpo", {"chosen": [USER, GOOD], "rejected": [_SYSTEM, USER, POOR]}, "different prompts"),
         ("dpo", {"prompt": "p", "chosen": 5, "rejected": "b"}, "chosen is a number"),
@@ -491,8 +542,8 @@ def test_a_row_that_is_no_unit_is_bad_with_its_line(
         ("sft", {"prompt": "p", "chosen": "a", "rejected": "b"}, {}, "set objective: reward, dpo"),
         ("pretrain", {"text": "t", "chosen": "a", "rejected": "b"}, {}, "set objective: reward, dpo"),
         ("sft", PAIR, {"format": "preference"}, "set objective: reward, dpo"),
-        ("dpo", {"prompt": "p", "completion": "a"}, {}, "set data.format: preference"),
-        ("kto", {"prompt": "p", "completion": "a"}, {}, "{label: is_good}"),
+        ("dpo", {"prompt": "p", "completion": "a"}, {}, "columns: {chosen: NAME, rejected: NAME}}]"),
+        ("kto", {"prompt": "p", "completion": "a"}, {}, "columns: {label: NAME}}]"),
         ("orpo", {"prompt": "p", "completion": "a"}, {"format": "prompt-completion"}, "set objective: sft"),
         ("orpo", RATED, {}, "set objective: kto"),
         ("kto", PAIR, {}, "set objective: dpo, or write two rows"),
@@ -513,7 +564,7 @@ def test_a_long_pair_is_an_error_or_dropped_by_its_longer_side(
     rows = [PAIR, {"prompt": "p", "chosen": "a", "rejected": _LONG}]
     error = refusal(make_config(tmp_path, rows, max_length=48), tokenizer_dir(), tmp_path)
     assert error.problems[0].where.endswith("rows.jsonl:2")
-    assert "with the longer answer, max_length is 48" in error.problems[0].why
+    assert "chosen 32, rejected 151 tokens, max_length is 48" in error.problems[0].why
     assert "split" not in error.problems[0].fix
     _, ledger = prepare(
         make_config(tmp_path, rows, max_length=48, too_long="drop"), tokenizer_dir(), tmp_path

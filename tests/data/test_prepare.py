@@ -470,3 +470,39 @@ def test_a_tokenizer_that_cannot_be_read_is_refused(tokenizer_dir: TokenizerDir,
         prepare(
             make_config({"train": write_rows(tmp_path / "rows.jsonl", [pair("q", "a")])}), broken, tmp_path
         )
+
+
+def test_keep_answer_cuts_prompts_from_the_left_and_counts_them(
+    tokenizer_dir: TokenizerDir, tmp_path: Path
+) -> None:
+    """The beginning of sequence stays, the answer is whole, and a row whose answer alone is too long is bad."""
+    rows = [
+        {"question": "hello " * 40 + "why?", "answer": "because"},
+        {"question": "why?", "answer": "because " * 60},
+        {"question": "why?", "answer": "so"},
+    ]
+    train = write_rows(tmp_path / "rows.jsonl", [json.dumps(row) for row in rows])
+    data = {
+        "train": train,
+        "too_long": "keep-answer",
+        "max_length": 32,
+        "on_bad_row": "skip",
+        "packing": False,
+    }
+    summary, ledger = prepare(make_config(data), tokenizer_dir("inst", eos="</s>"), tmp_path)
+    tokenizer = load_tokenizer(tokenizer_dir("inst", eos="</s>"), trust_remote_code=False)
+    table = TokenTable.open(Path(summary.cache_dir), "train")
+    ids, targets = table.row(0)
+    assert len(ids) == 32
+    assert ids[0] == tokenizer.bos_token_id
+    assert tokenizer.decode(ids[~targets]).endswith("why? [/INST]")
+    assert tokenizer.decode(ids[targets]).strip() == "because</s>"
+    total = ledger["total"]
+    assert (total["used"], total["cut"], total["bad"]) == (2, 1, 1)
+    cut = next(note for note in ledger["rows"] if note["what"] == "cut")
+    assert (
+        cut["why"]
+        == f"{32 + total['tokens_cut']} tokens, max_length is 32: {total['tokens_cut']} cut off before the answer"
+    )
+    bad = next(note for note in ledger["rows"] if note["what"] == "bad")
+    assert bad["why"].startswith("its answer alone is too long: ")

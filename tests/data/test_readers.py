@@ -303,6 +303,27 @@ def test_json_over_several_lines_under_the_name_jsonl_is_reported_once(tmp_path:
     assert "rename it to rows.json" in refused(path).fix
 
 
+def test_rows_over_several_lines_are_one_bad_row_each_and_the_others_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    rows = [{"text": "a"}, {"messages": [{"role": "user", "content": "b\n{"}], "n": [1, 2]}, {"text": "c"}]
+    lines = [
+        json.dumps(rows[0]),
+        json.dumps(rows[1], indent=2),
+        json.dumps(rows[2], indent=4),
+        json.dumps(rows[0]),
+    ]
+    path.write_text("\n".join(lines) + '\n{"text": 1,\n{"text": "d"}\n', encoding="utf-8")
+    first, talk, text, last, malformed, after = read(path)
+    assert [row.place.number for row in (first, talk, text, last, malformed, after)] == [1, 2, 14, 17, 18, 19]
+    for row in (talk, text):
+        assert isinstance(row, BadRow)
+        assert row.why == "the row is printed over several lines, and in this type of file each line is a row"
+        assert "jq -c . rows.jsonl > NEW.jsonl" in row.fix
+    assert isinstance(malformed, BadRow)
+    assert malformed.why.startswith("malformed JSON")
+    assert all(isinstance(row, RawRow) for row in (first, last, after))
+
+
 # A key or a column that stands twice.
 
 

@@ -401,21 +401,74 @@ def test_a_text_that_only_mentions_a_placeholder_passes(both: Sources, more: dic
     assert "<video>" in text
 
 
+# An answer that is somewhere else.
+
+
+def test_an_answer_under_a_key_that_is_not_read_is_named(own: Sources) -> None:
+    misnamed, problem = own.refused([{"messages": [user("q"), {"role": "assistant", "text": "a"}]}])
+    assert misnamed.fix.startswith("did you mean `content` instead of `text`?")
+    assert problem.why == "the answer in message 2 is empty, and its key text is not read"
+    assert "write its text under `content`" in problem.fix
+    (problem,) = own.refused([{"messages": [user("q"), answer("")]}])
+    assert problem.why == "the answer in message 2 is empty"
+
+
+@pytest.mark.parametrize(
+    ("row", "column"),
+    [
+        ({"instruction": "q", "output": " ", "response": "a"}, "columns: {output: response}"),
+        ({"prompt": "q", "completion": "", "answer": "a"}, "columns: {completion: answer}"),
+    ],
+)
+def test_an_answer_in_a_column_that_is_not_read_is_named(
+    own: Sources, row: dict[str, Any], column: str
+) -> None:
+    (problem,) = own.refused([row])
+    name = list(row)[-1]
+    assert f"is empty; the answer may be in {name}, which is not read" in problem.why
+    assert f"set the source's {column}" in problem.fix
+    assert "may be in" not in own.refused([{key: row[key] for key in list(row)[:2]}])[0].why
+
+
+def test_an_answer_that_is_no_text_is_named(own: Sources) -> None:
+    (problem,) = own.refused([{"question": "q", "answer": 5}])
+    assert problem.fix == "answer is a number, not text: write it as text"
+
+
 # Preferences.
 
 
 def test_answers_without_a_prompt_are_told_from_transcripts(own: Sources) -> None:
-    row = {"chosen": "\n\nHuman: hi\n\nAssistant: hello", "rejected": "\n\nHuman: hi\n\nAssistant: go away"}
+    row = {"chosen": "### User: hi\n### Bot: hello", "rejected": "### User: hi\n### Bot: go away"}
     (problem,) = own.refused([row], objective="dpo")
     assert problem.why == "its answers are text, and no column has the prompt"
-    assert r"'\n\nHuman: hi\n\nAssistant: '" in problem.fix
+    assert r"'### User: hi\n### Bot: '" in problem.fix
+
+
+def test_transcripts_of_human_and_assistant_are_read_as_turns(both: Sources) -> None:
+    before = "\n\nHuman: hi\n\nAssistant: yes?\n\nHuman: so?\n\nAssistant: "
+    row = {"chosen": before + "hello", "rejected": before + "go away"}
+    ((text, loss),) = both.texts([row], objective="dpo")
+    assert "yes?" in text
+    assert "Human:" not in text
+    assert "yes?" not in loss
+    assert "hello" in loss
 
 
 @pytest.mark.parametrize(("label", "other"), [(True, "undesirable"), (False, "desirable")])
 def test_rated_answers_of_one_kind_have_a_warning(both: Sources, label: bool, other: str) -> None:  # noqa: FBT001
     rows = [{"prompt": f"a{i}", "completion": "good", "label": label} for i in range(4)]
     (warning,) = both.prepare(rows, objective="kto").warnings
-    assert warning.startswith(f"all 4 rows have label: {str(label).lower()}")
+    assert warning.startswith(f"all 4 rows for training have label: {str(label).lower()}")
     assert f"there is no {other} one (preference.{other}_weight has no effect)" in warning
     rows[0]["label"] = not label
     assert not both.prepare(rows, objective="kto").warnings
+
+
+def test_it_is_the_rows_for_training_that_need_both_kinds(own: Sources) -> None:
+    rows = [{"prompt": f"a{i}", "completion": "good", "label": True} for i in range(6)]
+    bad = {"prompt": "a", "completion": "bad", "label": False}
+    held_out = own.folder / "eval.jsonl"
+    held_out.write_text(json.dumps(bad) + "\n", encoding="utf-8")
+    warnings = own.prepare(rows, objective="kto", data={"eval": str(held_out)}).warnings
+    assert any(warning.startswith("all 6 rows for training have label: true") for warning in warnings)

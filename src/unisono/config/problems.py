@@ -8,7 +8,7 @@ from typing import Any, get_args, get_origin
 
 from pydantic import ValidationError
 
-from unisono.config.schema import RunConfig
+from unisono.config.schema import RunConfig, SourceSection
 from unisono.config.yaml_file import KeyPath, KeyPlaces, Takes, all_keys, describe, keys_of, section_in
 from unisono.errors import Problem
 from unisono.text import is_secret, nearest, one_line
@@ -202,6 +202,9 @@ def _near_key(key: KeyPath) -> str:
     near = nearest(word, known)
     if near:
         return f"did you mean `{near}`?"
+    if key[:-1] in (("data",), ("data", "train"), ("data", "eval")) and word in keys_of(SourceSection):
+        root = "data.eval" if "eval" in key else "data.train"
+        return f"it belongs to a source: {root}: [{{path: FILE, {word}: …}}]"
     elsewhere = [dotted for dotted in all_keys(RunConfig) if dotted.rpartition(".")[2] == word]
     if elsewhere:
         return f"did you mean `{elsewhere[0]}`?"

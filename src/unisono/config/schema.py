@@ -1,4 +1,6 @@
-"""The schema of a config. Validators accept or reject; they change no value and read nothing from the machine.
+"""The schema of a config. Validators accept or reject; they read nothing from the machine.
+
+They change no value, but a text where a list of texts is expected.
 
 Quantities keep their text (`3 epochs`, `3%`); `Duration`, `Warmup` and similar types parse it where it is used.
 """
@@ -328,10 +330,10 @@ class DataSection(Section):
         description="with `objective: diffusion`: the side of a square of pixels, or [width, height]; null: that of the model",
     )
     max_length: int = Field(default=1024, ge=8, description="tokens of a row, and of a packed sequence")
-    too_long: Literal["error", "cut", "drop", "split", "balanced"] = Field(
+    too_long: Literal["error", "cut", "drop", "split", "keep-answer", "balanced"] = Field(
         default="error",
-        description="what happens to longer rows; recorded row by row in the ledger. cut: their end; balanced: as LLaMA-Factory, turn by"
-        " turn, a question and its answer in proportion",
+        description="what happens to longer rows; recorded row by row in the ledger. cut: their end; keep-answer: the beginning of the"
+        " prompt, so that the last answer stays whole; balanced: as LLaMA-Factory, turn by turn, a question and its answer in proportion",
     )
     on_bad_row: Literal["error", "skip"] = Field(
         default="error", description="what happens to a row that cannot be read or has no answer"
@@ -900,7 +902,15 @@ def _objective_contradictions(config: RunConfig) -> list[str]:
         ),
         (
             is_preference and data.too_long == "split",
-            f"data.too_long: objective {objective} compares whole answers; set it to error, cut, balanced or drop",
+            f"data.too_long: objective {objective} compares whole answers; set it to error, keep-answer, cut, balanced or drop",
+        ),
+        (
+            data.too_long == "keep-answer" and lf_name(data.template) is not None,
+            f"data.too_long: {data.template} cuts prompt and answer as LLaMA-Factory does; set it to balanced",
+        ),
+        (
+            data.too_long == "keep-answer" and (objective == "pretrain" or data.loss_on == "all"),
+            "data.too_long: every token counts in the loss, so there is no prompt to cut; set it to split, cut or drop",
         ),
         (
             is_preference and data.loss_on == "all",

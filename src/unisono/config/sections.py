@@ -1,9 +1,11 @@
 """The base class of config sections and the types of their fields; the objectives with their sections, `preference` and `diffusion`, and which objective uses which keys."""
 
 import re
+from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
@@ -13,6 +15,7 @@ from pydantic import (
     Field,
     SerializerFunctionWrapHandler,
     model_serializer,
+    model_validator,
 )
 
 from unisono.config.yaml_file import Takes
@@ -28,6 +31,37 @@ class Section(BaseModel):
     """A frozen section that refuses unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _list_single_texts(cls, value: Any) -> Any:
+        """A text where a list of texts is expected is a list of one: `track: wandb`."""
+        if not isinstance(value, dict):
+            return value
+        fields = {field.alias or name: field.annotation for name, field in cls.model_fields.items()}
+        return {
+            key: [one] if isinstance(one, str) and _needs_list(fields.get(key), one) else one
+            for key, one in value.items()
+        }
+
+
+def _needs_list(annotation: Any, text: str) -> bool:
+    """Whether a key takes lists of texts, and not this text itself."""
+    members = list(_members(annotation))
+    takes_it = str in members or any(get_origin(one) is Literal and text in get_args(one) for one in members)
+    items = [item for one in members if get_origin(one) is list for item in _members(get_args(one)[0])]
+    return not takes_it and any(item is str or get_origin(item) is Literal for item in items)
+
+
+def _members(annotation: Any) -> Iterator[Any]:
+    """The types of a union, without their bounds."""
+    if get_origin(annotation) is Annotated:
+        yield from _members(get_args(annotation)[0])
+    elif get_origin(annotation) in (Union, UnionType):
+        for member in get_args(annotation):
+            yield from _members(member)
+    else:
+        yield annotation
 
 
 def _check_duration(text: str) -> str:

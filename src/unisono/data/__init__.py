@@ -108,6 +108,18 @@ class RowError(Exception):
         return BadRow(place, self.why, self.fix)
 
 
+class EmptyAnswerError(RowError):
+    """The error of a row whose answer is empty."""
+
+    def with_unread(self, columns: Sequence[str], ours: str | None) -> "EmptyAnswerError":
+        """The error that names columns which are not read, and could hold the answer; `ours` is our name of the answer's column."""
+        also = " and ".join(columns)
+        fix = (
+            self.fix if ours is None else f"set the source's columns: {{{ours}: {columns[0]}}}, or {self.fix}"
+        )
+        return EmptyAnswerError(f"{self.why}; the answer may be in {also}, which is not read", fix)
+
+
 @dataclass(frozen=True, slots=True)
 class Conversation:
     """Messages for a chat template."""

@@ -8,13 +8,16 @@ Three methods, in this order. The first that succeeds is used; if none does, the
 3. Marks: a template that renders earlier turns differently (drops their reasoning) breaks method 2. Then a mark is inserted after
    the answer, and the conversation is rendered again: the answer ends where the two texts diverge. The text after it must equal the
    text that follows it as the last message, at least up to the end-of-turn token.
+
+Harmony's template (gpt-oss) ends an earlier answer with `<|end|>`, where the model is to write `<|return|>`: such an answer counts without
+its end, which only the last one has.
 """
 
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from unisono.data import Conversation, Message, RowError
+from unisono.data import Conversation, EmptyAnswerError, Message, RowError
 from unisono.data.formats import THOUGHT_KEYS, all_text
 from unisono.data.template import ChatTemplate, common_beginning
 from unisono.text import one_line
@@ -63,7 +66,7 @@ def render_answers(template: ChatTemplate, conversation: Conversation, *, last_o
     _refuse_unrendered(template, conversation)
     if template.marks_answers:
         text, spans = template.render_marked(messages, tools)
-        found = _of_markers(spans, spoken, wanted)
+        found = [_without_other_end(template, text, span) for span in _of_markers(spans, spoken, wanted)]
         if len(found) != len(weights) and set(weights) != {1.0}:
             raise RowError(
                 f"the chat template marks {len(spans)} blocks for {len(spoken)} answers, so their weights are ambiguous",
@@ -107,6 +110,21 @@ def with_next_turn(template: ChatTemplate, text: str, answers: list[Span]) -> tu
     return text, found
 
 
+def ends_otherwise(template: ChatTemplate, text: str, end: int) -> bool:
+    """Whether an answer that ends at a character is an earlier one, after which the template writes no stop token but another one."""
+    other_end = template.end_of_earlier_answer
+    return other_end is not None and text.startswith(other_end, end)
+
+
+def _without_other_end(template: ChatTemplate, text: str, span: Span) -> Span:
+    """A marked answer without a token that ends earlier answers only: there the model is to write the stop token."""
+    first, end = span
+    other_end = template.end_of_earlier_answer
+    if other_end is None or other_end in template.known_stops or not text.endswith(other_end, first, end):
+        return span
+    return first, end - len(other_end)
+
+
 def _refuse_unanswered(messages: list[Message], wanted: list[int]) -> None:
     if not wanted:
         spoken = any(message["role"] == "assistant" for message in messages)
@@ -124,7 +142,23 @@ def _refuse_unanswered(messages: list[Message], wanted: list[int]) -> None:
             not any(messages[i].get(name) for name in ("tool_calls", *THOUGHT_KEYS))
             and not messages[i]["content"].strip()
         ):
-            raise RowError(f"the answer in message {i + 1} is empty", "write an answer, or remove the row")
+            raise _empty(messages[i], i + 1)
+
+
+def _empty(message: Message, number: int) -> EmptyAnswerError:
+    """The error of an answer without text, which may be under a key that is not read."""
+    unread = [
+        name
+        for name, value in message.items()
+        if value and name not in ("role", "content", "weight", "name", "id")
+    ]
+    if unread:
+        key = one_line(unread[0], limit=40)
+        return EmptyAnswerError(
+            f"the answer in message {number} is empty, and its key {key} is not read",
+            "write its text under `content`",
+        )
+    return EmptyAnswerError(f"the answer in message {number} is empty", "write an answer, or remove the row")
 
 
 def _refuse_unrendered(template: ChatTemplate, conversation: Conversation) -> None:
@@ -188,6 +222,9 @@ def _by_marks(
         if last is None or end is None or end_as_last is None:
             return None
         tail = last[end_as_last : len(last) - template.surplus(last)]
+        other_end = template.end_of_earlier_answer
+        if other_end is not None and text.startswith(other_end, end):
+            tail = other_end if other_end in template.known_stops else ""
         first = _begin_by_prompt(template, conversation, text, i)
         if first is None:
             first = _begin_by_mark(template, conversation, text, i)

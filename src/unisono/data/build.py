@@ -98,10 +98,8 @@ def build_table(
             for source in sources:
                 intake.read(source)
             intake.refuse()
-            if config.objective in RATINGS:
-                encoder.warnings += _one_sided(intake.usable.label)
             report.phase("pack", "selecting and packing rows")
-        splits = _write_splits(config, sources, intake, ledger, writer, directory)
+        splits, warnings = _write_splits(config, sources, intake, ledger, writer, directory)
         ledger.write(directory / "ledger.json")
     notes.unlink()
     template = encoder.template
@@ -115,7 +113,7 @@ def build_table(
         "formats": intake.formats,
         "highest_id": writer.highest,
         "digest": writer.digest.hexdigest(),
-        "warnings": [*encoder.warnings, *intake.warnings],
+        "warnings": [*encoder.warnings, *intake.warnings, *warnings],
         "stop_ids": sorted(encoder.stop_ids),
         "absent_tokens": encoder.absent_tokens,
         "eos": encoder.tokenizer.eos_token_id,
@@ -125,12 +123,12 @@ def build_table(
 
 
 def _one_sided(labels: Sequence[int]) -> list[str]:
-    """A warning if all rated answers have the same label."""
+    """A warning if all rated answers of the training have the same label."""
     if len(set(labels)) != 1:
         return []
     other = "undesirable" if labels[0] else "desirable"
     return [
-        f"all {len(labels)} rows have label: {'true' if labels[0] else 'false'}; objective kto compares desirable answers with"
+        f"all {len(labels)} rows for training have label: {'true' if labels[0] else 'false'}; objective kto compares desirable answers with"
         f" undesirable ones, and there is no {other} one (preference.{other}_weight has no effect)"
     ]
 
@@ -161,8 +159,8 @@ def _write_splits(
     ledger: Ledger,
     writer: TokenWriter,
     directory: Path,
-) -> dict[str, dict[str, int]]:
-    """Writes both splits, and counts their rows in the ledger; gives the figures of each split."""
+) -> tuple[dict[str, dict[str, int]], list[str]]:
+    """Writes both splits, and counts their rows in the ledger; gives the figures of each split, and warnings."""
     usable = {
         part.name: np.array(getattr(intake.usable, part.name), dtype=np.int64) for part in fields(UsableRows)
     }
@@ -170,6 +168,7 @@ def _write_splits(
     _note_rows(config, sources, intake, choice, ledger)
     lengths, loss = np.array(writer.lengths, dtype=np.int64), np.array(writer.loss, dtype=np.int64)
     figures: dict[str, dict[str, int]] = {}
+    warnings: list[str] = []
     splits: tuple[Split, ...] = ("train", "eval")
     for split in splits:
         count = choice.count(split)
@@ -192,6 +191,7 @@ def _write_splits(
         }
         if config.objective in RATINGS:
             columns["label"] = usable["label"][row]
+            warnings += _one_sided(columns["label"].tolist()) if split == "train" else []
             writer.digest.update(columns["label"].data)
         if sides > 1:
             writer.digest.update(f"{sides} sides".encode())
@@ -205,7 +205,7 @@ def _write_splits(
         figures[split] = _figures(columns, count[row], sequences, longest_row=longest)
         _count(ledger, usable["source"], columns, count, row, split=split)
     _refuse_nothing(config, ledger, figures)
-    return figures
+    return figures, warnings
 
 
 def _select_rows(config: RunConfig, sources: list[Source], source_of: Ints) -> _Selection:
@@ -259,10 +259,11 @@ def _note_rows(
         what = "cut" if rows.is_cut[i] else "split"
         why = explain_fit(
             what,
-            length=rows.length[i],
+            lengths=[length for length in (rows.length[i], rows.other_length[i]) if length],
             max_length=config.data.max_length,
             pieces=rows.pieces[i],
             tokens_cut=rows.tokens_cut[i],
+            too_long=config.data.too_long,
             sides=sides_of(config.objective),
         )
         ledger.note(place, what, why)

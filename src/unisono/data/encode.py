@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -9,8 +10,18 @@ import numpy as np
 import numpy.typing as npt
 
 from unisono.config.schema import SourceSection
-from unisono.data import Completion, Conversation, Example, Exchange, Preference, RowError, Text, grouped
-from unisono.data.answer_spans import Rendered, Span, render_answers, with_next_turn
+from unisono.data import (
+    Completion,
+    Conversation,
+    EmptyAnswerError,
+    Example,
+    Exchange,
+    Preference,
+    RowError,
+    Text,
+    grouped,
+)
+from unisono.data.answer_spans import Rendered, Span, ends_otherwise, render_answers, with_next_turn
 from unisono.data.control_tokens import ControlTokens, ControlTokensMode, refuse_control_tokens, refuse_slow
 from unisono.data.formats import FormatName, all_text, to_example
 from unisono.data.preference_rows import read_preference, with_answer_of
@@ -29,12 +40,14 @@ from unisono.data.token_table import Encoded, EncodedUnit, share_of
 from unisono.errors import DataError
 from unisono.text import one_line
 
-ENCODER_VERSION = 3
+ENCODER_VERSION = 4
 """Part of the cache's key: incremented whenever the same rows could give different tokens or a different loss mask."""
 
 _BATCH_CHARACTERS = 1 << 22  # characters encoded at once; the tokenizer takes about 180 bytes for each
 
 _SHOWN = 400  # characters of a rendered row in a warning
+
+_SEVERAL_TURNS = [{"role": ("user", "assistant")[number % 2], "content": str(number)} for number in range(3)]
 
 LossOn = Literal["answers", "last-answer", "all"]
 Thoughts = Literal["loss", "ignore", "strip"]
@@ -73,6 +86,11 @@ class RowEncoder(Protocol):
     @property
     def template(self) -> ChatTemplate | None:
         """The chat template; None as long as there is none and no row needed one."""
+        ...
+
+    @property
+    def opening(self) -> tuple[int, ...]:
+        """The tokens with which rows begin, whatever is in them."""
         ...
 
     @property
@@ -145,7 +163,30 @@ class Encoder:
         self._check = check_template
         self._end_at_stop = end_at_stop
         self._probed = False
+        self._opening: tuple[int, ...] | None = None
         self._show_first = show_first
+
+    @property
+    def opening(self) -> tuple[int, ...]:
+        """The special tokens before the first message, e.g. GLM's `[gMASK]<sop>`; without a template the beginning of sequence."""
+        if self._opening is None:
+            self._opening = self._find_opening()
+        return self._opening
+
+    def _find_opening(self) -> tuple[int, ...]:
+        """Leading special tokens that occur once in several turns: one of a turn, as `<|im_start|>`, occurs in each.
+
+        One before a text may be the role of a system message that the template adds, and is none unless it is the beginning of sequence.
+        """
+        begin, special = self.tokenizer.bos_token_id, set(self.tokenizer.all_special_ids)
+        text = None if self.template is None else self.template.try_render(_SEVERAL_TURNS, None)
+        if text is None:
+            return () if begin is None else (begin,)
+        ids = self._texts.encode([text], special=False)[0].ids
+        found = list(takewhile(lambda token: token in special and ids.count(token) == 1, ids))
+        while found and found[-1] != begin and ids[len(found)] not in special:
+            found.pop()
+        return tuple(found)
 
     @property
     def absent_tokens(self) -> list[str]:
@@ -299,7 +340,7 @@ class Encoder:
     def _completion_job(self, example: Completion) -> _Job:
         """Without a template, prompt and completion are concatenated unchanged."""
         if not example.completion.strip():
-            raise RowError("the completion is empty", "write an answer, or remove the row")
+            raise EmptyAnswerError("the completion is empty", "write an answer, or remove the row")
         if self.tokenizer.eos_token_id is None:
             raise DataError.of(
                 "the tokenizer has no end-of-sequence token",
@@ -410,7 +451,8 @@ class Encoder:
                     "use a fast tokenizer (tokenizer.json)",
                 )
             begin, stop = found
-            last = stop if job.whole else self._after_stop(ids, begin, stop)
+            has_end = not job.whole and not self._ends_otherwise(job, end)
+            last = self._after_stop(ids, begin, stop) if has_end else stop
             if last is None:
                 return RowError(
                     f"the stop token of answer {number} is not in the loss: an answer ends with {self._stop_names()}",
@@ -428,6 +470,18 @@ class Encoder:
             not_rendered=job.not_rendered,
             has_control_tokens=job.has_control_tokens,
         )
+
+    def _ends_otherwise(self, job: _Job, end: int) -> bool:
+        """Whether an answer is one without a stop token; says so once."""
+        if self.template is None or not ends_otherwise(self.template, job.text, end):
+            return False
+        warning = (
+            f"the chat template ends an earlier answer with {self.template.end_of_earlier_answer}, and only the last one with"
+            f" {self.template.end_of_turn}: earlier answers count without their end"
+        )
+        if warning not in self.warnings:
+            self.warnings.append(warning)
+        return True
 
     def _after_stop(self, ids: list[int], begin: int, end: int) -> int | None:
         """The place after the last stop token of an answer; the model does not write what the template puts after it."""

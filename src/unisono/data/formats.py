@@ -43,6 +43,13 @@ THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking", "thought")
 """Keys of a message that hold the thought of an answer."""
 
 
+def column_of(standard: str, renamed: Renamed) -> str | None:
+    """The file's column for one of our names; None if none is read. A column that has a name of ours and stands for another part is that part alone."""
+    if standard in renamed:
+        return renamed[standard]
+    return None if standard in renamed.values() else standard
+
+
 def detect(row: dict[str, Any], renamed: Renamed) -> tuple[FormatName, str] | None:
     """The format of a source by its first row, and why; None if it matches no known format.
 
@@ -52,7 +59,7 @@ def detect(row: dict[str, Any], renamed: Renamed) -> tuple[FormatName, str] | No
     """
     columns = list(row)
     for name, (needed, _) in COLUMNS.items():
-        file_column = [theirs for column in needed if (theirs := renamed.get(column, column)) in row]
+        file_column = [theirs for column in needed if (theirs := column_of(column, renamed)) in row]
         if len(file_column) < len(needed):
             continue
         taken, because = _by_its_turns(name, row[file_column[0]])
@@ -80,7 +87,7 @@ def _by_its_turns(name: FormatName, turns: Any) -> tuple[FormatName, str]:
 def _file_columns(name: FormatName, renamed: Renamed) -> list[str | None]:
     needed, optional = COLUMNS[name]
     standard = (*needed, *optional, "messages", "conversations")
-    return [renamed.get(column, column) for column in standard]
+    return [column_of(column, renamed) for column in standard]
 
 
 def to_example(
@@ -115,7 +122,7 @@ class RowColumns:
 
     def has(self, standard: str) -> bool:
         """Whether the row has a value there that is not null."""
-        file_column = self._renamed.get(standard, standard)
+        file_column = column_of(standard, self._renamed)
         return file_column is not None and self._row.get(file_column) is not None
 
     def is_named(self, standard: str) -> bool:
@@ -124,7 +131,7 @@ class RowColumns:
 
     def is_read(self, standard: str) -> bool:
         """Whether the column was not switched off."""
-        return self._renamed.get(standard, standard) is not None
+        return column_of(standard, self._renamed) is not None
 
     def get(self, standard: str) -> Any:
         """The value of the column.
@@ -132,7 +139,7 @@ class RowColumns:
         Raises:
             RowError: if there is no such column.
         """
-        file_column = self._renamed.get(standard, standard)
+        file_column = column_of(standard, self._renamed)
         if file_column is None:
             raise RowError(
                 f"the column {standard} is not read (columns: {{{standard}: null}})",
@@ -142,7 +149,7 @@ class RowColumns:
             near = nearest(file_column, [str(name) for name in self._row])
             known = ", ".join(shown(name) for name in list(self._row)[:8]) or "none"
             fix = (
-                f"set columns: {{{standard}: {near}}}, or a different data.format"
+                f"set the source's columns: {{{standard}: {near}}}, or a different data.format"
                 if near
                 else "all rows of a source must have the same columns: set data.format or columns, or move other rows to a separate source"
             )
@@ -157,7 +164,9 @@ class RowColumns:
         """
         value = self.get(standard)
         if not isinstance(value, str):
-            raise RowError(f"{standard} is {kind_of(value)}, not text", f"make {standard} a string")
+            column = column_of(standard, self._renamed) or standard
+            name = column if column == standard else f"{shown(column)} (read as {standard})"
+            raise RowError(f"{name} is {kind_of(value)}, not text", f"make {shown(column)} a string")
         return value
 
     def optional_text(self, standard: str) -> str:
@@ -292,8 +301,8 @@ def _words_of(tags: TagsSection | None) -> _Words:
 def _role_and_text(turn: Any, number: int, words: _Words) -> tuple[str, str]:
     if not isinstance(turn, dict) or not isinstance(turn.get(words.text), str):
         raise RowError(
-            f"turn {number} has no text under `{shown(words.text)}`",
-            "write {from: human, value: …}, or set the source's tags",
+            f"turn {number} has no text under `{shown(words.text)}`{_keys_of(turn)}",
+            "write {from: human, value: …}, or set the source's format: sharegpt, and its tags: {role_tag: …, content_tag: …}",
         )
     word = turn.get(words.role)
     role = words.roles.get(word) if isinstance(word, str) else None
@@ -474,9 +483,18 @@ def messages_of(value: Any, column: str) -> list[Message]:
     messages = []
     for number, message in enumerate(list_of(value, column), 1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise RowError(f"message {number} has no role", "write {role: user, content: …}")
+            raise RowError(
+                f"message {number} has no role{_keys_of(message)}", "write {role: user, content: …}"
+            )
         messages.append(_message(message, number))
     return _checked(messages, column)
+
+
+def _keys_of(message: Any) -> str:
+    """The keys of a message that lacks one, for the error."""
+    if not isinstance(message, dict):
+        return f": it is {kind_of(message)}"
+    return f"; its keys are {', '.join(shown(name) for name in list(message)[:6]) or 'none'}"
 
 
 def _message(message: Message, number: int) -> Message:

@@ -2,8 +2,8 @@
 
 import time
 from array import array
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from typing import Literal
 
@@ -13,6 +13,7 @@ from unisono.config.schema import DataSection
 from unisono.config.sections import PAIRS, PREFERENCE, RATINGS
 from unisono.data import (
     BadRow,
+    EmptyAnswerError,
     Example,
     Exchange,
     Ledger,
@@ -25,16 +26,16 @@ from unisono.data import (
     SourceCounts,
 )
 from unisono.data.encode import RowEncoder
-from unisono.data.formats import COLUMNS, FLAGS, FormatName, detect, shown
-from unisono.data.preference_rows import is_rated, sides_in
+from unisono.data.formats import FLAGS, FormatName
 from unisono.data.readers import read_rows
 from unisono.data.row_names import RowNames
+from unisono.data.source_format import ONLY_PAIRS, ONLY_RATED, PAIR, RATING, SourceFormat, settle_format
 from unisono.data.sources import Source
 from unisono.data.token_table import Encoded, EncodedUnit, TokenWriter
 from unisono.errors import DataError, Problem
 from unisono.events import Reporter
 
-TooLong = Literal["error", "cut", "drop", "split", "balanced"]
+TooLong = Literal["error", "cut", "drop", "split", "balanced", "keep-answer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +53,8 @@ class Fitted:
     tokens_cut: int = 0
 
 
-def fit(row: Encoded, *, max_length: int, too_long: TooLong) -> Fitted:
-    """The row within max_length tokens.
+def fit(row: Encoded, *, max_length: int, too_long: TooLong, opening: Sequence[int] = ()) -> Fitted:
+    """The row within max_length tokens; `opening` are tokens with which rows begin, and which `keep-answer` keeps.
 
     The pieces of a split row overlap by one token: the first token of a piece is context only, and is predicted in the previous piece,
     so that no loss token is lost. Pieces without a loss token are dropped.
@@ -67,26 +68,96 @@ def fit(row: Encoded, *, max_length: int, too_long: TooLong) -> Fitted:
     if too_long == "cut":
         kept = row.part(slice(max_length))
         return Fitted([kept] if kept.targets.any() else [], "cut", length - max_length)
+    if too_long == "keep-answer":
+        is_used = row.targets.any()
+        return _keep_answer(EncodedUnit((row,)), max_length, opening) if is_used else Fitted([], "cut")
     if too_long == "split":
         return _split(row, max_length)
     return Fitted([], "drop" if too_long == "drop" else "error")
 
 
-def fit_unit(unit: EncodedUnit, *, max_length: int, too_long: TooLong) -> Fitted:
+def fit_unit(unit: EncodedUnit, *, max_length: int, too_long: TooLong, opening: Sequence[int] = ()) -> Fitted:
     """The unit with each side within max_length tokens.
 
-    A cut takes the end of the answers, so that both sides keep the same prompt. Of a pair the longer side decides whether it is too long,
-    of a rated answer its own side: the mismatched one is always cut.
+    A cut takes the end of the answers, and `keep-answer` the beginning of the prompt, so that both sides keep the same prompt. Of a pair
+    the longer side decides whether it is too long, of a rated answer its own side: the mismatched one is always cut.
     """
     if len(unit.sides) == 1:
-        return fit(unit.sides[0], max_length=max_length, too_long=too_long)
-    decisive = unit.sides if unit.label is None else unit.sides[:1]
-    if too_long not in ("cut", "balanced") and max(len(side.ids) for side in decisive) > max_length:
+        return fit(unit.sides[0], max_length=max_length, too_long=too_long, opening=opening)
+    decisive = _decisive(unit)
+    if too_long == "keep-answer" and max(len(side.ids) for side in decisive) > max_length:
+        return _keep_answer(unit, max_length, opening)
+    if (
+        too_long not in ("cut", "balanced", "keep-answer")
+        and max(len(side.ids) for side in decisive) > max_length
+    ):
         return Fitted([], "drop" if too_long == "drop" else "error")
     kept = [side.part(slice(max_length)) if len(side.ids) > max_length else side for side in unit.sides]
     cut = sum(len(side.ids) + side.cut for side in unit.sides) - sum(len(side.ids) for side in kept)
     is_usable = all(side.targets.any() for side in kept[: len(decisive)])
     return Fitted(kept if is_usable else [], "cut" if cut else "used", cut)
+
+
+def _decisive(unit: EncodedUnit) -> tuple[Encoded, ...]:
+    """The sides that must fit: of a rated answer its own."""
+    return unit.sides if unit.label is None else unit.sides[:1]
+
+
+def _keep_answer(unit: EncodedUnit, max_length: int, opening: Sequence[int]) -> Fitted:
+    """The unit with its last answer whole, after as much of the end of the prompt as fits; all sides keep the same prompt.
+
+    The opening stays, as the model has seen no text without it. An earlier answer that is cut does not count in the loss. What follows a
+    single answer is cut first. The mismatched side of a rated answer is cut at its end.
+
+    Raises:
+        RowError: if the answer leaves no token of the prompt.
+    """
+    begin = min(_begin_of_last_answer(side) for side in unit.sides)
+    ends = [len(side.ids) for side in unit.sides]
+    if len(ends) == 1:
+        ends = [int(np.flatnonzero(unit.sides[0].targets)[-1]) + 1]
+    kept = len(opening) if unit.sides[0].ids[: min(len(opening), begin)].tolist() == [*opening] else 0
+    answers = [end - begin for end in ends[: len(_decisive(unit))]]
+    room = max_length - max(answers) - kept
+    if room < min(1, begin - kept):
+        raise RowError(
+            f"its answer alone is too long: {_counts(answers)}, max_length is {max_length}",
+            "raise data.max_length, or remove the row",
+        )
+    first = max(kept, begin - room)
+    fitted = [
+        _without(side.part(slice(min(end, first - kept + max_length))), kept, first)
+        for side, end in zip(unit.sides, ends, strict=True)
+    ]
+    cut = sum(len(side.ids) for side in unit.sides) - sum(len(side.ids) for side in fitted)
+    return Fitted(fitted, "cut", cut)
+
+
+def _begin_of_last_answer(row: Encoded) -> int:
+    """The first token of the last stretch of loss tokens; there is one."""
+    last = int(np.flatnonzero(row.targets)[-1])
+    before = np.flatnonzero(~row.targets[:last])
+    return int(before[-1]) + 1 if len(before) else 0
+
+
+def _without(row: Encoded, first: int, end: int) -> Encoded:
+    """The row without the tokens from `first` to `end`. An answer at the cut, which has lost tokens or its question, is context only."""
+    kept = row.part([*range(first), *range(end, len(row.ids))])
+    if end > first and kept.targets[first]:
+        rest = kept.targets[first:]
+        rest[: len(rest) if rest.all() else int(np.argmin(rest))] = False
+    return kept
+
+
+def _lengths(unit: EncodedUnit) -> list[int]:
+    """The tokens of the row, or of both sides of a pair, before anything was cut."""
+    return [len(side.ids) + side.cut for side in _decisive(unit)]
+
+
+def _counts(lengths: Sequence[int]) -> str:
+    """The tokens of one row, or of both sides of a pair: "chosen 12, rejected 40 tokens"."""
+    one, *others = lengths
+    return f"chosen {one}, rejected {others[0]} tokens" if others else f"{one} tokens"
 
 
 def refuse_equal_sides(unit: EncodedUnit, fitted: Fitted) -> None:
@@ -154,14 +225,22 @@ def _split(row: Encoded, max_length: int) -> Fitted:
 
 
 def explain_fit(
-    what: str, *, length: int, max_length: int, pieces: int, tokens_cut: int, sides: int = 1
+    what: str,
+    *,
+    lengths: Sequence[int],
+    max_length: int,
+    pieces: int,
+    tokens_cut: int,
+    too_long: TooLong,
+    sides: int = 1,
 ) -> str:
-    """Why a row was cut, split or dropped, for the ledger; `length` is that of its longest side."""
-    why = f"{length} tokens{' with the longer answer' if sides > 1 else ''}, max_length is {max_length}"
+    """Why a row was cut, split or dropped, for the ledger; `lengths` are the tokens of the row, or of both sides of a pair."""
+    why = f"{_counts(lengths)}, max_length is {max_length}"
     if what == "cut":
-        return f"{why}: {tokens_cut} cut off"
+        place = " before the answer" if too_long == "keep-answer" else ""
+        return f"{why}: {tokens_cut} cut off{place}{', on both sides together' if sides > 1 else ''}"
     if what == "split":
-        all_pieces = -(-(length - 1) // (max_length - 1))
+        all_pieces = -(-(lengths[0] - 1) // (max_length - 1))
         lost = (
             f", {all_pieces - pieces} without loss tokens dropped ({tokens_cut} tokens)" if tokens_cut else ""
         )
@@ -171,12 +250,8 @@ def explain_fit(
 
 _BATCH = 512  # rows that go through the tokenizer together
 _RATED_BATCH = 1000  # rated answers get the answers of other rows of their batch, as LLaMA-Factory's
-_PAIR, _RATING = "a chosen and a rejected answer", "one answer with a label"
-_ONLY_RATED = "set objective: kto, or write both answers in one row"
-_ONLY_PAIRS = "set objective: dpo, or write two rows, one for each answer, with label: true and label: false"
 _SHOWN_PROBLEMS = 20
 _REPORT_EVERY_S = 0.5
-_ALL_COUNTS = "; every token counts in the loss"
 
 
 def _numbers() -> "array[int]":
@@ -193,7 +268,8 @@ class UsableRows:
         number: line or row in the file.
         first: its first piece in tokens.arrow.
         pieces: number of pieces; of a unit with two sides 1.
-        length: its original number of tokens, of the longest side.
+        length: its original number of tokens; of a pair that of the chosen side.
+        other_length: of a pair that of the rejected side; else 0.
         tokens_cut: number of these that are not in any piece.
         is_cut: 1 if it was cut.
         is_split: 1 if it was split.
@@ -206,6 +282,7 @@ class UsableRows:
     first: "array[int]" = field(default_factory=_numbers)
     pieces: "array[int]" = field(default_factory=_numbers)
     length: "array[int]" = field(default_factory=_numbers)
+    other_length: "array[int]" = field(default_factory=_numbers)
     tokens_cut: "array[int]" = field(default_factory=_numbers)
     is_cut: "array[int]" = field(default_factory=_numbers)
     is_split: "array[int]" = field(default_factory=_numbers)
@@ -286,11 +363,13 @@ class Ingest:
         leading = list(_up_to_first(rows))
         if not leading:
             raise DataError.of(f"{path} has no rows", where=path, fix="use a file with rows")
-        name = self._format(source, leading[-1])
+        settled = settle_format(source.section, leading[-1], objective=self._objective, key=source.key)
+        source, name = replace(source, section=settled.section), settled.name
+        self.formats += [settled.line] if settled.line else []
         names = self._names(source, name)
         readable = self._readable(source, name, chain(leading, rows), names)
         while batch := list(islice(readable, _RATED_BATCH if self._objective in RATINGS else _BATCH)):
-            self._read_batch(path, batch)
+            self._read_batch(path, batch, settled)
         self._misnamed += names.problems(all_rows=self._limit_rows is None)
         if names.has_flags and (self._data.loss_on == "all" or self._objective == "pretrain"):
             self._encoder.warnings.append(
@@ -352,38 +431,6 @@ class Ingest:
             )
         return found
 
-    def _format(self, source: Source, first: Row) -> FormatName:
-        """The format of a source, as configured or as its first row shows."""
-        path, configured = source.section.path, source.section.format
-        if configured != "auto" and (self._objective in PREFERENCE) != (configured == "preference"):
-            raise self._other_rows(path, str(first.place), f"data.format is {configured}")
-        if configured != "auto":
-            self.formats.append(f"{path}: {configured} (set){_ALL_COUNTS if configured == 'text' else ''}")
-            return configured
-        if isinstance(first, BadRow):
-            return "text"  # no row can be read, so the format does not matter
-        found = self._detect(source, first)
-        if found is None:
-            known = "; ".join(f"{name}: {', '.join(needed)}" for name, (needed, _) in COLUMNS.items())
-            columns = ", ".join(shown(name) for name in list(first.value)[:12]) or "none"
-            absent = [
-                theirs
-                for theirs in source.section.columns.values()
-                if theirs is not None and theirs not in first.value
-            ]
-            if absent:
-                columns += f", without {', '.join(absent)} (set in `columns`)"
-            raise DataError.of(
-                f"cannot infer the format of {path} from its columns",
-                where=str(first.place),
-                why=f"its columns are {columns}; known formats are {known}",
-                fix="set data.format, or map the columns, e.g. data.train: [{path: FILE, columns: {instruction: question, output: answer}}]",
-            )
-        self.formats.append(
-            f"{path}: {found[0]} (auto: {found[1]}){_ALL_COUNTS if found[0] == 'text' else ''}"
-        )
-        return found[0]
-
     def _readable(
         self, source: Source, name: FormatName, rows: Iterator[Row], names: RowNames
     ) -> Iterator[tuple[Place, Example]]:
@@ -398,7 +445,7 @@ class Ingest:
             else:
                 yield row.place, example
 
-    def _read_batch(self, path: str, batch: list[tuple[Place, Example]]) -> None:
+    def _read_batch(self, path: str, batch: list[tuple[Place, Example]], settled: SourceFormat) -> None:
         counts = self._ledger.sources[-1]
         encoded_rows = self._encoded([example for _, example in batch])
         if self._objective in RATINGS and len(batch) == 1:
@@ -406,46 +453,13 @@ class Ingest:
                 f"{path}: the answer of {batch[0][0]} is its own mismatched answer, as no other row is in its group of {_RATED_BATCH}"
             )
         for (place, _), encoded in zip(batch, encoded_rows, strict=True):
-            if isinstance(encoded, RowError):
+            if isinstance(encoded, EmptyAnswerError) and settled.unread_answers:
+                error = encoded.with_unread(settled.unread_answers, settled.answer)
+                self._take_bad(error.at(place), counts)
+            elif isinstance(encoded, RowError):
                 self._take_bad(encoded.at(place), counts)
             else:
                 self._take(place, encoded, counts)
-
-    def _detect(self, source: Source, first: RawRow) -> tuple[FormatName, str] | None:
-        """The format by the first row, and why; None if it matches no known format."""
-        columns = source.section.columns
-        sides, rated = sides_in(first.value, columns), is_rated(first.value, columns)
-        place, path = str(first.place), source.section.path
-        if self._objective not in PREFERENCE:
-            if len(sides) == 2:
-                raise self._other_rows(path, place, f"the row has {_PAIR}")
-            return detect(first.value, columns)
-        if not (sides if self._objective in PAIRS else rated):
-            names = ", ".join(shown(name) for name in list(first.value)[:12]) or "none"
-            has = f"the row has {_PAIR}" if sides else f"the row has {_RATING}" if rated else None
-            raise self._other_rows(path, place, has or f"its columns are {names}")
-        return "preference", f"the first row has {' and '.join(sides) or 'label'}"
-
-    def _other_rows(self, path: str, place: str, why: str) -> DataError:
-        """The refusal of rows that are not for the objective."""
-        if self._objective not in PREFERENCE:
-            return DataError.of(
-                f"objective {self._objective} trains on one answer for each row, and {path} has preference rows",
-                where=place,
-                why=why,
-                fix=f"set objective: {', '.join(PAIRS)} or {RATINGS[0]}; or set data.format to that of the other columns, e.g. messages",
-            )
-        if self._objective in PAIRS:
-            wanted, example, other = "pairs of answers", "{chosen: good, rejected: bad}", _ONLY_RATED
-        else:
-            wanted, example, other = "answers with a label", "{label: is_good}", _ONLY_PAIRS
-        columns = f"set data.format: preference and name the columns, e.g. data.train: [{{path: FILE, columns: {example}}}]; or set objective: sft"
-        return DataError.of(
-            f"objective {self._objective} needs {wanted}, and {path} has none",
-            where=place,
-            why=why,
-            fix=other if why.startswith("the row has") else columns,
-        )
 
     def _encoded(self, examples: list[Example]) -> list[EncodedUnit | RowError]:
         """The units of the examples, as the objective needs them."""
@@ -474,19 +488,21 @@ class Ingest:
             return
         if self._objective in PAIRS and len(example.answers) != 2:
             raise RowError(
-                f"the row has {_RATING}, and objective {self._objective} needs {_PAIR}",
-                _ONLY_RATED,
+                f"the row has {RATING}, and objective {self._objective} needs {PAIR}",
+                ONLY_RATED,
             )
         if self._objective in RATINGS and example.desirable is None:
             raise RowError(
-                f"the row has {_PAIR}, and objective {self._objective} needs {_RATING}",
-                _ONLY_PAIRS,
+                f"the row has {PAIR}, and objective {self._objective} needs {RATING}",
+                ONLY_PAIRS,
             )
 
     def _take(self, place: Place, unit: EncodedUnit, counts: SourceCounts) -> None:
         max_length = self._data.max_length
-        fitted = fit_unit(unit, max_length=max_length, too_long=self._data.too_long)
         try:
+            too_long = self._data.too_long
+            opening = self._encoder.opening if too_long == "keep-answer" else ()
+            fitted = fit_unit(unit, max_length=max_length, too_long=too_long, opening=opening)
             refuse_equal_sides(unit, fitted)
         except RowError as error:
             self._take_bad(error.at(place), counts)
@@ -494,21 +510,21 @@ class Ingest:
         if fitted.pieces:
             self._keep(place, unit, fitted)
             return
-        row = max(unit.sides, key=lambda side: len(side.ids) + side.cut)
         why = explain_fit(
             fitted.what,
-            length=len(row.ids) + row.cut,
+            lengths=_lengths(unit),
             max_length=max_length,
             pieces=0,
             tokens_cut=fitted.tokens_cut,
+            too_long=self._data.too_long,
             sides=len(unit.sides),
         )
         if fitted.what == "drop":
             counts.dropped["too_long"] += 1
             self._ledger.note(place, "dropped", why)
         elif fitted.what == "error":
-            self._longest = max(self._longest, len(row.ids))
-            ways = "cut, drop or split" if len(unit.sides) == 1 else "cut or drop"
+            self._longest = max(self._longest, *(len(side.ids) for side in _decisive(unit)))
+            ways = "cut, drop or split" if len(unit.sides) == 1 else "keep-answer, cut or drop"
             fix = f"raise data.max_length, or set data.too_long to {ways}"
             self._refuse_row(Problem("a row is too long", str(place), why, fix))
         else:
@@ -517,13 +533,15 @@ class Ingest:
 
     def _keep(self, place: Place, unit: EncodedUnit, fitted: Fitted) -> None:
         """Keeps a usable row. Its changes are entered in the ledger once it is known whether the row is used."""
+        lengths = _lengths(unit)
         entry = {
             "source": len(self._ledger.sources) - 1,
             "file": self._file_number[place.file],
             "number": place.number,
             "first": len(self._writer.lengths),
             "pieces": len(fitted.pieces) // len(unit.sides),
-            "length": max(len(side.ids) + side.cut for side in unit.sides),
+            "length": lengths[0],
+            "other_length": lengths[1] if len(lengths) > 1 else 0,
             "tokens_cut": fitted.tokens_cut,
             "is_cut": fitted.what == "cut",
             "is_split": fitted.what == "split",

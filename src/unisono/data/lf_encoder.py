@@ -116,6 +116,11 @@ class LfEncoder:
         self._pretrain = pretrain
 
     @property
+    def opening(self) -> tuple[int, ...]:
+        """None: these templates cut a row by `balanced`, which keeps its beginning."""
+        return ()
+
+    @property
     def absent_tokens(self) -> list[str]:
         """Tokens that the template writes and the tokenizer does not have; NO_TOKEN is in their places."""
         return self._pieces.absent
@@ -159,7 +164,8 @@ class LfEncoder:
         def pieces(_: int, example: Exchange) -> list[Pair[Pieces]]:
             if len(example.answers) != 2:
                 raise RowError(
-                    "the row has no chosen and rejected answer", "set columns: {chosen: NAME, rejected: NAME}"
+                    "the row has no chosen and rejected answer",
+                    "set the source's columns: {chosen: NAME, rejected: NAME}",
                 )
             return [self._writer.question(example, answer) for answer in example.answers]
 
@@ -191,7 +197,9 @@ class LfEncoder:
 
         def pieces(i: int, example: Exchange) -> list[Pair[Pieces]]:
             if i not in others:
-                raise RowError("the row has no label with its answer", "set columns: {label: NAME}")
+                raise RowError(
+                    "the row has no label with its answer", "set the source's columns: {label: NAME}"
+                )
             return [self._writer.question(example, answer) for answer in (example.answers[0], others[i])]
 
         def finish(pairs: list[Pair[Ids]]) -> tuple[Encoded, Encoded]:

@@ -1,22 +1,33 @@
 """Reads preference rows: a prompt with a chosen and a rejected answer, or with one answer and a label; and rows as LLaMA-Factory reads them.
 
 The prompt is `prompt` (text, or messages), `instruction` with input, system and history, or `messages` or `conversations`; without any of
-these, `chosen` and `rejected` are whole conversations with the same beginning. An answer is text, a message, or a list of messages. A rated
+these, `chosen` and `rejected` are whole conversations with the same beginning: messages, or hh-rlhf's transcripts. An answer is text, a message, or a list of messages. A rated
 answer is `completion` or `output`, or the last message. In LLaMA-Factory's rows calls and tools stay text, roles must alternate, and a row may
 have two answers.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from unisono.config.schema import TagsSection
-from unisono.data import Completion, Conversation, Exchange, Message, Preference, RowError, Turn
+from unisono.data import (
+    Completion,
+    Conversation,
+    EmptyAnswerError,
+    Exchange,
+    Message,
+    Preference,
+    RowError,
+    Turn,
+)
 from unisono.data.formats import (
     Renamed,
     RowColumns,
     alpaca_prompt,
+    column_of,
     completion_of,
     kind_of,
     list_of,
@@ -55,12 +66,12 @@ JOINT = "\n</tool_response>\n<tool_response>\n"  # between the results of severa
 
 def sides_in(row: dict[str, Any], renamed: Renamed) -> list[str]:
     """Those of `chosen` and `rejected` that a row has."""
-    return [side for side in _SIDES if (name := renamed.get(side, side)) is not None and name in row]
+    return [side for side in _SIDES if column_of(side, renamed) in row]
 
 
 def is_rated(row: dict[str, Any], renamed: Renamed) -> bool:
     """Whether a row has a label."""
-    name = renamed.get("label", "label")
+    name = column_of("label", renamed)
     return name is not None and row.get(name) is not None
 
 
@@ -96,7 +107,10 @@ def _pair(row: RowColumns) -> Preference:
     if isinstance(prompt, str) and all(isinstance(row.get(side), str) for side in _SIDES):
         return Preference([_completion(row, prompt, row.text(side), side) for side in _SIDES])
     before = _as_messages(prompt, row)
-    chosen, rejected = (_conversation(row, before, side) for side in _SIDES)
+    return _with_one_prompt(*(_conversation(row, before, side) for side in _SIDES))
+
+
+def _with_one_prompt(chosen: Conversation, rejected: Conversation) -> Preference:
     if chosen.messages[:-1] != rejected.messages[:-1]:
         raise RowError(
             "chosen and rejected follow different prompts",
@@ -109,7 +123,7 @@ def _rated(row: RowColumns) -> Preference:
     if not row.has("label"):
         raise RowError(
             "it has neither chosen and rejected answers, nor a label",
-            "name the file's columns, e.g. columns: {chosen: good, rejected: bad} or {label: is_good}",
+            "set the source's columns: {chosen: NAME, rejected: NAME}, or columns: {label: NAME}",
         )
     label = row.get("label")
     if not isinstance(label, bool):
@@ -130,7 +144,7 @@ def _as_messages(prompt: str | list[Message], row: RowColumns) -> list[Message]:
 
 def _completion(row: RowColumns, prompt: str, answer: str, name: str) -> Conversation | Completion:
     if not answer.strip():
-        raise RowError(f"{name} is empty", "write an answer, or remove the row")
+        raise EmptyAnswerError(f"{name} is empty", "write an answer, or remove the row")
     return completion_of(row, prompt, answer)
 
 
@@ -165,9 +179,10 @@ def _conversation(row: RowColumns, prompt: list[Message], name: str) -> Conversa
     """The prompt and an answer, which may repeat the prompt."""
     value = row.get(name)
     if isinstance(value, str) and not value.lstrip().startswith("[{"):
-        if not prompt:
+        turns = None if prompt else turns_of_transcript(value)
+        if not prompt and turns is None:
             raise _without_prompt(row)
-        messages: list[Message] = [{"role": "assistant", "content": value}]
+        messages: list[Message] = turns or [{"role": "assistant", "content": value}]
     elif isinstance(value, dict | list | str):
         messages = _messages([value] if isinstance(value, dict) else list_of(value, name), name, row.tags)
     else:
@@ -180,7 +195,7 @@ def _conversation(row: RowColumns, prompt: list[Message], name: str) -> Conversa
 
 
 def _without_prompt(row: RowColumns) -> RowError:
-    """The error of a row whose answers are text, without a prompt. Texts with the same beginning are transcripts, of hh-rlhf's kind."""
+    """The error of a row whose answers are text, without a prompt."""
     texts = [row.get(side) for side in _SIDES if row.has(side)]
     is_pair = len(texts) > 1 and all(isinstance(text, str) for text in texts)
     shared = texts[0][: common_beginning(*texts)] if is_pair else ""
@@ -192,8 +207,27 @@ def _without_prompt(row: RowColumns) -> RowError:
     beginning = one_line(repr(shared), limit=80)
     return RowError(
         "its answers are text, and no column has the prompt",
-        f"write their shared beginning ({beginning}) into a column prompt, or write both as lists of messages: a text is not parsed",
+        f"write their shared beginning ({beginning}) into a column prompt, or write both as lists of messages; of texts only"
+        " those with turns of Human: and Assistant: are read as such",
     )
+
+
+_TURN = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")
+_SPEAKERS = {"Human": "user", "Assistant": "assistant"}
+
+
+def turns_of_transcript(text: Any) -> list[Message] | None:
+    """The messages of a transcript as in hh-rlhf: turns that begin with `Human:` and `Assistant:`; None for any other value."""
+    if not isinstance(text, str):
+        return None
+    marks = list(_TURN.finditer(text))
+    if len(marks) < 2 or text[: marks[0].start()].strip() or marks[0][1] != "Human":
+        return None
+    ends = [mark.start() for mark in marks[1:]] + [len(text)]
+    return [
+        {"role": _SPEAKERS[mark[1]], "content": text[mark.end() : end].strip()}
+        for mark, end in zip(marks, ends, strict=True)
+    ]
 
 
 def _ending_with_answer(messages: list[Message], name: str) -> list[Message]:
@@ -248,13 +282,17 @@ class _Row:
     def get(self, *names: str) -> Any:
         """The value of the first of these columns that is mapped, or that the file has; else None."""
         for name in names:
-            column = self._columns.get(name, name)
+            column = column_of(name, self._columns)
             if column is not None and (name in self._columns or column in self._row):
                 return self._row.get(column)
         return None
 
     def is_mapped(self, name: str) -> bool:
         return self._columns.get(name) is not None
+
+    def has_prompt(self) -> bool:
+        """Whether there is a prompt in a column of its own."""
+        return any(self.get(name) is not None for name in ("prompt", "instruction", *_TURNS))
 
     def text(self, *names: str) -> str:
         value = self.get(*names)
@@ -276,7 +314,9 @@ class _Row:
     def messages(self) -> list[Any]:
         found = self.get("conversations", "messages")
         if found is None:
-            raise RowError("there is no column with the turns", "set columns: {conversations: NAME}")
+            raise RowError(
+                "there is no column with the turns", "set the source's columns: {conversations: NAME}"
+            )
         return list_of(found, "conversations")
 
     def turn(self, message: Any, number: int) -> tuple[str, str]:
@@ -400,6 +440,11 @@ def _alpaca_prompt(row: _Row) -> list[Turn]:
 def _preference(row: _Row) -> Exchange:
     """A pair of answers, or one with a label; the prompt is a conversation, or text."""
     label, chosen, rejected = row.get("label"), row.get("chosen"), row.get("rejected")
+    turns = None if row.has_prompt() else _transcript_before(chosen, rejected)
+    if turns is not None:
+        asked, chosen, rejected = turns
+        found = _exchange(row, asked, has_answer=False)
+        return replace(found, answers=[_answer(row, chosen, "chosen"), _answer(row, rejected, "rejected")])
     talks, is_pair = (
         row.get("conversations", "messages") is not None,
         chosen is not None or rejected is not None,
@@ -412,7 +457,7 @@ def _preference(row: _Row) -> Exchange:
     if not is_pair and label is None:
         raise RowError(
             "the row has neither chosen and rejected answers, nor a label that is true or false",
-            "set columns: {chosen: NAME, rejected: NAME}, or {label: NAME}",
+            "set the source's columns: {chosen: NAME, rejected: NAME}, or columns: {label: NAME}",
         )
     if talks:
         found = _exchange(row, row.messages(), has_answer=not is_pair)
@@ -425,6 +470,25 @@ def _preference(row: _Row) -> Exchange:
         answer = _answer(row, row.get("output", "completion"), "output")
         found = replace(found, answers=[answer])
     return replace(found, desirable=label)
+
+
+def _transcript_before(chosen: Any, rejected: Any) -> tuple[list[Message], Message, Message] | None:
+    """The shared messages of two transcripts, and the last one of each; None if they are none.
+
+    Raises:
+        RowError: if they have different messages before the last one.
+    """
+    sides = turns_of_transcript(chosen), turns_of_transcript(rejected)
+    if sides[0] is None or sides[1] is None:
+        return None
+    _with_one_prompt(
+        *(
+            Conversation(_ending_with_answer(turns, name))
+            for turns, name in zip(sides, _SIDES, strict=True)
+            if turns
+        )
+    )
+    return sides[0][:-1], sides[0][-1], sides[1][-1]
 
 
 def _answer(row: _Row, value: Any, column: str) -> Turn:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cached_property, partial
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ _TIMES_IN_MEMORY = 4  # the bytes, their text, and its rows: 4.3 measured for ch
 _SMALL_DOCUMENT = 64 << 20  # read in any case
 _BINARY = ("parquet", "arrow")
 _NEAR = 200  # characters around an error that are looked at
+_LINES_AHEAD, _BYTES_AHEAD = 10_000, 1 << 20  # of a row over several lines
+_MOST_FAILURES = 20
 _BIG_INTEGER = "a number with too many digits"
 _ARROW_ROWS = 128  # at a time: few bytes on disk may unfold into long texts
 _ARROW_BYTES = 2 << 30
@@ -104,7 +106,10 @@ def _too_long(file: RowFile, number: int) -> DataError:
 
 def _read_jsonl(file: RowFile) -> Iterator[Row]:
     decoder, text = _Decoder(), _Utf8(file)
+    spread, last = _SpreadRows(file), 0
     for place, line in _read_lines(file):
+        if place.number <= last:
+            continue
         try:
             value = decoder.decode(line.decode("utf-8"))
         except UnicodeDecodeError as error:
@@ -112,9 +117,45 @@ def _read_jsonl(file: RowFile) -> Iterator[Row]:
             continue
         except (ValueError, RecursionError) as error:
             _refuse_spread(file, place, line, decoder)
-            yield _malformed(place, error, line)
+            last = spread.last_line(place, line)
+            yield _over_lines(place) if last else _malformed(place, error, line)
             continue
         yield decoder.take_doubled(place, value) or _mapping(place, value)
+
+
+class _SpreadRows:
+    """Finds rows that are printed over several lines, as `json.dumps(row, indent=2)` does; each is one bad row, not one a line."""
+
+    def __init__(self, file: RowFile) -> None:
+        self._file = file
+        self._failures = 0
+
+    def last_line(self, place: Place, line: bytes) -> int:
+        """The last line of the row that begins in a line; 0 if that line is not the beginning of one.
+
+        It looks at some lines and characters ahead, and no more once it has failed a few times: reading stays linear.
+        """
+        begin, end = line.strip()[:1], line.strip()[-1:]
+        if begin not in (b"{", b"[") or end not in (b"{", b"[", b",") or self._failures >= _MOST_FAILURES:
+            return 0
+        with self._file.path.open("rb") as stream:
+            ahead = b"".join(islice(stream, place.number - 1, place.number - 1 + _LINES_AHEAD))[:_BYTES_AHEAD]
+        text = ahead.removeprefix(codecs.BOM_UTF8).decode("utf-8", errors="replace").lstrip()
+        try:
+            _, length = json.JSONDecoder().raw_decode(text)
+        except (ValueError, RecursionError):
+            self._failures += 1
+            return 0
+        more = text.count("\n", 0, length)
+        return place.number + more if more else 0
+
+
+def _over_lines(place: Place) -> BadRow:
+    return BadRow(
+        place,
+        "the row is printed over several lines, and in this type of file each line is a row",
+        f"write each row on one line: jq -c . {shlex.quote(place.file)} > NEW.jsonl",
+    )
 
 
 class _Utf8:

@@ -89,6 +89,7 @@ class RowNames:
         self._template = template
         self._ignore = frozenset(ignore)
         self._unread: dict[str, _Seen] = {}
+        self._instead: dict[str, str] = {}  # an unread key, and the key that its message lacks
         self._columns: Counter[str] = Counter()
         self._absent = {theirs for theirs in section.columns.values() if theirs is not None}
         self._rows = 0
@@ -166,6 +167,9 @@ class RowNames:
                 self.has_flags = True
             elif not (goes_to_template and self._is_read_by_template(name)):
                 self._unread.setdefault(name, _Seen(place)).count += 1
+                lacks = "value" if is_sharegpt else "content"
+                if self._section.tags is None and isinstance(value, str | list) and lacks not in message:
+                    self._instead[name] = lacks
 
     def _is_read_by_template(self, name: str) -> bool:
         if name not in self._read_by_template:
@@ -178,7 +182,7 @@ class RowNames:
         names = list(self._unread)[:_SHOWN]
         first = self._unread[names[0]]
         known = sorted(_FLAGS.union(*self._known.values()))
-        close = [(name, near) for name in names if (near := nearest(name, known))]
+        close = [(name, near) for name in names if (near := self._instead.get(name) or nearest(name, known))]
         counts = ", ".join(f"`{shown(name)}` × {self._unread[name].count}" for name in names)
         more = f", and {len(self._unread) - _SHOWN} more" if len(self._unread) > _SHOWN else ""
         guesses = ", ".join(f"`{near}` instead of `{shown(name)}`" for name, near in close)

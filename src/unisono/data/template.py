@@ -258,6 +258,17 @@ class ChatTemplate:
         return next((stop for stop in self.known_stops if following.startswith(stop)), None)
 
     @cached_property
+    def end_of_earlier_answer(self) -> str | None:
+        """The added token that it writes after an earlier answer, if that is not the one which ends the last answer; else None.
+
+        Harmony's: `<|end|>` ends any message, and the model ends an answer with `<|return|>`, which templates write only at the end.
+        """
+        following = self._after_earlier_answer
+        if self.end_of_turn is None or self.end_of_turn in following:
+            return None
+        return self._added_at(following)
+
+    @cached_property
     def _after_earlier_answer(self) -> str:
         """The text between an answer and the question after it."""
         question = {"role": "user", "content": _QUESTION}
