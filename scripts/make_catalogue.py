@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from cause_pages import cause_pages
-from unisono.locale import CATALOGUE, LABELS, PLACEHOLDER, escaped, read_entries
+from unisono.locale import LABELS, PLACEHOLDER, escaped, read_entries
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "unisono"
+CATALOGUE = SOURCE / "locale/zh/LC_MESSAGES/unisono.po"
 
 NOT_SHOWN = ("causes/signatures.py", "diagnose/scan.py", "diagnose/report_t", "diagnose/line_prefixes.py", "integrations/inside/", "api/", "locale/", "worker/shared_fork_server.py",
              "launch/curve_drawing.py", "board/regions.py", "board/page.py")  # fmt: skip
@@ -349,7 +350,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--fill", type=Path)
     options = parser.parse_args()
-    found, known = wanted(), read_entries()
+    found, known = wanted(), read_entries(CATALOGUE)
     if options.check:
         wrong = [f"no translation: {text}" for text in found if text not in known]
         wrong += [

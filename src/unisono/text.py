@@ -4,6 +4,7 @@ import json
 import math
 import re
 import unicodedata
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
@@ -125,11 +126,11 @@ def library_words(error: BaseException, *, library: str = "transformers") -> str
     return f"{library} says: {one_line(text, limit=250) or type(error).__name__}"
 
 
-def nearest(word: str, known: list[str]) -> str | None:
-    """The closest match for `word` in `known`, or None if none is close."""
+def nearest(word: str, known: list[str], *, alike: float = 0.6) -> str | None:
+    """The closest match for `word` in `known`, or None if none is close: `alike` from 0 to 1, at which they are equal."""
     import difflib
 
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    close = difflib.get_close_matches(word, known, n=1, cutoff=alike)
     return close[0] if close else None
 
 
@@ -324,6 +325,31 @@ def show_bytes(n_bytes: float) -> str:
             return f"{size:.0f} B" if unit == "B" else f"{_three_digits(size)} {unit}"
         size /= 1000
     raise AssertionError
+
+
+_PLACE = re.compile(r"(.*)([:#])(\d+)", re.DOTALL)
+
+
+def shown_places(places: Sequence[str], *, most: int = 6) -> str:
+    """Places such as `rows.jsonl:7` with consecutive ones as a range, in up to `most` parts: `rows.jsonl:1-3, 7, b.jsonl:4 and 12 more`.
+
+    A file is named once for all its places that follow one another.
+    """
+    parts: list[tuple[str, int, int]] = []  # file with its mark, first and last number
+    for place in places:
+        found = _PLACE.fullmatch(place)
+        file, number = (found[1] + found[2], int(found[3])) if found else (place, -1)
+        if parts and found and parts[-1][0] == file and parts[-1][2] == number - 1:
+            parts[-1] = (file, parts[-1][1], number)
+        else:
+            parts.append((file, number, number))
+    texts, before = [], ""
+    for file, first, last in parts[:most]:
+        numbers = "" if first < 0 else str(first) if first == last else f"{first}-{last}"
+        texts.append(numbers if file == before and numbers else file + numbers)
+        before = file
+    rest = sum(last - first + 1 for _, first, last in parts[most:])
+    return ", ".join(texts) + (f" and {rest:,} more" if rest else "")
 
 
 def show_seconds(seconds: float) -> str:

@@ -124,3 +124,52 @@ def test_two_hundred_runs_are_listed_in_seconds(tmp_path: Path) -> None:
     used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     assert len(done.stdout.splitlines()) == 201
     assert used < 10, f"{used:.1f} s of CPU"  # 1.7 s were seen
+
+
+def test_a_run_that_a_nan_loss_ended_is_not_called_stalled(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nan = VERDICT | {"cause": "nan_loss", "summary": "NaN loss in 3 steps"}
+    for name, verdict in (("nan", nan), ("hung", VERDICT)):
+        run = make_run(tmp_path / name, outcome="stalled", verdict=verdict)
+        write(run / "verdict.json", verdict)
+    assert {row["state"] for row in listed(tmp_path, capsys=capsys).values()} == {
+        "stalled"
+    }  # as in result.json
+    with pytest.raises(SystemExit):
+        main(["runs", str(tmp_path)])
+    states = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert "  stopped: NaN loss  " in states["nan"]
+    assert "  stalled  " in states["hung"]
+
+
+@pytest.mark.parametrize("command", ["runs", "board"])
+def test_without_an_argument_it_is_the_usual_directory(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [command, *(["--out", "b.html"] if command == "board" else [])]
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    assert "runs is not a run" in capsys.readouterr().err
+    make_run(tmp_path / "runs" / "first")
+    with pytest.raises(SystemExit) as ended:
+        main([*words, "--json"])
+    assert ended.value.code == 0
+    assert [run["name"] for run in json.loads(capsys.readouterr().out)["runs"]] == ["first"]
+
+
+def test_a_misspelled_run_is_answered_with_the_nearest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path / "runs" / "my-run")
+    for words, near in (
+        (["board", "runs/my-rum"], "runs/my-run"), (["runs", "runz"], "runs"), (["logs", "runs/myrun"], "runs/my-run"),
+        (["diagnose", "runs/my-rum"], "runs/my-run"), (["checkpoint", "ls", "runs/my-rum"], "runs/my-run"),
+    ):  # fmt: skip
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        assert ended.value.code == 2
+        assert f"did you mean {near}?" in capsys.readouterr().err

@@ -28,6 +28,7 @@ from unisono.board.page import STATIC, runs_file, words
 from unisono.board.regions import REGIONS, show_region
 from unisono.rundir import RunDir
 from unisono.rundir.lock import RunLock
+from unisono.rundir.records import STOPPED_WITHOUT_A_STALL
 from unisono.rundir.start_decision import set_aside
 
 FLOATS = st.floats(allow_nan=True, allow_infinity=False, width=32)
@@ -337,6 +338,7 @@ def test_both_languages_have_the_same_words() -> None:
     assert set(english) == set(chinese)
     for name, text in english.items():
         assert sorted(re.findall(r"\{\w+\}", text)) == sorted(re.findall(r"\{\w+\}", chinese[name])), name
+    assert {f"stopped_{cause}" for cause in STOPPED_WITHOUT_A_STALL} <= set(english)
     script = (STATIC / "board.js").read_text()
     for name in re.findall(r'\bt\("(\w+)"', script):
         assert name in english, name

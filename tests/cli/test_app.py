@@ -115,6 +115,10 @@ SLIPS = [
     ),
     ("train", "`unisono train` needs config, which is missing", "`unisono train train.yaml optim.lr=1e-4`"),
     ("trian x.yaml", "trian is not a command of `unisono`", "did you mean `unisono train`?"),
+    ("preview x.yaml", "preview is not a command of `unisono`", "did you mean `unisono data preview`?"),
+    ("merge a b", "merge is not a command of `unisono`", "did you mean `unisono export RUN OUT --merge`?"),
+    ("data .", ". is not a command of `unisono data`", "did you mean `unisono data preview .`?"),
+    ("checkpoint .", ". is not a command of", "did you mean `unisono checkpoint ls .`?"),
     ("frobnicate", "frobnicate is not a command of `unisono`", "`unisono --help` describes the commands"),
     (
         "checkpoint lss",

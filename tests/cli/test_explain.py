@@ -76,3 +76,25 @@ def test_control_characters_of_a_name_do_not_reach_the_terminal(capsys: pytest.C
     code, _, err = run(capsys, "\x1b[31mred\x07")
     assert code == 2
     assert "\x1b" not in err
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("oom", "cuda_oom"), ("nan", "nan_loss"), ("out of memory", "cuda_oom"), ("hang", "unequal_steps"), ("slow", "data_starved"),
+        ("disk", "disk_full"), ("port", "port_in_use"), ("killed", "rank_killed"), ("memory", "cuda_oom"), ("显存不足", "cuda_oom"),
+        ("timeout", "rdzv_timeout"), ("loss is nan", "nan_loss"), ("OOM", "host_oom_killed"), ("卡住", "unequal_steps"),
+    ],
+)  # fmt: skip
+def test_a_usual_word_ends_with_2_and_the_causes_that_it_may_mean(
+    capsys: pytest.CaptureFixture[str], word: str, meant: str
+) -> None:
+    code, out, err = run(capsys, word)
+    assert (code, out) == (2, "")
+    assert f"`unisono explain {meant}`" in err
+    assert err.count("`unisono explain ") <= 3
+
+
+def test_a_word_that_means_nothing_leads_to_the_list(capsys: pytest.CaptureFixture[str]) -> None:
+    _, _, err = run(capsys, "xyzzy")
+    assert "`unisono explain` lists all of them" in err

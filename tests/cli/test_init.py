@@ -112,3 +112,98 @@ def test_a_ray_job_asks_its_cluster_for_as_many_nodes_as_its_command_does() -> N
     assert words[words.index("--nodes") + 1] == str(workers["replicas"])
     assert words[words.index("--nproc") + 1] == resources["nvidia.com/gpu"]
     assert job["spec"]["rayClusterSpec"]["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
+
+
+def rows_in(folder: Path, number: int = 300, **more: str) -> Path:
+    file = folder / "rows.jsonl"
+    rows = [
+        {
+            "instruction": f"Add {i} and {i + 1}, and tell me the result.",
+            "output": f"It is {2 * i + 1}.",
+            **more,
+        }
+        for i in range(number)
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def test_a_config_for_300_rows_has_steps_enough_and_intervals_within_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows_in(tmp_path)
+    code, _, err = run(capsys, "--data", "rows.jsonl", "--out", "train.yaml")
+    assert code == 0
+    assert "300 rows, alpaca: the first row has instruction and output" in err
+    config = load_config(Path("train.yaml")).config
+    assert (config.data.train, config.data.format, config.data.max_length) == ("rows.jsonl", "alpaca", 256)
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "train.yaml", "model=builtin:tiny", "--dry-run", "--json"])
+    assert not ended.value.code
+    plan = json.loads(capsys.readouterr().out.splitlines()[0])
+    assert 50 <= plan["total_steps"] <= 400
+    assert max(plan["eval_every"], plan["checkpoint_every"]) < plan["total_steps"]
+    assert plan["warnings"] == []
+
+
+def test_other_columns_are_mapped_and_the_file_still_loads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "qa.csv").write_text("Question,Answer\nwhat is 1,one\nwhat is 2,two\n")
+    code, out, _ = run(capsys, "--data", str(tmp_path / "qa.csv"))
+    assert code == 0
+    (source,) = yaml.safe_load(out)["data"]["train"]
+    assert source == {
+        "path": str(tmp_path / "qa.csv"),
+        "columns": {"instruction": "Question", "output": "Answer"},
+    }
+    RunConfig.model_validate(yaml.safe_load(out))
+
+
+@pytest.mark.parametrize("template", ["lora", "full"])
+def test_pairs_get_their_objective_and_a_lower_rate(
+    template: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "pairs.jsonl"
+    file.write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n")
+    _, out, _ = run(capsys, template, "--data", str(file))
+    config = RunConfig.model_validate(yaml.safe_load(out))
+    assert config.objective == "dpo"
+    usual = yaml.safe_load(template_text(template))["optim"]["lr"]
+    assert config.optim.lr == pytest.approx(usual / 10)
+
+
+def test_json_has_what_was_found_and_what_is_proposed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, out, _ = run(capsys, "--data", str(rows_in(tmp_path, 40)), "--json")
+    body = json.loads(out)
+    assert (body["data"]["rows"], body["data"]["format"], body["data"]["bad"]) == (40, "alpaca", 0)
+    assert body["proposed"]["steps"] >= 50
+    assert f"global: {body['proposed']['global_batch']} " in body["text"]
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--data", "none.jsonl"], "there is no file none.jsonl"),
+        (["pretrain", "--data", "rows.jsonl"], "is for plain text"),
+        (["ray-job", "--data", "rows.jsonl"], "has no rows"),
+        (["--data", "odd.jsonl"], "its columns are left, right"),
+        (["--data", "rows.jsonl", "--from-llamafactory", "x.yaml"], "are given"),
+    ],
+)
+def test_rows_that_give_no_config_are_refused(
+    words: list[str],
+    why: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows_in(tmp_path, 3)
+    (tmp_path / "odd.jsonl").write_text('{"left": "a", "right": "b"}\n')
+    code, out, err = run(capsys, *words)
+    assert (code, out) == (2, "")
+    assert why in err

@@ -47,7 +47,7 @@ GIVEN = {
     "config": "c.yaml", "target": "builtin:tiny", "out": "new", "run": "run", "runs": "run", "repo": "a/b", "command": "true", "prompt": "hi",
 }  # fmt: skip
 """Arguments that a command needs before it reads the one that is tried."""
-ALSO = {"export": ("out",), "generate": ("prompt",)}
+ALSO = {"board": ("runs",), "export": ("out",), "generate": ("prompt",)}
 MORE = {"train": ["--dry-run"], "eval": ["--data", "rows.jsonl"], "generate": ["--max-tokens", "1"]}
 """Options that a command needs, or that make it shorter."""
 SEVERAL = ["--nodes", "2", "--node-rank", "0", "--head", "127.0.0.1:29911"]

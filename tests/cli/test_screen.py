@@ -182,6 +182,9 @@ def test_a_step_shows_loss_rate_and_time_left() -> None:
     text, share = line.shown[-1]
     assert text == "step 3/100 · loss 1.235 · 5,000 tokens/s · 0.5 steps/s · 3 min 14 s left"
     assert share == 0.03
+    clock.now += 2
+    screen.show({"kind": "step", "step": 100, "loss": 1.0})
+    assert "left" not in line.shown[-1][0]
 
 
 def test_after_a_restart_the_rate_counts_from_the_step_that_it_resumed_from() -> None:
@@ -390,3 +393,24 @@ def test_the_first_screen_shows_that_compiled_functions_are_missing() -> None:
     for kernels in (True, None):
         found = first_screen(plan(), {"layout": "flat", "kernels": kernels, "no_kernels": ""})
         assert "compiled functions" not in "\n".join(found)
+
+
+def test_a_run_with_a_nan_loss_was_stopped_and_did_not_stall(tmp_path: Path) -> None:
+    result = {
+        "outcome": "stalled",
+        "exit_code": 4,
+        "step": 4,
+        "output_dir": str(tmp_path),
+        "wall_time_s": 6.0,
+    }
+    first, _ = ending(result | {"verdict": {"cause": "nan_loss", "when": "during"}}, tmp_path)
+    assert first == "stopped: NaN loss · step 4 · 6.0 s"
+    first, _ = ending(result | {"verdict": {"cause": "rank_stopped", "when": "during"}}, tmp_path)
+    assert first == "stalled: step 4 · 6.0 s"
+
+
+def test_what_is_due_at_the_end_only_is_shown_so() -> None:
+    text = "\n".join(first_screen(plan(duration="100 steps", checkpoint={"every": "200 steps"}), {}))
+    assert "checkpoint at the end" in text
+    text = "\n".join(first_screen(plan(duration="100 steps", checkpoint={"every": "20 steps"}), {}))
+    assert "checkpoint every 20\n" in text

@@ -231,15 +231,58 @@ def test_a_whole_number_stands_where_a_number_is_requested(tmp_path: Path) -> No
         ("model: m\ndata: {train: d}\noutput_dir: ${oc.env:HOME}/o\n", "output_dir", "${oc.env:HOME}"),
         ("model: $HOME/m\ndata: {train: d}\noutput_dir: o\n", "model.path", "$HOME"),
         ("model: m\ndata: {train: [{path: a/$USER}]}\noutput_dir: o\n", "data.train.0.path", "$USER"),
+        ("model: m\ndata: {train: d}\noutput_dir: runs/qwen-$USER.1\n", "output_dir", "$USER"),
+        ("model: m\ndata: {train: d}\noutput_dir: runs/$(date +%F)\n", "output_dir", "$(date +%F)"),
+        ("model: m\ndata: {train: d}\noutput_dir: o\nseed: ${SEED}\n", "seed", "${SEED}"),
+        ("model: '%MODEL_DIR%/m'\ndata: {train: d}\noutput_dir: o\n", "model.path", "%MODEL_DIR%"),
     ],
 )
 def test_a_variable_is_not_expanded_and_refused(tmp_path: Path, text: str, key: str, variable: str) -> None:
     problem = the_one(tmp_path, text)
     assert problem.what == f"{key} has the variable {variable}"
     assert "not expanded" in problem.why
-    assert f'"{key}={variable}"' in problem.fix
+    assert "use KEY=VALUE on the command line" in problem.fix
+    assert (f'"{key}=' in problem.fix) == variable.startswith("$")
+
+
+def test_the_command_that_expands_a_variable_has_the_rest_of_the_value(tmp_path: Path) -> None:
+    problem = the_one(tmp_path, "model: m\ndata: {train: d}\noutput_dir: /work/${USER}/runs\n")
+    assert '"output_dir=/work/${USER}/runs"' in problem.fix
+    assert problem.where.endswith(":3")
 
 
 def test_a_dollar_elsewhere_is_a_character(tmp_path: Path) -> None:
     text = GOOD + "adapter: {kind: lora, targets: ['.*(q|v)_proj$']}\n"
     accepted(tmp_path, text, "data.template=lf:qwen3", "data.system=Price in $USD of ${item}")
+    accepted(tmp_path, text, "output_dir=runs/%Y%m%d-100%", "data.train=a$b.jsonl")
+    drawn = "model: m\nobjective: diffusion\ndata: {train: d}\noutput_dir: o\n"
+    accepted(tmp_path, drawn, "diffusion.prompts=['a ${colour} cat']")
+
+
+@pytest.mark.parametrize(
+    ("override", "ours"),
+    [("epochs=5", "duration: 3 epochs"), ("learning_rate=1e-4", "optim.lr"), ("batch_size=4", "batch.global"), ("dataset=x", "data.train")],
+)  # fmt: skip
+def test_a_name_of_other_trainers_is_answered_with_ours(tmp_path: Path, override: str, ours: str) -> None:
+    assert the_one(tmp_path, GOOD, override).fix == f"did you mean `{ours}`?"
+
+
+def test_rows_and_runs_given_as_a_config_are_answered_with_the_command_that_is_meant(tmp_path: Path) -> None:
+    rows, run = tmp_path / "my rows.jsonl", tmp_path / "run"
+    rows.write_text('{"text": "a"}\n')
+    run.mkdir()
+    for name in ("plan.json", "config.yaml"):
+        (run / name).write_text("{}")
+    with pytest.raises(ConfigError) as caught:
+        load_config(rows)
+    assert f"`unisono init --data '{rows}' --out train.yaml`" in caught.value.problems[0].fix
+    with pytest.raises(ConfigError) as caught:
+        load_config(run)
+    assert caught.value.problems[0].fix == f"pass its config: {run}/config.yaml"
+
+
+def test_a_misspelled_config_is_answered_with_the_nearest_file(tmp_path: Path) -> None:
+    (tmp_path / "train.yaml").write_text("{}")
+    with pytest.raises(ConfigError) as caught:
+        load_config(tmp_path / "tarin.yaml")
+    assert f"did you mean {tmp_path}/train.yaml?" in caught.value.problems[0].fix

@@ -141,7 +141,11 @@ def _with_value(key: str, value: object) -> RunConfig | str:
     *sections, last = key.split(".")
     section = tree
     for name in sections:
-        section = section.setdefault(name, {})
+        if name == "train" and last != "train":
+            section[name] = [{"path": "x"}]  # a source has keys of its own
+            section = section[name][0]
+        else:
+            section = section.setdefault(name, {})
     section[last] = value
     try:
         return RunConfig.model_validate(tree)

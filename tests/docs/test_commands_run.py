@@ -22,7 +22,7 @@ PAGES = sorted([*DOCS.glob("tutorial/*.md"), *DOCS.glob("how-to/**/*.md")])
 EXAMPLES = ROOT / "examples" / "data"
 
 STEPS: list[tuple[str, set[int]]] = [
-    ("init --out train.yaml", {0}),
+    ("init --data data/train.jsonl --out train.yaml", {0}),
     ("data preview train.yaml", {0}),
     ("train train.yaml --dry-run", {0}),
     ("train train.yaml --rehearse", {0}),
@@ -155,7 +155,7 @@ def test_the_commands_of_tutorials_and_how_tos_run(tmp_path: Path) -> None:
             [sys.executable, "-m", "unisono", *words], cwd=tmp_path, env=env, input="", timeout=300
         )
         assert done.returncode in codes, f"unisono {command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
-        if command.startswith("init --out"):
+        if command.startswith("init --data"):
             config = yaml.safe_load((tmp_path / "train.yaml").read_text())
             config |= {"model": "builtin:tiny", "duration": "2 steps", "batch": {"global": 4}}
             config["data"]["eval"] = 0.1

@@ -115,6 +115,20 @@ def test_an_output_dir_that_holds_something_else_fails(run_config: Path, tmp_pat
     assert "thesis.tex" in seen.text("config.start")
 
 
+def test_a_finished_run_is_a_warning_and_not_a_fault_of_this_machine(
+    run_config: Path, tmp_path: Path
+) -> None:
+    plan = {"schema": 1, "run_id": "r", "config": json.loads(run_config.read_text()), "total_steps": 9}
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "plan.json").write_text(json.dumps(plan))
+    (tmp_path / "out" / "result.json").write_text(
+        '{"schema": 1, "outcome": "completed", "exit_code": 0, "step": 9}'
+    )
+    seen = look(run_config)
+    assert (seen.status("config.start"), seen.code) == ("warn", 0), seen.out
+    assert "is finished: 9 steps" in seen.text("config.start")
+
+
 @pytest.mark.makes("config.start", "warn")
 @pytest.mark.long
 def test_a_run_that_is_held_by_a_different_process_warns_with_its_holder(

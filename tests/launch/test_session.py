@@ -108,11 +108,11 @@ def test_the_first_screen_reports_what_will_happen_in_at_most_twelve_lines(front
 
 
 def test_results_go_to_stdout_and_talk_to_stderr(front: Any) -> None:
-    done = front.run()
+    done = front.run("optim.schedule=constant")
     assert done.stdout.startswith("completed: step 10")
     assert "unisono chat out" in done.stdout
     assert "checkpoint" not in done.stdout
-    assert front.run("--resume", "duration=12 steps", "--quiet").stderr == ""
+    assert front.run("optim.schedule=constant", "--resume", "duration=12 steps", "--quiet").stderr == ""
 
 
 def test_json_is_lines_of_known_kinds_of_which_the_last_is_the_result(front: Any) -> None:

@@ -6,9 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from unisono.causes import Verdict
+from unisono.causes import Verdict, find_cause
 from unisono.rundir import RunDir
-from unisono.rundir.records import RunResult, read_result, set_verdict, write_result
+from unisono.rundir.records import (
+    STOPPED_WITHOUT_A_STALL,
+    RunResult,
+    read_result,
+    set_verdict,
+    shown_outcome,
+    write_result,
+)
 
 
 def test_a_result_reads_back(tmp_path: Path) -> None:
@@ -51,3 +58,25 @@ def test_earlier_verdicts_are_kept_in_order(tmp_path: Path) -> None:
     kept = sorted(run.verdicts.iterdir())
     assert [path.name for path in kept] == ["0001.json", "0002.json", "0003.json"]
     assert [json.loads(path.read_text())["summary"] for path in kept] == ["first", "second", "third"]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "verdict", "shown"),
+    [
+        ("stalled", {"cause": "nan_loss"}, "stopped: NaN loss"),
+        ("stalled", {"cause": "node_unreachable"}, "stopped: a node is unreachable"),
+        ("stalled", {"cause": "rank_stopped"}, "stalled"),
+        ("stalled", None, "stalled"),
+        ("stalled", {"cause": ["odd"]}, "stalled"),
+        ("completed", {"cause": "nan_loss"}, "completed"),
+        ("died", {"cause": "nan_loss"}, "died"),
+    ],
+)
+def test_only_a_stall_is_called_one(outcome: str, verdict: object, shown: str) -> None:
+    assert shown_outcome(outcome, verdict) == shown
+
+
+def test_causes_that_are_no_stall_are_in_the_catalogue() -> None:
+    assert all(
+        (cause := find_cause(name)) is not None and cause.exit_code == 4 for name in STOPPED_WITHOUT_A_STALL
+    )

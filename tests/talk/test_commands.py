@@ -104,6 +104,13 @@ def test_chat_talks_through_a_pipe(model_dir: Path, tmp_path: Path) -> None:
     assert [turn["content"] for turn in turns] == ["call me", answers[1]["text"]]
 
 
+@pytest.mark.parametrize("word", ["/quit", "exit", "QUIT", "/bye"])
+def test_the_usual_words_end_a_conversation(model_dir: Path, word: str) -> None:
+    done = run("chat", model_dir, "--json", "--max-tokens", 2, text=f"{word}\nnever heard\n")
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "no command" not in done.stderr
+
+
 def test_ctrl_c_ends_the_answer_and_not_the_conversation(talker: Path) -> None:
     command = [sys.executable, "-m", "unisono", "chat", str(talker), "--max-tokens", "4000"]
     with subprocess.Popen(

@@ -249,3 +249,29 @@ def test_what_is_not_there_or_is_not_a_model_is_refused(tmp_path: Path, model_di
         assert refusal(asked).exit_code == 2
     with pytest.raises(UsageError, match="is not a run"):
         find_target(str(model_dir), step=1)
+
+
+def test_a_misspelled_run_is_refused_before_the_hub_is_asked(
+    train_here: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = train_here()
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "my-run").symlink_to(run.directory)
+    monkeypatch.chdir(tmp_path)
+    asked: list[str] = []
+
+    def locate(name: str) -> Path:
+        asked.append(name)
+        return tmp_path
+
+    monkeypatch.setattr("unisono.task.target.locate_model", locate)
+    error = refusal(Path("runs/my-rum"))
+    assert error.problems[0].what == "there is no directory runs/my-rum"
+    assert "did you mean runs/my-run?" in error.problems[0].fix
+    error = refusal(Path("runs/other"))
+    assert "`unisono runs runs`" in error.problems[0].fix
+    monkeypatch.chdir(tmp_path / "runs")
+    assert "runs does not exist" in refusal(Path("runs/my-run")).problems[0].why
+    assert asked == []
+    find_target("Qwen/my-run")
+    assert asked == ["Qwen/my-run"], "an owner that is no directory of runs"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.text import nearest, one_line, plain
+from unisono.text import nearest, one_line, plain, shown_places
 
 nasty = st.text(
     alphabet=st.one_of(st.characters(), st.sampled_from("\x1b[]31m;\x07\\\r\n\t\u202e\u200b\x9b\ud800"))
@@ -65,3 +65,29 @@ def test_a_cut_is_marked() -> None:
 def test_the_nearest_word_is_near_or_none() -> None:
     assert nearest("lorra", ["lora", "dora"]) == "lora"
     assert nearest("xyz", ["lora", "dora"]) is None
+
+
+@pytest.mark.parametrize(
+    ("places", "shown"),
+    [
+        (["a.jsonl:1", "a.jsonl:2", "a.jsonl:3", "a.jsonl:7"], "a.jsonl:1-3, 7"),
+        (["a.jsonl:1", "b.jsonl:2", "a.jsonl:3"], "a.jsonl:1, b.jsonl:2, a.jsonl:3"),
+        (["a.parquet#9", "a.parquet#10"], "a.parquet#9-10"),
+        ([f"a:{2 * i}" for i in range(20)], "a:0, 2, 4, 6, 8, 10 and 14 more"),
+        (["cat.png", "dog.png"], "cat.png, dog.png"),
+        ([], ""),
+    ],
+)
+def test_places_are_shown_as_ranges_and_the_file_once(places: list[str], shown: str) -> None:
+    assert shown_places(places) == shown
+
+
+@given(st.lists(st.integers(1, 60), max_size=80))
+def test_no_place_is_lost(numbers: list[int]) -> None:
+    shown = shown_places([f"f:{number}" for number in numbers])
+    ranges, _, rest = shown.partition(" and ")
+    count = int(rest.split()[0]) if rest else 0
+    for part in filter(None, ranges.removeprefix("f:").split(", ")):
+        first, _, last = part.partition("-")
+        count += int(last or first) - int(first) + 1
+    assert count == len(numbers)

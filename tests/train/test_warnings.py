@@ -42,6 +42,20 @@ def test_three_in_twenty_end_the_run_with_a_verdict(train_here: Train) -> None:
     assert "2, 4, 6" in verdict["summary"]
 
 
+def test_a_skipped_step_is_a_short_line_and_all_its_rows_are_in_the_events(
+    train_here: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [f"/data/of/somebody/rows.jsonl:{3 * number}" for number in range(400)]
+    monkeypatch.setattr("unisono.train.run.TrainingData.row_ids", lambda *_: rows)
+    run = train_here(faults={"nan_steps": [2, 4, 6]}, duration="30 steps", optim={"lr": 1e9})
+    for warning in [m for m in run.of_kind("warning") if m["code"] == "nan_step"]:
+        assert len(warning["text"] + warning["fix"]) < 300
+        assert "and 394 more" in warning["text"]
+        assert warning["rows"] == rows
+    verdict = run.result["verdict"]
+    assert any("optim.lr=0.0002 (0.0002 is usual for an adapter)" in fix for fix in verdict["fix"])
+
+
 @pytest.mark.parametrize("duration", ["2 steps", "30 steps"])
 def test_nan_before_any_update_names_the_model_and_no_row_and_is_not_completed(
     train_here: Train, duration: str

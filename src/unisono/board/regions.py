@@ -19,7 +19,7 @@ from unisono.errors import ConfigError
 from unisono.files import objects_of, read_object
 from unisono.locale import Chinese, chinese
 from unisono.rundir.merged_logs import LogLine
-from unisono.rundir.records import best_evaluated
+from unisono.rundir.records import STOPPED_WITHOUT_A_STALL, best_evaluated
 from unisono.text import is_secret, names_secret, one_line, plain, redact, why_unreadable
 
 REGIONS = ("status", "verdict", "curves", "ranks", "data", "checkpoints", "samples", "config", "log")
@@ -134,6 +134,7 @@ def _status(run: FollowedRun, reader: _Reader, query: Query, key: bytes) -> Regi
         "path": str(run.root),
         "kind": "program" if isinstance(plan.get("command"), list) else kind,
         "state": state,
+        "stopped_by": _stopped_by(result) if state == "stalled" else None,
         "exit_code": code,
         "meaning": EXIT_CODES.get(code) if code is not None else None,
         "step": step,
@@ -204,6 +205,13 @@ def _state(run: FollowedRun, plan: Region, result: Region, kind: str) -> str:
     if kind == "other":
         return "unknown"
     return "dead" if run.run.lock.exists() or plan else "unstarted"
+
+
+def _stopped_by(result: Region) -> str | None:
+    """The cause with which a run is `stalled` in result.json although no rank has stalled."""
+    verdict = result.get("verdict")
+    cause = verdict.get("cause") if isinstance(verdict, dict) else None
+    return cause if cause in STOPPED_WITHOUT_A_STALL else None
 
 
 def _foreign_total(run: FollowedRun) -> int | None:

@@ -4,6 +4,7 @@ import functools
 import importlib
 import os
 import re
+import shlex
 import sys
 import traceback
 from pathlib import Path
@@ -438,10 +439,24 @@ def _unknown_option(error: Any, path: str) -> dict[str, str]:
     }
 
 
+_OTHER_WORDS = {
+    "preview": "data preview", "ls": "checkpoint ls", "verify": "checkpoint verify", "prune": "checkpoint prune",
+    "sft": "train", "finetune": "train", "resume": "train CONFIG --resume", "infer": "generate", "predict": "generate", "test": "eval",
+    "evaluate": "eval", "list": "runs", "ui": "board", "webui": "board", "merge": "export RUN OUT --merge", "help": "--help",
+    "version": "--version",
+}  # fmt: skip
+"""Commands of a group typed without it, and words of other programs."""
+_OF_A_GROUP = {"unisono data": "preview", "unisono checkpoint": "ls"}
+"""The command that is meant where a group is given a path."""
+
+
 def _unknown_command(word: str, path: str, known: list[str]) -> dict[str, str]:
     from unisono.text import nearest
 
-    near = nearest(word, known)
+    near = _OTHER_WORDS.get(word) if path == "unisono" else None
+    if path in _OF_A_GROUP and Path(word).exists():
+        near = f"{_OF_A_GROUP[path]} {shlex.quote(word)}"
+    near = near or nearest(word, known)
     return {
         "what": f"{word} is not a command of `{path}`",
         "where": f"{path} {word}",

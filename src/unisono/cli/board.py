@@ -13,18 +13,19 @@ from unisono.cli.output import output, terminal_width
 if TYPE_CHECKING:
     from unisono.board.server import Board
 
+_DEFAULT = [Path("runs")]
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def board(
     runs: Annotated[
-        list[Path],
+        list[Path] | None,
         typer.Argument(
-            metavar="RUN...",
-            help="Directories of runs, or directories with runs in them.",
+            metavar="[RUN]...",
+            help="Directories of runs, or directories with runs in them; default: runs.",
             show_default=False,
         ),
-    ],
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -51,6 +52,7 @@ def board(
     is_opened: Annotated[bool, typer.Option("--open/--no-open", help="Open a browser.")] = True,
 ) -> None:
     """Show runs in a browser while they are active or afterwards: status, verdict, curves, ranks, data, checkpoints, samples, config and log."""
+    runs = runs or _DEFAULT
     _refuse_other_paths(runs, "unisono board runs/demo")
     if out is not None:
         _write_file(runs, out)
@@ -70,7 +72,7 @@ def list_(
     from unisono.board.follow import find_runs
     from unisono.board.regions import summarize_run
 
-    paths = folders or [Path("runs")]
+    paths = folders or _DEFAULT
     _refuse_other_paths(paths, "unisono runs DIR")
     now = time.time()
     rows = [summarize_run(name, root, now=now) for name, root in find_runs(paths)]
@@ -85,6 +87,7 @@ def list_(
 
 def _table(rows: list[dict[str, Any]], width: int) -> list[str]:
     """The rows under a line of titles; on a terminal of `width` columns the last column is cut."""
+    from unisono.rundir.records import shown_outcome
     from unisono.text import columns, one_line, shortened
 
     cells = [("RUN", "STATE", "STEP", "LOSS", "AGE", "VERDICT")]
@@ -93,7 +96,7 @@ def _table(rows: list[dict[str, Any]], width: int) -> list[str]:
         cells.append(
             (
                 one_line(row["name"], limit=60),
-                row["state"] or "?",
+                shown_outcome(row["state"] or "?", _of_last_start(row["verdict"])),
                 "?" if row["step"] is None else f"{row['step']}{total}",
                 "" if row["loss"] is None else f"{row['loss']:.4f}",
                 "?" if row["age_s"] is None else _age(row["age_s"]),
@@ -111,6 +114,10 @@ def _table(rows: list[dict[str, Any]], width: int) -> list[str]:
         for line in cells
     ]
     return [shortened(line, width) for line in lines] if width else lines
+
+
+def _of_last_start(verdict: dict[str, Any] | None) -> dict[str, Any] | None:
+    return verdict if verdict is not None and verdict["of_last_start"] else None
 
 
 def _age(seconds: float) -> str:
@@ -131,6 +138,7 @@ def _verdict_or_problem(row: dict[str, Any]) -> str:
 def _refuse_other_paths(runs: list[Path], example: str) -> None:
     from unisono.board.follow import find_runs, is_run
     from unisono.errors import Problem, UsageError
+    from unisono.rundir import or_nearest_run
 
     problems = []
     for path in runs:
@@ -143,7 +151,9 @@ def _refuse_other_paths(runs: list[Path], example: str) -> None:
                     f"{path} is not a run",
                     "command line",
                     why,
-                    f"name the output_dir of a run, or a directory with runs, as in `{example}`",
+                    or_nearest_run(
+                        path, f"name the output_dir of a run, or a directory with runs, as in `{example}`"
+                    ),
                 )
             )
     if problems:

@@ -29,12 +29,14 @@ if TYPE_CHECKING:
     from unisono.supervise.task_process import TaskProcess
 
 _HELP = (
-    "/clear       forget the conversation",
-    "/save FILE   write the conversation to a new file, as a row that training reads",
-    "/exit        end; so does Ctrl-D",
-    "/help        this",
-    "Ctrl-C ends the answer. A line that begins with // is sent with one /.",
+    ("/clear", "forget the conversation"),
+    ("/save FILE", "write the conversation to a new file, as a row that training reads"),
+    ("/exit", "end; so do /quit, /bye, a line with `exit` or `quit` alone, and Ctrl-D"),
+    ("/help", "show this list"),
+    ("Ctrl-C", "end the answer"),
 )
+_ENDS = ("/exit", "/quit", "/bye", "exit", "quit")
+"""Lines that end a conversation; those of ollama, llama.cpp and of a Python shell are among them."""
 
 
 def chat(
@@ -97,14 +99,14 @@ class ChatSession:
         self._forget()
 
     def run(self) -> None:
-        """Runs until /exit or the end of stdin."""
+        """Runs until /exit, a word like it, or the end of stdin."""
         for line in _lines():
             text = line.strip()
             if not text:
                 continue
+            if text.lower() in _ENDS:
+                return
             if text.startswith("/") and not text.startswith("//"):
-                if text == "/exit":
-                    return
                 self._command(text)
             else:
                 self._notify(text.removeprefix("/") if text.startswith("//") else line)
@@ -121,8 +123,9 @@ class ChatSession:
         elif name == "/save":
             self._save(rest.strip())
         elif name == "/help":
-            for line in _HELP:
-                self._printer.warn(line)
+            for command, does in _HELP:
+                self._printer.warn(f"{command:<12} {does}")
+            self._printer.warn("A line that begins with // is sent with one /.")
         else:
             self._printer.warn(f"there is no command {name}; /help lists them")
 

@@ -389,7 +389,7 @@ def open_run(run: Path) -> "tuple[CheckpointStore, bytes]":
     from unisono.checkpoint.store import CheckpointStore
     from unisono.errors import UsageError
     from unisono.facts import read_environment
-    from unisono.rundir import RunDir
+    from unisono.rundir import RunDir, or_nearest_run
 
     files = RunDir(run)
     if not files.plan.exists() and not files.checkpoints.is_dir():
@@ -397,7 +397,7 @@ def open_run(run: Path) -> "tuple[CheckpointStore, bytes]":
             f"{run} is not a run",
             where="command line",
             why="there is no plan.json and no directory of checkpoints in it",
-            fix="name the output_dir of a run, as in `unisono checkpoint ls runs/demo`",
+            fix=or_nearest_run(run, "name the output_dir of a run, as in `unisono checkpoint ls runs/demo`"),
         )
     key = user_key(read_environment().settings_dir)
     return CheckpointStore(files.checkpoints, key=key), key

@@ -252,10 +252,10 @@ def explain(
     elif variable is not None:
         _show_entry({"kind": "variable", **asdict(variable), **_more(variable)}, variable_lines(variable))
     else:
-        near = _nearest(name)
+        near = ", ".join(f"`unisono explain {entry}`" for entry in nearest_entries(name))
         raise UsageError.of(
             f"no cause and no variable is called {name}",
-            fix=f"did you mean `unisono explain {near}`?" if near else "`unisono explain` lists all of them",
+            fix=f"did you mean {near}?" if near else "`unisono explain` lists all of them",
         )
 
 
@@ -377,13 +377,34 @@ def _list_all() -> None:
     _show_entry({"kind": "list", "causes": causes, "variables": variables}, lines)
 
 
-def _nearest(name: str) -> str | None:
+_SUGGESTED, _MISSPELLED = 3, 0.8
+
+
+def nearest_entries(name: str) -> list[str]:
+    """Up to three causes and variables that a name may mean.
+
+    It may be misspelled; else it is a word of their names, or a symptom (`oom`, `nan`, `显存不足`), or a word of their titles; else it is only a
+    little like a name.
+    """
     from unisono.causes import CATALOGUE
     from unisono.causes.variables import VARIABLES
+    from unisono.diagnose.hypotheses import rank
+    from unisono.diagnose.report_terms import find_features
+    from unisono.diagnose.report_text import sentences_of
     from unisono.text import nearest
 
     by_lower = {variable.name.lower(): variable.name for variable in VARIABLES} | {
         id_: id_ for id_ in CATALOGUE
     }
-    close = nearest(name.lower().replace("-", "_"), list(by_lower))
-    return by_lower[close] if close else None
+    word = name.lower().replace("-", "_").replace(" ", "_")
+    misspelled = nearest(word, list(by_lower), alike=_MISSPELLED)
+    if misspelled:
+        return [by_lower[misspelled]]
+    features = find_features("symptom", sentences_of(name))
+    ranked = rank(features, is_failure=True).hypotheses if features else ()
+    found = [entry for lower, entry in by_lower.items() if f"_{word}_" in f"_{lower}_"]
+    found += [one.cause for one in ranked if one.cause in CATALOGUE]
+    found += [cause.id for cause in CATALOGUE.values() if name.lower() in cause.title.lower().split()]
+    if not found:
+        found = [by_lower[close] for close in [nearest(word, list(by_lower))] if close]
+    return sorted(dict.fromkeys(found), key=lambda entry: entry not in CATALOGUE)[:_SUGGESTED]

@@ -1,5 +1,6 @@
 """The commands before training: `unisono init`, a commented config to start from, and `unisono data preview`, the rows as the model sees them."""
 
+from dataclasses import asdict
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from unisono.config import LoadedConfig
     from unisono.config.llamafactory import Translation
     from unisono.errors import UnisonoError
+    from unisono.plan.extent import ProposedExtent
 
 _DEFAULT = "lora"
 
@@ -25,6 +27,15 @@ def init(
     ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", help="Write to this file, which must not exist; default: stdout.")
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            "--data",
+            metavar="FILE",
+            help="Read these rows, and fill in their format, a length, a batch and intervals that fit them.",
+            show_default=False,
+        ),
     ] = None,
     listing: Annotated[bool, typer.Option("--list", help="List the templates.")] = False,
     from_llamafactory: Annotated[
@@ -39,28 +50,160 @@ def init(
 ) -> None:
     """Write a commented config to start from, or a job file for a cluster."""
     if from_llamafactory is not None:
+        if data is not None:
+            raise _exclusive("--data and --from-llamafactory")
         _translate(from_llamafactory, template, out)
         return
     if listing:
         _list_templates()
         return
     name = template or _DEFAULT
-    text = template_text(name)
+    text, found = template_text(name), dict[str, Any]()
+    if data is not None:
+        text, found = for_rows(name, text, data)
+    printer = output()
     if out is None:
-        printer = output()
-        printer.emit({"schema": 1, "template": name, "text": text}) if printer.json else printer.verbatim(
-            text.rstrip("\n")
-        )
+        printer.emit(
+            {"schema": 1, "template": name, "text": text, **found}
+        ) if printer.json else printer.verbatim(text.rstrip("\n"))
         return
     _write_new(out, text)
-    if output().json:
-        output().emit({"schema": 1, "template": name, "path": str(out)})
-    rest = (
-        "fill in the <…>"
-        if name in job_names()
-        else f"set `model` and `data.train` in it, then `unisono train {out}`"
+    if printer.json:
+        printer.emit({"schema": 1, "template": name, "path": str(out), **found})
+    keys = "`model` and `data.train`" if data is None else "`model`"
+    rest = "fill in the <…>" if name in job_names() else f"set {keys} in it, then `unisono train {out}`"
+    rest += "" if data or name in job_names() else "; with `--data FILE` it gets what fits your rows"
+    printer.notify(f"wrote {out}: {rest}")
+
+
+def _exclusive(what: str) -> "UnisonoError":
+    from unisono.errors import UsageError
+
+    return UsageError.of(f"{what} are given", where="command line", fix="remove one of them")
+
+
+def for_rows(name: str, text: str, path: str) -> tuple[str, dict[str, Any]]:
+    """A template's text for the rows at a path, and what is known of them, for programs.
+
+    Raises:
+        UsageError: if the template is not for rows, or not for these.
+        DataError: if they cannot be read, or are of no known format.
+    """
+    import yaml
+
+    from unisono.errors import UsageError
+    from unisono.facts import read_environment
+    from unisono.plan.extent import propose_extent
+    from unisono.supervise.task_process import run_task
+    from unisono.text import Duration
+
+    if name in job_names():
+        raise UsageError.of(f"{name} is a job file, which has no rows", where="--data", fix="remove --data")
+    template = yaml.safe_load(text)
+    request = {
+        "path": path,
+        "packed": template["data"].get("packing", True),
+        "cache_dir": str(read_environment().cache_dir),
+    }
+    rows = run_task("survey", request)
+    if template.get("objective") == "pretrain" and rows["format"] != "text":
+        raise UsageError.of(
+            f"the template {name} is for plain text, and the rows are {rows['format']}",
+            where=path,
+            why=rows["why"],
+            fix="`unisono init lora` or `unisono init full`",
+        )
+    extent = propose_extent(
+        rows["sequences"],
+        global_batch=template["batch"]["global"],
+        epochs=int(Duration.parse(template["duration"]).amount),
+        every=int(Duration.parse(template["eval"]["every"]).amount),
     )
-    output().notify(f"wrote {out}: {rest}")
+    _say_what_was_found(rows, extent)
+    found = {"data": rows, "proposed": asdict(extent)}
+    return _filled(text, _values_for(rows, extent, path, template)), found
+
+
+def _say_what_was_found(rows: dict[str, Any], extent: "ProposedExtent") -> None:
+    from unisono.text import one_line
+
+    printer = output()
+    printer.notify(
+        f"{rows['rows']:,} rows, {rows['format']}: {one_line(rows['why'])}; the longest has about {rows['longest']:,} tokens"
+    )
+    if rows["bad"]:
+        printer.warn(
+            f"warning: {rows['bad']:,} rows cannot be used, the first at {one_line(rows['first_bad'])} (fix them, or set data.on_bad_row: skip)"
+        )
+    printer.notify(
+        f"about {rows['sequences']:,} sequence{'' if rows['sequences'] == 1 else 's'} of up to {rows['max_length']:,} tokens, {extent.global_batch} a step: about {extent.steps:,} optimizer steps in"
+        f" {extent.epochs} epoch{'' if extent.epochs == 1 else 's'}"
+    )
+
+
+def _values_for(
+    rows: dict[str, Any], extent: "ProposedExtent", path: str, template: dict[str, Any]
+) -> dict[str, tuple[str, str]]:
+    """The values for keys of a template, each with its comment."""
+    from unisono.text import Duration
+
+    columns = ", ".join(f"{ours}: {_scalar(theirs)}" for ours, theirs in rows["columns"].items())
+    train = f"[{{path: {_scalar(path)}, columns: {{{columns}}}}}]" if columns else _scalar(path)
+    values = {
+        "data.train": (train, f"{rows['rows']:,} rows"),
+        "data.format": (rows["format"], "of these rows"),
+        "data.max_length": (
+            str(rows["max_length"]),
+            f"tokens; the longest row has about {rows['longest']:,}",
+        ),
+        "batch.global": (
+            str(extent.global_batch),
+            f"sequences per step: about {extent.steps:,} steps",
+        ),
+        "duration": (str(Duration(extent.epochs, "epochs")), "or `500 steps`, or `2M tokens`"),
+        "eval.every": (f"{extent.every} steps", ""),
+        "checkpoint.every": (f"{extent.every} steps", ""),
+    }
+    if rows["beyond"] and template["data"]["too_long"] != "split":
+        values["data.too_long"] = ("cut", f"about {rows['beyond']:,} rows are longer")
+    if rows["objective"] != "sft":
+        lower = template["optim"]["lr"] / 10
+        values |= {
+            "objective": (rows["objective"], "the rows have answers to compare"),
+            "optim.lr": (f"{lower:.1e}", "a tenth of the rate for fine-tuning"),
+        }
+    return values
+
+
+def _scalar(value: str) -> str:
+    """A text as YAML, also inside brackets."""
+    import yaml
+
+    return yaml.safe_dump([value], default_flow_style=True, allow_unicode=True, width=1000).strip()[1:-1]
+
+
+_COMMENTS_OF_TEMPLATES_AT = 35  # their column
+
+
+def _filled(text: str, values: dict[str, tuple[str, str]]) -> str:
+    """The text of a template with values and comments in place of its own; a section's new key `objective` stands before `data`."""
+    lines, section = [], ""
+    for line in text.splitlines():
+        key, colon, _ = line.partition(":")
+        name = key.strip()
+        if colon and not line.startswith((" ", "#")):
+            section = name
+        if line == "data:" and "objective" in values:
+            lines += [_setting("objective", *values["objective"]), ""]
+        dotted = f"{section}.{name}" if line.startswith(" ") else name
+        is_new = colon and dotted in values and dotted != "objective"
+        lines.append(_setting(key, *values[dotted]) if is_new else line)
+    return "\n".join(lines) + "\n"
+
+
+def _setting(key: str, value: str, comment: str) -> str:
+    setting = f"{key}: {value}"
+    return f"{setting:<{_COMMENTS_OF_TEMPLATES_AT - 1}} # {comment}" if comment else setting
 
 
 def template_names() -> list[str]:
@@ -108,12 +251,10 @@ def _translate(path: Path, template: str | None, out: Path | None) -> None:
         UnisonoError: with all that is wrong with the file.
     """
     from unisono.config import config_of, read_llamafactory
-    from unisono.errors import UnisonoError, UsageError
+    from unisono.errors import UnisonoError
 
     if template is not None:
-        raise UsageError.of(
-            "a template and --from-llamafactory are given", where="command line", fix="remove one of them"
-        )
+        raise _exclusive("a template and --from-llamafactory")
     translation = read_llamafactory(path)
     try:
         loaded = config_of(translation, verb="init")

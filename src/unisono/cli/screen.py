@@ -13,7 +13,7 @@ from unisono.cli.terminal import first_screen
 from unisono.errors import Problem
 from unisono.events import Message
 from unisono.plan import RunPlan
-from unisono.rundir.records import is_image_model
+from unisono.rundir.records import is_image_model, shown_outcome
 from unisono.text import columns, one_line, shortened, show_bytes, show_count, show_seconds
 
 _PLAIN_EVERY_S = 15.0
@@ -175,6 +175,7 @@ class Screen:
             parts.append(_speed(float(message["tokens_per_second"]), self._plan))
         if rate:
             parts.append(f"{rate:.3g} steps/s")
+        if rate and step < total:
             parts.append(f"{show_seconds((total - step) / rate)} left")
         self._line.show(" · ".join(parts), share=step / total if total else None)
 
@@ -283,14 +284,18 @@ def ending(result: Message, cwd: Path, *, plan: RunPlan | None = None) -> list[s
     figures.append(show_seconds(float(result.get("wall_time_s") or 0)))
     trained = bool(result.get("step") or result.get("checkpoint"))
     verdict = result.get("verdict") or {}
+    outcome = shown_outcome(str(result.get("outcome")), verdict)
     if not trained and result.get("outcome") == "disagreed":
         # Refused by the head: the other nodes may already be training.
         refused_at_call = verdict.get("phase") == "agree.call"
         what = "started on this node" if refused_at_call else "trained" if alone else "trained, on any node"
         return [f"disagreed: nothing was {what}"]
     if not trained and verdict.get("when") == "before":
-        return [f"{result.get('outcome')}: nothing was trained"]
-    lines = [f"{result.get('outcome')}: {' · '.join(figures)}", *_evaluation(result.get("eval") or {})]
+        return [f"{outcome}: nothing was trained"]
+    lines = [
+        f"{outcome}{' · ' if outcome.startswith('stopped') else ': '}{' · '.join(figures)}",
+        *_evaluation(result.get("eval") or {}),
+    ]
     if result.get("held_by"):
         found = result.get("weights") or result.get("checkpoint")
         if found is None and result.get("outcome") != "completed":
@@ -404,7 +409,7 @@ class RunOutput:
         for line in verdict.lines() if verdict is not None else ():
             self._printer.warn(line)
         duration = show_seconds(float(message.get("wall_time_s") or 0.0))
-        outcome = message.get("outcome")
+        outcome = shown_outcome(str(message.get("outcome")), message.get("verdict"))
         where = f" · {message['output_dir']}" if message.get("output_dir") else ""
         if outcome == "disagreed":
             self._printer.warn(

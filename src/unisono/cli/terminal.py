@@ -353,18 +353,23 @@ def _batch(plan: RunPlan) -> str:
 
 
 def _steps(plan: RunPlan, facts: Mapping[str, Any]) -> str:
-    every = f"evaluation every {plan.eval_every}" if plan.eval_every else ""
     total = f"{plan.total_steps:,}"
     if plan.config.duration != f"{plan.total_steps} steps":
         total += f" = {plan.config.duration}"
     parts = [
         f"{total}, {plan.steps_per_epoch:.4g} per epoch",
         f"warmup {plan.warmup_steps}",
-        every,
-        f"checkpoint every {plan.checkpoint_every}",
+        _due("evaluation", plan.eval_every, plan.total_steps),
+        _due("checkpoint", plan.checkpoint_every, plan.total_steps),
         _price_of_a_death(plan, facts),
     ]
     return " · ".join(part for part in parts if part)
+
+
+def _due(what: str, every: int | None, steps: int) -> str:
+    if every is None:
+        return ""
+    return f"{what} every {every}" if every < steps else f"{what} at the end"
 
 
 def _price_of_a_death(plan: RunPlan, facts: Mapping[str, Any]) -> str:

@@ -52,13 +52,16 @@ def _judge_value(value: Any, places: KeyPlaces, key: KeyPath) -> Problem | None:
     return None
 
 
-_VARIABLE = re.compile(r"\$\{[^}\n]+\}|(?:^|(?<=/))\$[A-Za-z_]\w*(?=$|/)")
-_TEXTS = (("data", "system"), ("reasons",))
+_VARIABLE = re.compile(
+    r"\$\{[^}\n]+\}|\$\([^)\n]+\)|(?:^|(?<=/))\$[A-Za-z_]\w*(?=$|/)|\$[A-Z_][A-Z0-9_]+|%[A-Z_]{2,}[A-Z0-9_]*%"
+)
+"""`${NAME}`, `$(command)`, `$NAME` as a part of a path, names in capitals anywhere, and `%NAME%` as on Windows; a `$` at the end of a pattern is none."""
+_TEXTS = (("data", "system"), ("diffusion", "prompts"), ("reasons",))
 """Keys of texts, which may hold anything."""
 
 
 def find_variables(value: Any, places: KeyPlaces, key: KeyPath = ()) -> dict[KeyPath, Problem]:
-    """A problem for every value that asks for a variable, `${NAME}` or `$NAME/…`: a file says what it says, on every machine."""
+    """A problem for every value that asks for a variable, e.g. `${NAME}` or `$NAME/…`: a file says what it says, on every machine."""
     if isinstance(value, dict | list):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         return {
@@ -72,7 +75,11 @@ def find_variables(value: Any, places: KeyPlaces, key: KeyPath = ()) -> dict[Key
         return {}
     name, variable = ".".join(map(str, key)), one_line(match[0], limit=_LONGEST_VALUE)
     why = "variables are not expanded in a config, so that it means the same on every machine"
-    fix = f'write the value, or let the shell expand it on the command line: "{name}={variable}"'
+    if variable.startswith("%"):
+        fix = "write the value, or use KEY=VALUE on the command line"
+    else:
+        command = f'"{name}={one_line(value, limit=_LONGEST_VALUE)}"'
+        fix = f"write the value, or use KEY=VALUE on the command line, where the shell expands it: {command}"
     return {key: Problem(f"{name} has the variable {variable}", places.of(key), why, fix)}
 
 
@@ -193,13 +200,24 @@ def _words_in(annotation: Any) -> list[Any]:
     return found
 
 
+_OTHER_NAMES = {
+    "epochs": "duration: 3 epochs", "num_epochs": "duration: 3 epochs", "num_train_epochs": "duration: 3 epochs", "steps": "duration: 500 steps",
+    "max_steps": "duration: 500 steps", "batch_size": "batch.global", "global_batch_size": "batch.global", "micro_batch_size": "batch.micro",
+    "per_device_train_batch_size": "batch.per_rank", "gradient_accumulation_steps": "batch.accumulate", "learning_rate": "optim.lr",
+    "lr_scheduler_type": "optim.schedule", "warmup_ratio": "optim.warmup", "warmup_steps": "optim.warmup", "max_seq_length": "data.max_length",
+    "cutoff_len": "data.max_length", "dataset": "data.train", "lora_r": "adapter.rank", "lora_rank": "adapter.rank", "lora_alpha": "adapter.alpha",
+    "save_steps": "checkpoint.every", "eval_steps": "eval.every", "bf16": "model.dtype", "model_name_or_path": "model",
+}  # fmt: skip
+"""Names of other trainers, where one of ours is not like them."""
+
+
 def _near_key(key: KeyPath) -> str:
-    """A suggestion for a misspelled key: in this section, or the same name in a different section."""
+    """A suggestion for a misspelled key: in this section, or the same name in a different section, or that of another trainer."""
     annotation, _ = _type_at(key[:-1])
     section = section_in(annotation)
     known = keys_of(section) if section else []
     word = str(key[-1])
-    near = nearest(word, known)
+    near = (_OTHER_NAMES.get(word) if len(key) == 1 else None) or nearest(word, known)
     if near:
         return f"did you mean `{near}`?"
     if key[:-1] in (("data",), ("data", "train"), ("data", "eval")) and word in keys_of(SourceSection):

@@ -3,6 +3,7 @@
 Input beyond any sensible config is rejected early.
 """
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ from pydantic.fields import FieldInfo
 
 from unisono.errors import ConfigError, Problem
 from unisono.files import decode_text, fault_of, open_given, read_given
+from unisono.text import nearest
 
 KeyPath = tuple[str | int, ...]
 _LIMIT_BYTES = 256_000  # pure-Python YAML parses about 50 kB per second; a config has a few kB
@@ -63,6 +65,7 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
     Raises:
         ConfigError: if the file is missing, not YAML, not a mapping, or has a duplicate key.
     """
+    _refuse_rows(path)
     try:
         with open_given(path) as file:
             data = file.read(_LIMIT_BYTES + 1)
@@ -103,8 +106,38 @@ def _unreadable(path: Path, error: OSError | ValueError) -> ConfigError:
         return ConfigError.of(
             f"{path} cannot be read", where=str(path), why=why, fix="pass a UTF-8 text file"
         )
-    fix = "check the path, or create a config with `unisono init`" if fault.is_missing else fault.fix
+    fix = _or_nearest_file(path) if fault.is_missing else fault.fix
     return ConfigError.of(fault.what, where=str(path), why=fault.why, fix=fix)
+
+
+_OF_ROWS = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow")
+
+
+def _refuse_rows(path: Path) -> None:
+    """Refuses what has the name of a file of rows, or is a run's directory, with the command that is meant."""
+    if path.suffix.lower() in _OF_ROWS and path.is_file():
+        raise ConfigError.of(
+            f"{path} is not a config",
+            where=str(path),
+            why=f"a {path.suffix} file holds rows",
+            fix=f"write a config for them: `unisono init --data {shlex.quote(str(path))} --out train.yaml`",
+        )
+    if (path / "plan.json").is_file() and (path / "config.yaml").is_file():
+        raise ConfigError.of(
+            f"{path} is a run's directory", where=str(path), fix=f"pass its config: {path / 'config.yaml'}"
+        )
+
+
+def _or_nearest_file(path: Path) -> str:
+    fix = "check the path, or create a config with `unisono init`"
+    try:
+        names = [
+            item.name for item in path.parent.iterdir() if item.suffix in (".yaml", ".yml", ".json", ".toml")
+        ]
+    except OSError:
+        return fix
+    near = nearest(path.name, names)
+    return f"did you mean {path.with_name(near)}? Or {fix}" if near else fix
 
 
 def parse_yaml(text: str, *, name: str) -> tuple[dict[str, Any], dict[KeyPath, int]]:

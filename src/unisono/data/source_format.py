@@ -72,7 +72,7 @@ PAIR, RATING = "a chosen and a rejected answer", "one answer with a label"
 ONLY_RATED = "set objective: kto, or write both answers in one row"
 ONLY_PAIRS = "set objective: dpo, or write two rows, one for each answer, with label: true and label: false"
 """What to do about rows of the other kind."""
-_ALL_COUNTS = "; every token counts in the loss"
+_SET = "set"
 _SHOWN, _LONGEST = 12, 80  # columns in a message; characters of a usual name, with blanks around it
 _PLAIN = re.compile(
     r"(?:[^\W\d]|\.{0,2}/|~/)(?:[\w ./-]*[\w/.-])?"
@@ -89,14 +89,23 @@ class SourceFormat:
     Attributes:
         section: of the source, with the columns that were inferred.
         name: its format.
-        line: both for people, and why; "" if no row can be read.
+        why: it is read so, for people; "" if no row can be read.
         unread_answers: columns that are not read, and have a usual name of an answer.
     """
 
     section: SourceSection
     name: FormatName
-    line: str
+    why: str
     unread_answers: tuple[str, ...] = ()
+
+    @property
+    def line(self) -> str:
+        """The source and its format, for people; "" if no row can be read."""
+        if not self.why:
+            return ""
+        set_by = "" if self.why == _SET else "auto: "
+        counts = "; every token counts in the loss" if self.name == "text" else ""
+        return f"{self.section.path}: {self.name} ({set_by}{self.why}){counts}"
 
     @property
     def answer(self) -> str | None:
@@ -124,12 +133,11 @@ def settle_format(section: SourceSection, first: Row, *, objective: str, key: st
 
 
 def _settle(section: SourceSection, first: Row, *, objective: str, key: str) -> SourceFormat:
-    path, configured = section.path, section.format
+    configured = section.format
     if configured != "auto":
         if (objective in PREFERENCE) != (configured == "preference"):
             raise _other_rows(section, objective, first, key, f"data.format is {configured}")
-        line = f"{path}: {configured} (set){_ALL_COUNTS if configured == 'text' else ''}"
-        return SourceFormat(section, configured, line)
+        return SourceFormat(section, configured, _SET)
     if isinstance(first, BadRow):
         return SourceFormat(section, "text", "")  # no row can be read, so the format does not matter
     if objective in PREFERENCE:
@@ -141,8 +149,7 @@ def _settle(section: SourceSection, first: Row, *, objective: str, key: str) -> 
     found = detect(first.value, section.columns)
     if found is None:
         raise _unknown(section, first, key)
-    line = f"{path}: {found[0]} (auto: {found[1]}{_read_as(inferred)}){_ALL_COUNTS if found[0] == 'text' else ''}"
-    return SourceFormat(section, found[0], line)
+    return SourceFormat(section, found[0], f"{found[1]}{_read_as(inferred)}")
 
 
 def _settle_preference(section: SourceSection, first: RawRow, objective: str, key: str) -> SourceFormat:
@@ -159,7 +166,7 @@ def _settle_preference(section: SourceSection, first: RawRow, objective: str, ke
         else ""
     )
     why = f"the first row has {' and '.join(sides) or 'label'}{talks}{_read_as(inferred)}"
-    return SourceFormat(section, "preference", f"{section.path}: preference (auto: {why})")
+    return SourceFormat(section, "preference", why)
 
 
 def _are_transcripts(row: Mapping[str, Any], renamed: Renamed) -> bool:

@@ -31,6 +31,7 @@ from unisono.diagnose.report_text import Report, read_report
 from unisono.diagnose.scan import Scanned, scan
 from unisono.errors import UsageError
 from unisono.files import open_given
+from unisono.rundir import or_nearest_run
 
 STDIN = "-"
 MOST_FILES = 4096
@@ -95,7 +96,9 @@ def _of_logs(
         sources = find_sources(paths)
     except FileNotFoundError as error:
         raise UsageError.of(
-            f"{error} does not exist", where=str(error), fix="pass a log, or a directory with logs"
+            f"{error} does not exist",
+            where=str(error),
+            fix=or_nearest_run(Path(str(error)), "pass a log, or a directory with logs"),
         ) from None
     line = reading(sum(source.size for source in sources))
     try:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from unisono.config import LoadedConfig, RunConfig
 from unisono.config.schema import sources_of
-from unisono.doctor.check import Check, CheckFunction, Finding, Surroundings, found
+from unisono.doctor.check import Check, CheckFunction, Finding, Status, Surroundings, found
 from unisono.errors import Problem, UnisonoError
 from unisono.facts.environment import Hub, is_cached, probe_url, read_hub
 from unisono.launch.node_report import checkpoints_bytes
@@ -17,6 +17,7 @@ from unisono.plan import RunPlan, needed_packages
 from unisono.plan.placement import lay_out
 from unisono.rundir import RunDir
 from unisono.rundir.lock import read_holder
+from unisono.rundir.records import read_result
 from unisono.rundir.start_decision import StartDecision, decide_start
 from unisono.text import show_bytes, show_count
 
@@ -101,7 +102,7 @@ START = Check(
     "config.start",
     "whether this run may start",
     "a start is refused if output_dir contains a finished run, a different run or other files, or if another process holds its lock",
-    "The first decision of `unisono train`: a new run, a resumed one, or a refusal, which fails with the fix. Warns if a live process holds the run.",
+    "The first decision of `unisono train`: a new run, a resumed one, or a refusal, which fails with the fix. Warns if a live process holds the run, or if the run there is finished: then nothing is wrong with this machine.",
 )
 MODEL = Check(
     "config.model",
@@ -185,14 +186,19 @@ def _check_start(facts: Surroundings, loaded: LoadedConfig) -> list[Finding]:
             return [
                 found(START, "pass", f"overwrite_output_dir: {run.root} is renamed, and a new run starts")
             ]
-        return [_problem_finding(START, problem) for problem in error.problems]
+        finished = read_result(run)
+        is_done = finished is not None and finished.is_completed  # nothing is wrong with this machine then
+        return [
+            _problem_finding(START, problem, status="warn" if is_done else "fail")
+            for problem in error.problems
+        ]
     what = "resumes the run there" if run.plan.exists() else "a new run"
     return [found(START, "pass", f"{what}: {run.root}")]
 
 
-def _problem_finding(check: Check, problem: Problem) -> Finding:
+def _problem_finding(check: Check, problem: Problem, *, status: Status = "fail") -> Finding:
     evidence = ": ".join(part for part in (problem.where, problem.what, problem.why) if part)
-    return found(check, "fail", evidence, fix=[problem.fix] if problem.fix else [])
+    return found(check, status, evidence, fix=[problem.fix] if problem.fix else [])
 
 
 def _prepare_run(facts: Surroundings, loaded: LoadedConfig) -> _PreparedRun:

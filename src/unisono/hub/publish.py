@@ -16,9 +16,9 @@ from unisono.facts import read_environment
 from unisono.facts.environment import hub_silence, read_hub
 from unisono.files import objects_of, read_json, read_object, write_json, write_text
 from unisono.hub.download import CacheCheck, RemoteFile, damage, digest_of, find_repo, hub_error
-from unisono.rundir import RunDir
+from unisono.rundir import RunDir, or_nearest_run
 from unisono.rundir.lock import watched_holder
-from unisono.rundir.records import is_image_model, iterate_metrics
+from unisono.rundir.records import is_image_model, iterate_metrics, shown_outcome
 from unisono.supervise.task_process import run_task
 from unisono.text import is_secret, names_secret, one_line, plain, redact, show_count
 
@@ -66,7 +66,9 @@ def refuse_unready(root: Path, step: int | None) -> None:
             f"{root} is not a run of unisono",
             where="command line",
             why="there is no plan.json in it",
-            fix="name the output_dir of a run, as in `unisono push runs/demo OWNER/NAME`",
+            fix=or_nearest_run(
+                root, "name the output_dir of a run, as in `unisono push runs/demo OWNER/NAME`"
+            ),
         )
     if is_image_model(root):
         raise UsageError.of(
@@ -81,7 +83,8 @@ def refuse_unready(root: Path, step: int | None) -> None:
     running = watched_holder(run.lock) is not None
     final = next((place for place in (run.adapter, run.model) if place.is_dir()), None)
     if running or result.get("outcome") != "completed" or final is None:
-        outcome = "it is running" if running else f"its outcome is {result.get('outcome') or 'unknown'}"
+        ended = shown_outcome(str(result.get("outcome") or "unknown"), result.get("verdict"))
+        outcome = "it is running" if running else f"its outcome is {ended}"
         raise UsageError.of(
             f"{root} is not finished",
             where=str(run.result),

@@ -27,7 +27,7 @@ from unisono.errors import (
 from unisono.events import Show
 from unisono.facts import Environment
 from unisono.facts.storage import refuse_if_silent
-from unisono.files import make_private_dir, read_text, write_text
+from unisono.files import make_private_dir, read_object, read_text, write_text
 from unisono.launch.head_nodes import HeadNodes
 from unisono.launch.node_report import report_alone
 from unisono.launch.planning import (
@@ -42,12 +42,14 @@ from unisono.launch.run_records import Table, as_warning
 from unisono.launch.train_request import TrainRequest
 from unisono.plan import ResumePoint, RunPlan
 from unisono.plan.placement import Layout, lay_out
+from unisono.plan.schedule import factor_at
 from unisono.remote_checkpoint.storage import storage_tried
 from unisono.remote_checkpoint.transfers import download_newest, remove_partial_download
 from unisono.remote_checkpoint.verification import with_rehearsal
 from unisono.rundir import RunDir
 from unisono.rundir.lock import RunLock
 from unisono.rundir.plan_changes import check_same_run, unused_allowances
+from unisono.rundir.records import iterate_metrics
 from unisono.rundir.start_decision import StartDecision, decide_start, refuse_if_shrunk, set_aside
 
 
@@ -93,7 +95,7 @@ def with_changes(plan: RunPlan, run: RunDir, decision: StartDecision, request: T
     allowed = plan.allowed
     if plan.resume is not None:
         found = check_same_run(run, plan.to_json(), request.probes.packages(), allow=request.allowed)
-        lines, allowed = found.lines, found.allowed
+        lines, allowed = found.lines + _rate_rises(plan, run, plan.resume.step), found.allowed
     elif decision.kind == "fresh":
         lines = unused_allowances(request.allowed)
     if request.trust and (plan.resume is None or not plan.resume.trust):
@@ -102,6 +104,22 @@ def with_changes(plan: RunPlan, run: RunDir, decision: StartDecision, request: T
             "--trust was not needed: there is no checkpoint signed by a different key to resume from",
         ]
     return plan.model_copy(update={"warnings": [*plan.warnings, *lines], "allowed": allowed})
+
+
+def _rate_rises(plan: RunPlan, run: RunDir, step: int) -> list[str]:
+    """A line if the learning rate rises at this start, because the schedule now spans more steps than at the start before."""
+    before = read_object(run.plan).get("total_steps")
+    if before == plan.total_steps or step >= plan.total_steps:
+        return []
+    rates = (line["lr"] for line in iterate_metrics(run.metrics) if line["step"] == step and "lr" in line)
+    last, optim = next(rates, None), plan.config.optim
+    rate = optim.lr * factor_at(plan, step + 1)
+    if not isinstance(last, float) or rate <= last:
+        return []
+    return [
+        f"the learning rate rises from {last:.2g} in step {step:,} to {rate:.2g} in step {step + 1:,}: optim.schedule {optim.schedule} now spans"
+        f" {plan.total_steps:,} steps, and spanned {before:,}; to rise less, set a lower optim.lr with --allow optim.lr"
+    ]
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from unisono.remote_checkpoint.storage import storage_tried
 from unisono.rendezvous import meeting_rules
 from unisono.rendezvous.remote_fronts import token_hint, token_of_step
 from unisono.rundir import RunDir
-from unisono.rundir.records import read_metrics
+from unisono.rundir.records import read_metrics, shown_outcome
 from unisono.rundir.start_decision import decide_start
 from unisono.supervise.fork_server import ForkServer
 from unisono.supervise.interrupts import Interrupts, Stopped, exit_code_of
@@ -256,6 +256,8 @@ def rehearse(request: TrainRequest, show: Show) -> Rehearsal:
         )
         with stage("all rows prepared, plan made"):
             long_run = plan_only(elsewhere, _only(show, "phase", "note"))
+        for text in [*long_run.warnings, *long_run.data.warnings]:
+            show({"kind": "warning", "time": time.time(), "code": "plan", "text": text})
         done.steps = long_run.total_steps
         pictures = long_run.data.train.rows if long_run.model.is_picture_model else 0
         with stage(
@@ -324,7 +326,8 @@ def _only(show: Show, *kinds: str) -> Show:
 def summary(done: Rehearsal) -> list[str]:
     """For people: what is known now about the long run."""
     if done.exit_code:
-        return [f"the rehearsal ended with {done.result.get('outcome')} (exit code {done.exit_code})"]
+        ended = shown_outcome(str(done.result.get("outcome")), done.result.get("verdict"))
+        return [f"the rehearsal ended with {ended} (exit code {done.exit_code})"]
     lines = [f"every stage passed in {show_seconds(sum(seconds for _, seconds in done.stages))}"]
     if done.expected_s is not None:
         lines.append(

@@ -35,7 +35,7 @@ _NAMES = frozenset({"model", "data", "batch", "memory", "start", "steps", "resul
 """Words that are labels of ours, and names of keys and arguments, too: as values they stay."""
 _LEAST, _WEAK, _STRONG = 3, 9, 12  # letters of a template: the fewer, the less English may be in its values
 _INDENTED = re.compile(r"(\s*(?:[-•] |\d+\. |\d+ {2,})?)(.*)", re.DOTALL)
-_COLUMN = re.compile(r"(\S[\w-]*)( {2,})(\S.*)", re.DOTALL)
+_COLUMN = re.compile(r"(\S[\w-]*(?: [A-Z]+)?)( {2,})(\S.*)", re.DOTALL)
 _STATUS = re.compile(r"((?:pass|WARN|FAIL|\?) +[a-z_.0-9]+ +)(\S.*)", re.DOTALL)
 _LABELLED = re.compile(
     r"(error|warning|where|why|fix|next|result|checkpoint|checkpoints|evaluation|cause|check|against|with unisono|if this|unlikely|ruled out): +(\S.*)",

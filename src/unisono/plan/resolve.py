@@ -9,6 +9,7 @@ from typing import Any, Literal
 from unisono.config.schema import BatchSection, RunConfig, config_digest, sources_of
 from unisono.config.sections import DIFFUSION, Section
 from unisono.errors import ConfigError
+from unisono.plan.extent import beyond_the_end, period_of, short_run, steps_of
 from unisono.plan.run_plan import (
     DataSummary,
     DeviceChoice,
@@ -24,6 +25,7 @@ from unisono.plan.run_plan import (
     expects_fast_layers,
     has_one_backward,
 )
+from unisono.plan.schedule import beyond_training
 from unisono.text import Duration, Warmup, show_bytes
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -128,7 +130,14 @@ def resolve_plan(given: PlanInputs) -> RunPlan:
     _refuse_float16_products(config, given.devices)
     strategy, micro, checkpointing, memory = _fit(given, dtype, origins)
     per_epoch = data.train.sequences / config.batch.global_
-    total_steps, total_sequences = _extent(config, data)
+    total_steps, total_sequences = steps_of(config, data)
+    periods = {
+        "eval.every": period_of(config.eval.every, config, data)
+        if data.eval or config.diffusion.prompts
+        else None,
+        "checkpoint.every": period_of(config.checkpoint.every, config, data),
+    }
+    eval_every, checkpoint_every = (every and min(every, total_steps) for every in periods.values())
     return RunPlan(
         run_id=given.run_id,
         config=config,
@@ -155,12 +164,10 @@ def resolve_plan(given: PlanInputs) -> RunPlan:
         total_sequences=total_sequences,
         steps_per_epoch=per_epoch,
         warmup_steps=Warmup.parse(config.optim.warmup).steps(total_steps),
-        eval_every=_period(config.eval.every, config, data)
-        if data.eval or config.diffusion.prompts
-        else None,
-        checkpoint_every=_period(config.checkpoint.every, config, data) or total_steps,
-        keep_every=_period(config.checkpoint.keep_every, config, data),
-        digest_every=_period(config.watch.digest_every, config, data) if strategy == "ddp" else None,
+        eval_every=eval_every,
+        checkpoint_every=checkpoint_every or total_steps,
+        keep_every=period_of(config.checkpoint.keep_every, config, data),
+        digest_every=period_of(config.watch.digest_every, config, data) if strategy == "ddp" else None,
         memory=memory,
         resume=given.resume,
         resume_reason=given.resume_reason,
@@ -170,7 +177,10 @@ def resolve_plan(given: PlanInputs) -> RunPlan:
         ],
         ignored_variables=given.ignored_variables,
         origins=origins,
-        warnings=_without_effect(config, data, strategy, given.model)
+        warnings=_few_steps(given, total_steps, of_ranks)
+        + beyond_the_end(periods, given.origins, steps=total_steps)
+        + beyond_training(config)
+        + _without_effect(config, data, strategy, given.model)
         + _too_many_layers(config, given.model)
         + _parted_head(config, given.model)
         + _silent(given, strategy)
@@ -209,28 +219,11 @@ def _with_global_batch(given: PlanInputs) -> tuple[PlanInputs, tuple[int, int] |
     return replace(given, config=config.model_copy(update={"batch": batch}), data=data), of_ranks
 
 
-def _extent(config: RunConfig, data: DataSummary) -> tuple[int, int]:
-    """Steps and sequences of the whole run. `N epochs` ends with one short batch."""
-    duration = Duration.parse(config.duration)
-    if duration.unit == "epochs":
-        # Rounded first: 0.7 × 10 is 7.000000000000001, which must not become 8 sequences.
-        sequences = math.ceil(round(duration.amount * data.train.sequences, 6))
-        return -(-sequences // config.batch.global_), sequences
-    steps = int(duration.amount) if duration.unit == "steps" else data.total_steps
-    return steps, steps * config.batch.global_
-
-
-def _period(text: str | None, config: RunConfig, data: DataSummary) -> int | None:
-    """A period in steps; epochs and tokens are rounded to steps, at least one."""
-    if text is None:
-        return None
-    period = Duration.parse(text)
-    if period.unit == "steps":
-        return int(period.amount)
-    per_step = config.batch.global_
-    if period.unit == "epochs":
-        return max(1, round(period.amount * data.train.sequences / per_step))
-    return max(1, round(period.amount / (data.train.tokens / data.train.sequences * per_step)))
+def _few_steps(given: PlanInputs, steps: int, of_ranks: tuple[int, int] | None) -> list[str]:
+    """A line about a short run; a run that continues keeps its batch, and has said it."""
+    if given.earlier_batch is not None or given.resume is not None:
+        return []
+    return short_run(given.config, given.data, steps=steps, ranks=given.world_size, of_ranks=of_ranks)
 
 
 def _threads(given: PlanInputs, origins: dict[str, str]) -> int:
@@ -406,8 +399,8 @@ def _need(
 
 def _seldom_kept(config: RunConfig, data: DataSummary) -> list[str]:
     """A warning if few of the steps to keep forever have a checkpoint."""
-    every = _period(config.checkpoint.every, config, data)
-    wanted = _period(config.checkpoint.keep_every, config, data)
+    every = period_of(config.checkpoint.every, config, data)
+    wanted = period_of(config.checkpoint.keep_every, config, data)
     if every is None or wanted is None or wanted % every == 0:
         return []
     return [

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from unisono.text import nearest
+
 
 @dataclass(frozen=True, slots=True)
 class RunDir:
@@ -134,3 +136,25 @@ class RunDir:
     def checkpoint(self, step: int) -> Path:
         """The checkpoint of a step."""
         return self.checkpoints / f"step-{step:08d}"
+
+
+def runs_beside(path: Path) -> list[Path]:
+    """The runs in the directory in which a path would be, by name."""
+    try:
+        return sorted(place for place in path.parent.iterdir() if RunDir(place).plan.is_file())
+    except OSError:
+        return []
+
+
+def or_nearest_run(path: Path, fix: str) -> str:
+    """How to name a run that was not found: the run, or directory of runs, beside it that is spelled like it, or `fix`."""
+    try:
+        places = [
+            place
+            for place in path.parent.iterdir()
+            if RunDir(place).plan.is_file() or runs_beside(place / "run")
+        ]
+    except OSError:
+        return fix
+    near = None if path.exists() else nearest(path.name, [place.name for place in places])
+    return f"did you mean {path.with_name(near)}? Or {fix}" if near else fix

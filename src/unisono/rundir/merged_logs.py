@@ -14,7 +14,7 @@ from unisono.causes.signatures import match_line
 from unisono.errors import UsageError
 from unisono.events import read_message
 from unisono.files import MOST_LINE_BYTES, objects_of, open_plain, parse_json, read_object, read_text
-from unisono.rundir import RunDir
+from unisono.rundir import RunDir, or_nearest_run
 from unisono.text import one_line, show_bytes
 
 _NAME = "-rank-"
@@ -72,8 +72,10 @@ def merged_logs(root: Path, *, on_skip: Callable[[str], None] = lambda _: None) 
         raise UsageError.of(
             f"{root} has no logs",
             where=str(root),
-            why="there is neither logs/ nor events/ with anything in it",
-            fix="pass the output_dir of a run that has been started",
+            why="there is neither logs/ nor events/ with anything in it"
+            if root.exists()
+            else "it does not exist",
+            fix=or_nearest_run(root, "pass the output_dir of a run that has been started"),
         )
     yield from sources.more(whole=False)
     sources.report_skipped(on_skip)

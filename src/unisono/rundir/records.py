@@ -339,6 +339,28 @@ def outcome_of(exit_code: int) -> Outcome:
     return _OUTCOMES.get(exit_code, "failed")
 
 
+STOPPED_WITHOUT_A_STALL = {
+    "nan_loss": "NaN loss",
+    "replicas_diverged": "ranks diverged",
+    "unequal_steps": "unequal steps",
+    "collective_mismatch": "different collectives",
+    "node_unreachable": "a node is unreachable",
+}
+"""Causes of exit code 4 with which no rank has stalled, and a short word for each."""
+
+
+def shown_outcome(outcome: str, verdict: object) -> str:
+    """The outcome for people, e.g. `completed`, or `stopped: NaN loss`, which is `stalled` in files: ended by a verdict while the ranks lived.
+
+    Args:
+        outcome: of a result.
+        verdict: the object of its verdict; anything else has no say.
+    """
+    cause = verdict.get("cause") if isinstance(verdict, dict) else None
+    why = STOPPED_WITHOUT_A_STALL.get(cause) if outcome == "stalled" and isinstance(cause, str) else None
+    return f"stopped: {why}" if why else outcome
+
+
 class Restart(BaseModel):
     """One automatic restart.
 

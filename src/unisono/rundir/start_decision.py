@@ -23,7 +23,7 @@ from unisono.errors import UsageError, require_writable
 from unisono.files import fsync_dir, kind_of, read_object
 from unisono.rundir import RunDir
 from unisono.rundir.config_changes import changes_between, judge_key, not_allowed, refusal
-from unisono.rundir.records import iterate_metrics
+from unisono.rundir.records import iterate_metrics, shown_outcome
 from unisono.text import Duration, one_line, validation_words
 
 CONFIG_HEADER = "# Written by unisono"
@@ -285,7 +285,7 @@ def _decide_resume(
     ended = result.get("outcome")
     reason = "resuming the unfinished run"
     if isinstance(ended, str):
-        reason += f" ({one_line(ended, limit=40)})"
+        reason += f" ({one_line(shown_outcome(ended, result.get('verdict')), limit=40)})"
     if before.duration != config.duration:
         reason += f"; its duration is now {config.duration}, it was {before.duration}: the learning rate schedule is now that of the new length"
     return StartDecision("resume", str(plan["run_id"]), reason)

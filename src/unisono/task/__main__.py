@@ -16,6 +16,7 @@ TASKS = {
     "collective": ("collective", "run"),
     "prepare": ("data_tasks", "prepare"),
     "preview": ("data_tasks", "preview"),
+    "survey": ("data_tasks", "survey_data"),
     "generate": ("generation", "run_generate"),
     "chat": ("generation", "run_chat"),
     "serve": ("serving", "run"),

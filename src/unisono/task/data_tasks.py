@@ -1,6 +1,7 @@
-"""Tasks on a run's rows, without torch: `prepare` (model facts, token table), `preview`, and `rows` (where rows come from)."""
+"""Tasks on rows, without torch: `prepare` (model facts, token table), `preview`, `survey` (for a new config), and `rows` (where rows come from)."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import numpy.typing as npt
 from unisono.checkpoint.verify import check_model, read_digest
 from unisono.child import loading_modules
 from unisono.config.lf_template import adapt_tokenizer, lf_template_of
-from unisono.config.schema import RunConfig
+from unisono.config.schema import DataSection, RunConfig
 from unisono.config.sections import DIFFUSION, PREFERENCE
 from unisono.data import RawRow, first_notes, read_counts, unrendered_parts
 from unisono.data.lf_pieces import NO_TOKEN
@@ -19,6 +20,7 @@ from unisono.data.preference_rows import is_rated, sides_in
 from unisono.data.prepare import prepare_data
 from unisono.data.readers import read_rows
 from unisono.data.sources import find_sources
+from unisono.data.survey import survey
 from unisono.data.token_table import TokenTable
 from unisono.data.tokenizer import load_tokenizer
 from unisono.errors import DataError, ModelError, UsageError
@@ -106,6 +108,22 @@ def _refuse_damage(
     checked = check_model(directory, read=lambda file: digests.get(file.name) or read_digest(file), only=only)
     if not checked.intact:
         raise checked.refusal(restore="copy the directory again, or export it again")
+
+
+def survey_data(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
+    """Looks at rows for which there is no config yet: gives the fields of a Survey.
+
+    Args:
+        request: `path`, as in data.train; `packed`, whether rows will share sequences; `cache_dir`.
+        report: receives progress.
+    """
+    report.phase("survey", f"reading {request['path']}")
+    data = DataSection(train=request["path"])
+    try:
+        (source,) = find_sources(data, cache_dir=Path(request["cache_dir"]))
+    except DataError as error:  # there is no config that could have the key
+        raise DataError(*(replace(problem, where="--data") for problem in error.problems)) from error
+    return survey(source, packed=bool(request["packed"])).to_json()
 
 
 _BINS = 10

@@ -17,7 +17,7 @@ from unisono.files import read_json
 from unisono.model.directory import is_classifier, locate_model, read_model_config
 from unisono.model.files import check_directory, read_json_object
 from unisono.plan import RunPlan
-from unisono.rundir import RunDir
+from unisono.rundir import RunDir, or_nearest_run, runs_beside
 from unisono.task.input_digests import Digested, DigestProgress, digest_files
 from unisono.text import why_unreadable
 
@@ -153,6 +153,7 @@ def _on_base(target: Target, base: str) -> Target:
 def _find(name: str, directory: Path, step: int | None) -> Target:
     if _is_run(directory):
         return _of_run(name, RunDir(directory.resolve()), step)
+    _refuse_missing_run(name, directory)
     if step is not None:
         raise UsageError.of(
             f"{name} is not a run, so it has no step {step}",
@@ -166,7 +167,10 @@ def _find(name: str, directory: Path, step: int | None) -> Target:
         found = locate_model(name)
     except ModelError as error:  # its problems may refer to config keys
         problems = (
-            replace(p, where="RUN|MODEL") if p.where.startswith("model.") else p for p in error.problems
+            replace(p, where="RUN|MODEL", fix=or_nearest_run(directory, p.fix))
+            if p.where.startswith("model.")
+            else p
+            for p in error.problems
         )
         raise ModelError(*problems) from error
     if (found / "adapter_config.json").is_file():
@@ -219,6 +223,25 @@ def _restore(target: Target, place: Path) -> str:
             "or copy the directory again"
         )
     return "copy the directory again, or export it again"
+
+
+def _refuse_missing_run(name: str, directory: Path) -> None:
+    """Refuses a name in a directory of runs before the hub is asked for it: a misspelled run is no model there."""
+    if directory.exists() or "/" not in name or name.startswith("builtin:"):
+        return
+    runs = runs_beside(directory)
+    if not runs and directory.parent != Path("runs"):
+        return
+    raise UsageError.of(
+        f"there is no directory {name}",
+        where="RUN|MODEL",
+        why=f"{directory.parent} has {len(runs)} run{'' if len(runs) == 1 else 's'}, and none of this name"
+        if directory.parent.is_dir()
+        else f"{directory.parent} does not exist",
+        fix=or_nearest_run(directory, f"see the list: `unisono runs {directory.parent}`")
+        if directory.parent.is_dir()
+        else "pass the output_dir of a run, or a model's directory or hub id",
+    )
 
 
 def _is_run(directory: Path) -> bool:

@@ -19,12 +19,13 @@ import torch
 from unisono.causes import Verdict
 from unisono.model.forward import Rows
 from unisono.objectives import OwnPart
+from unisono.plan.schedule import factor_at
 from unisono.rundir.records import best_key
 from unisono.train import faults
 from unisono.train.evaluation import evaluate_rows, exact_match_share, first_sum, show_samples, with_pictures
 from unisono.train.front_io import EXIT_CODES, flags_of, outcome_of
 from unisono.train.gradient_sync import FIXED_SCALARS, scalars_of_a_step
-from unisono.train.optim import clipping_factor, lr_factor, total_norm
+from unisono.train.optim import clipping_factor, total_norm
 from unisono.train.run import Run, StepBatches, embedding_noise, load_micro, seed_torch
 from unisono.train.saving import finish_saving, require_checkpoint, save_checkpoint, wait_for_copies
 from unisono.train.sharding import own_part
@@ -263,16 +264,7 @@ def optimizer_step(run: Run, batches: StepBatches) -> StepOutcome:
     """Does one step; updates nothing if the loss or the gradient is NaN or infinite. All ranks must call it."""
     began, cpu_began = time.perf_counter(), time.process_time()
     section = run.plan.config.optim
-    factor = lr_factor(
-        batches.step,
-        total=run.plan.total_steps,
-        warmup=run.plan.warmup_steps,
-        schedule=section.schedule,
-        floor=section.min_lr,
-        start=section.schedule_start,
-        cycles=section.cycles,
-        power=section.power,
-    )
+    factor = factor_at(run.plan, batches.step)
     run.optimizers.set_factor(factor)
     run.gradient_sync.begin()
     known = _known_first(run, batches)

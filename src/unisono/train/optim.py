@@ -1,9 +1,9 @@
-"""Optimizers over named parameters, the norm of gradients, and the learning rate schedule."""
+"""Optimizers over named parameters, and the norm of gradients."""
 
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -310,52 +310,3 @@ def _has_small_parameters(optimizer: torch.optim.Optimizer) -> bool:
 _ELEMENTS_OF_A_THREAD = 32768
 _LORA_B = ".lora_B."  # in the names of peft's parameters
 _TEXT = "text_encoder"  # the beginning of the names of the text encoders of an image model
-
-Schedule = Literal["cosine", "linear", "constant", "wsd", "cosine_with_restarts", "polynomial"]
-
-_WSD_DECAY = 0.2  # share of the run that is the decay of wsd (warmup, stable, decay: arXiv:2404.06395)
-
-
-def lr_factor(
-    step: int,
-    *,
-    total: int,
-    warmup: int,
-    schedule: Schedule,
-    floor: float,
-    start: int = 1,
-    cycles: int = 1,
-    power: float = 1.0,
-) -> float:
-    """The factor of the learning rate at an optimizer step: a pure function of the step, so resuming needs no state for it.
-
-    With `start` 0 the formulas are those of transformers' `get_scheduler`, whose first step is at position 0.
-
-    Args:
-        step: from 1 to `total`.
-        total: steps of the run.
-        warmup: steps in which the factor rises, with `start` 1 from 1/(warmup + 1), with 0 from 0.
-        schedule: the shape after the warmup.
-        floor: the factor at the end.
-        start: the position of step 1 in the schedule: 1, or 0.
-        cycles: number of cosines of `cosine_with_restarts` (arXiv:1608.03983).
-        power: exponent of `polynomial`.
-    """
-    place = step - 1 + start
-    if place < warmup + start:
-        return place / (warmup + start)
-    done = (place - warmup) / max(1, total - warmup)  # 0 <= done <= 1
-    match schedule:
-        case "constant":
-            return 1.0
-        case "linear":
-            return floor + (1 - floor) * (1 - done)
-        case "cosine":
-            return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * done))
-        case "cosine_with_restarts":
-            in_cycle = cycles * done % 1.0 if done < 1 else 1.0
-            return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * in_cycle))
-        case "polynomial":
-            return floor + (1 - floor) * (1 - done) ** power
-        case "wsd":
-            return 1.0 if done <= 1 - _WSD_DECAY else floor + (1 - floor) * (1 - done) / _WSD_DECAY

@@ -18,13 +18,15 @@ from unisono.objectives import MODEL, OBJECTIVE, OwnObjective
 from unisono.objectives.objective import Counts, Micro, Objective
 from unisono.plan import estimate_memory
 from unisono.plan.run_plan import has_one_backward
-from unisono.text import show_bytes
+from unisono.plan.schedule import lower_rates
+from unisono.text import show_bytes, shown_places
 from unisono.train.evaluation import evaluating, evaluation_part, first_sum, with_pictures
 from unisono.train.optim import moments_before_a_step
 from unisono.train.run import Run, StepBatches, counts_of, load_micro
 
 MAX_SKIPPED = 3
 SKIP_WINDOW = 20
+_EVENTS = "events/rank-00000.jsonl"  # has the whole list of a warning's rows
 
 
 @dataclass(frozen=True)
@@ -81,14 +83,13 @@ def note_skipped_step(run: Run, batches: StepBatches, outcome: StepOutcome) -> N
             text=f"step {batches.step} was skipped: NaN or infinite {what} before any update; the loaded model is the cause, not a row",
         )
         return
-    shown = ", ".join(rows[:16]) + (f" and {len(rows) - 16} more" if len(rows) > 16 else "")
     run.report.send(
         "warning",
         code="nan_step",
         step=batches.step,
         rows=rows,
-        fix="check these rows; a smaller optim.lr may help",
-        text=f"step {batches.step} was skipped: NaN or infinite {what}{_on_ranks(run, outcome)}; rows {shown}",
+        fix=f"set a smaller optim.lr, or look at these rows; all are in {_EVENTS} of the run",
+        text=f"step {batches.step} was skipped: NaN or infinite {what}{_on_ranks(run, outcome)}; its rows: {shown_places(rows)}",
     )
 
 
@@ -140,13 +141,13 @@ def too_many_skipped(run: Run, batches: StepBatches, outcome: StepOutcome) -> Ve
             ),
             Evidence(
                 where=where,
-                text=f"rows of step {batches.step}: {', '.join(run.data.row_ids(batches.sequences)[:8])}",
+                text=f"rows of step {batches.step}: {shown_places(run.data.row_ids(batches.sequences))}",
             ),
         ),
         fix=_objective_fix(run.objective)
         if origin
         else (
-            f"restart with a smaller learning rate, e.g. optim.lr={run.plan.config.optim.lr / 4:g}",
+            f"restart with a smaller learning rate, e.g. {lower_rates(run.plan.config)}",
             "check the pictures in the warnings"
             if run.pictures is not None
             else "check the rows in the warnings (unisono data preview)",

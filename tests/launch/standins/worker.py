@@ -21,6 +21,7 @@ from unisono.errors import ModelError, RankDied
 from unisono.events import Reporter
 from unisono.facts import read_environment
 from unisono.plan import RunPlan
+from unisono.plan.schedule import factor_at
 from unisono.rundir import RunDir
 from unisono.rundir.records import truncate_after
 
@@ -65,6 +66,7 @@ class Rank:
                 line = {
                     "step": self.step,
                     "loss": 1.0 / self.step,
+                    "lr": self.plan.config.optim.lr * factor_at(self.plan, self.step),
                     "tokens": 160 * self.step,
                     "tokens_per_second": 1e3,
                 }

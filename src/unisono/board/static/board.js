@@ -139,7 +139,8 @@
 
   // ---- status
   const TONE = { completed: "good", running: "", preempted: "warn", interrupted: "warn", unstarted: "", unknown: "" };
-  const badge = (state) => h("span", { class: `badge ${TONE[state] ?? "bad"} ${state === "running" ? "running" : ""}` }, t(state));
+  const stateOf = (one) => t(one.stopped_by ? `stopped_${one.stopped_by}` : one.state);
+  const badge = (one) => h("span", { class: `badge ${TONE[one.state] ?? "bad"} ${one.state === "running" ? "running" : ""}` }, stateOf(one));
   const tile = (name, value, cls = "") => value === "–" || value === null ? null : h("div", {}, h("dt", {}, t(name)), h("dd", { class: cls }, value));
   const swatch = (name) => {
     const node = h("canvas", { class: "swatch", "aria-hidden": "true" });
@@ -155,7 +156,7 @@
     const parts = [];
     if (one?.moved_to) parts.push(h("p", { class: "note", role: "status" }, t("moved", { path: one.moved_to })));
     if (one) {
-      parts.push(h("div", { class: "state" }, h("strong", {}, one.name), badge(one.state), one.exit_code !== null && one.exit_code !== undefined ? h("span", { class: "soft" }, `${t("exit_code")} ${one.exit_code}`) : null));
+      parts.push(h("div", { class: "state" }, h("strong", {}, one.name), badge(one), one.exit_code !== null && one.exit_code !== undefined ? h("span", { class: "soft" }, `${t("exit_code")} ${one.exit_code}`) : null));
       parts.push(h("div", { class: "path" }, one.path));
       if (one.warning) parts.push(h("p", { class: "note bad", role: "status", "data-warning": "" }, one.warning));
       if (one.state === "dead") parts.push(h("p", { class: "note bad" }, t("dead_text")));
@@ -172,9 +173,9 @@
       if (more.length) parts.push(h("p", { class: "soft path" }, more.map(([name, value]) => `${name}: ${JSON.stringify(value)}`).join(" · ")));
     }
     if (runs.length > 1) parts.push(h("h3", { class: "sub" }, t("last_values")), table(t("last_values"), [t("run"), t("state"), { text: t("step"), cls: "n" }, { text: t("loss"), cls: "n" }, { text: t("eval_loss"), cls: "n" }, { text: t("tokens_per_second"), cls: "n" }],
-      runs.map((run) => { const s = get("status", run.name); return h("tr", {}, h("th", { scope: "row" }, run.name), cell(s ? badge(s.state) : "–"), ...["step", "loss", "eval_loss", "tokens_per_second"].map((key) => cell(number(s?.[key]), "n"))); })));
+      runs.map((run) => { const s = get("status", run.name); return h("tr", {}, h("th", { scope: "row" }, run.name), cell(s ? badge(s) : "–"), ...["step", "loss", "eval_loss", "tokens_per_second"].map((key) => cell(number(s?.[key]), "n"))); })));
     put(bodies.status, problems("status"), parts);
-    document.title = one ? `${t(one.state)} · ${one.name} · unisono board` : "unisono board";
+    document.title = one ? `${stateOf(one)} · ${one.name} · unisono board` : "unisono board";
   };
 
   // ---- verdict
