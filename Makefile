@@ -6,6 +6,7 @@
 # make test-board  the tests of `unisono board` in Chromium
 # make test-long   tests that take minutes or hours; LONG_WORKERS=1 runs one at a time
 # make test-gpu   tests on one NVIDIA GPU, in an environment whose torch has CUDA: make test-gpu VENV=PATH
+# make wheel   build the wheel, install it into a fresh environment and train with it
 # make docs   build the documentation site in both languages into site/; a broken link, an unknown command or key fails. site/index.html opens without a server
 # make docs-serve  the same, then serve it at http://127.0.0.1:8000
 VENV ?= .venv
@@ -21,7 +22,7 @@ TEST_OPTIONS ?=
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(PY) -m pytest
 STAMP := $(VENV)/.installed
 
-.PHONY: demo demo-dpo demo-images system test check lint types tests test-fast test-board test-long test-gpu format docs docs-serve clean
+.PHONY: demo demo-dpo demo-images system test check lint types tests test-fast test-board test-long test-gpu format wheel docs docs-serve clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "unisono needs Python 3.11 or newer; set PYTHON=python3.11")'
@@ -81,6 +82,11 @@ test-gpu:
 format: $(STAMP)
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/ruff check --fix .
+
+wheel: $(STAMP)
+	rm -rf dist
+	$(PY) -m pip wheel --quiet --no-deps --wheel-dir dist .
+	PYTHON=$(PY) scripts/try_wheel.sh dist/unisono-*.whl
 
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet --config-file mkdocs.yml

@@ -187,6 +187,18 @@ def test_a_step_shows_loss_rate_and_time_left() -> None:
     assert "left" not in line.shown[-1][0]
 
 
+def test_steps_whose_lines_come_together_have_the_rate_of_their_own_times() -> None:
+    """As from a job that is followed; and less than 0.1 s is not shown as time left."""
+    line = Lines()
+    screen = Screen(Output(), line, Clock())
+    screen.show({"kind": "plan", **plan(duration="100 steps").to_json()})
+    for step in (1, 2, 3):
+        screen.show({"kind": "step", "time": 1000.0 + 2 * step, "step": step, "loss": 1.0})
+    assert line.shown[-1][0] == "step 3/100 · loss 1 · 0.5 steps/s · 3 min 14 s left"
+    screen.show({"kind": "step", "time": 1006.1, "step": 99, "loss": 1.0})
+    assert "left" not in line.shown[-1][0]
+
+
 def test_after_a_restart_the_rate_counts_from_the_step_that_it_resumed_from() -> None:
     clock, line = Clock(), Lines()
     screen = Screen(Output(), line, clock)

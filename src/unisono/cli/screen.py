@@ -18,6 +18,7 @@ from unisono.text import columns, one_line, shortened, show_bytes, show_count, s
 
 _PLAIN_EVERY_S = 15.0
 _PLAIN_PARTS = 10
+_SHORTEST_LEFT_S = 0.1
 _SAMPLE_WIDTH = 176  # of a sample without a terminal
 
 
@@ -84,9 +85,9 @@ class Pace:
         self._clock = clock
         self._seen: list[tuple[float, int]] = []
 
-    def note(self, step: int) -> None:
-        """Records a completed step."""
-        self._seen = [*self._seen[-self._KEPT :], (self._clock(), step)]
+    def note(self, step: int, at: float | None = None) -> None:
+        """Records a completed step; `at`: when, in seconds, where its line came later, as from a job that is followed."""
+        self._seen = [*self._seen[-self._KEPT :], (self._clock() if at is None else at, step)]
 
     def rate(self) -> float | None:
         """Steps per second, or None if not yet known."""
@@ -164,7 +165,7 @@ class Screen:
 
     def _on_step(self, message: Message) -> None:
         step = int(message["step"])
-        self._pace.note(step)
+        self._pace.note(step, message.get("time"))
         if self._printer.quiet:
             return
         total = self._plan.total_steps if self._plan else 0
@@ -175,8 +176,9 @@ class Screen:
             parts.append(_speed(float(message["tokens_per_second"]), self._plan))
         if rate:
             parts.append(f"{rate:.3g} steps/s")
-        if rate and step < total:
-            parts.append(f"{show_seconds((total - step) / rate)} left")
+        left_s = (total - step) / rate if rate and step < total else 0.0
+        if left_s >= _SHORTEST_LEFT_S:
+            parts.append(f"{show_seconds(left_s)} left")
         self._line.show(" · ".join(parts), share=step / total if total else None)
 
     def _on_eval(self, message: Message) -> None:
