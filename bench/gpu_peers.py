@@ -298,7 +298,7 @@ def unisono_arm(name: str, size: str, model: Path, rows: Path, device: str, work
     full = name == "unisono-full"
     command = [sys.executable, "-m", "unisono", "train", str(config), "--quiet"]
     # The checkpoint of all weights with their moments takes longer than the steps that are measured: the run ends before it is written.
-    command += ["--no-rehearse"] if full else []
+    command += ["--no-first-checkpoint"] if full else []
     last = sum(STEPS[size])
     wanted = last - 1 if full else last
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)

@@ -181,9 +181,7 @@ def test_every_help_lists_the_flags_of_all_commands(
     assert all(f"  {flag} " in listed for flag in GLOBAL_FLAGS), listed
 
 
-def test_the_former_name_of_an_option_works_with_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_first_checkpoint_can_be_omitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from unisono.cluster import launchers
 
     requests: list[Any] = []
@@ -193,11 +191,10 @@ def test_the_former_name_of_an_option_works_with_a_warning(
         raise ZeroDivisionError
 
     monkeypatch.setattr(launchers, "plan_only", plan_only)
-    for option in ("--no-rehearse", "--no-first-checkpoint"):
+    for options in ([], ["--no-first-checkpoint"]):
         with pytest.raises(SystemExit):
-            main(["train", str(tmp_path / "no.yaml"), "--dry-run", option])
-    assert [request.rehearse for request in requests] == [False, False]
-    assert capsys.readouterr().err.count("--no-rehearse is now --no-first-checkpoint") == 1
+            main(["train", str(tmp_path / "no.yaml"), "--dry-run", *options])
+    assert [request.rehearse for request in requests] == [True, False]
 
 
 @pytest.mark.parametrize(

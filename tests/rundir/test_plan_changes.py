@@ -37,7 +37,7 @@ OTHERWISE: dict[str, Any] = {
 }  # fmt: skip
 
 
-def plan(*, without: tuple[str, ...] = (), **changes: Any) -> dict[str, Any]:
+def plan(**changes: Any) -> dict[str, Any]:
     """The plan with other values at dotted places, written with __ for a dot."""
     found = copy.deepcopy(PLAN)
     for dotted, value in changes.items():
@@ -46,8 +46,6 @@ def plan(*, without: tuple[str, ...] = (), **changes: Any) -> dict[str, Any]:
         for section in sections:
             place = place[section]
         place[name] = value
-    for name in without:
-        del found["data"][name]
     return found
 
 
@@ -165,14 +163,6 @@ def test_other_rows_of_the_same_files_are_the_packages_doing() -> None:
 def test_a_setting_that_shapes_rows_explains_that_they_are_others() -> None:
     found = changed(PLAN, plan(config=config(seed=3), data__rows_digest="r2"))
     assert names(found) == ["seed"]
-
-
-def test_a_plan_of_an_earlier_version_has_one_digest_for_rows_and_tokenizer() -> None:
-    old = plan(without=("rows_digest", "files_digest", "tokenizer_digest"))
-    assert changed(old, PLAN) == []
-    found = changed(old, plan(data__digest="d2"))
-    assert names(found) == ["data"]
-    assert found[0].text.startswith("the rows, their order or the tokenizer differ from those")
 
 
 def test_a_different_model_reports_what_the_weights_are_upon() -> None:

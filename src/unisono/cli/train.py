@@ -111,7 +111,6 @@ def train(
             help="With several ranks: skip the checkpoint and its read-back after step 1.",
         ),
     ] = False,
-    no_rehearse: Annotated[bool, typer.Option("--no-rehearse", hidden=True)] = False,  # its former name
     no_read_back: Annotated[
         bool,
         typer.Option(
@@ -159,13 +158,9 @@ def train(
         partition=partition,
         time=time,
         debug_comm=debug_comm,
-        rehearse=not (no_first_checkpoint or no_rehearse),
+        rehearse=not no_first_checkpoint,
         programs=Programs(fork_server=fork_server),
     )
-    if no_rehearse:
-        output().warn(
-            "warning: --no-rehearse is now --no-first-checkpoint; version 0.2 will refuse the old name, since --rehearse is something else"
-        )
     if dry_run:
         _show_plan(request)
     elif rehearse:

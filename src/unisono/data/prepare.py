@@ -361,7 +361,7 @@ def _refuse_weights(config: RunConfig) -> None:
 def _check_vocabulary(
     meta: dict[str, Any], vocab_size: int | None, tokenizer: Path, config: RunConfig
 ) -> None:
-    if meta.get("absent_tokens"):  # a table of an earlier version has no such key
+    if meta["absent_tokens"]:
         raise ModelError.of(
             f"the tokenizer has no token {' and no token '.join(meta['absent_tokens'])}",
             where=str(tokenizer),

@@ -98,7 +98,7 @@ class DataSummary(Part):
     digest: str
     """Of the rows as the model sees them, their order, and the tokenizer."""
     rows_digest: str = ""
-    """Of the rows as the model sees them and their order only; empty in plans of earlier versions, like the next three."""
+    """Of the rows as the model sees them and their order only."""
     files_digest: str = ""
     """Of the contents of the data files and of the template, regardless of their names."""
     tokenizer_digest: str = ""

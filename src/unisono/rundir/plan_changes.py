@@ -159,7 +159,7 @@ def _row_findings(
     traits = _pair(before, after, "data.tokenizer_traits")
     if _known(traits) and not _differ(tokenizer):  # equal files, of which transformers makes something else
         tokenizer = traits
-    old, new = _prepared_data(before, after), _prepared_data(after, before)
+    old, new = _prepared_data(before), _prepared_data(after)
     if old == new:
         return _same_row_findings(keys, of_tokenizer, files=_differ(files), tokenizer=_differ(tokenizer))
     found = []
@@ -170,10 +170,9 @@ def _row_findings(
         found.append(ChangeFinding("tokenizer", text + names, *tokenizer, verdict="refused"))
     explained = bool(found) or any(change.key in _SHAPES_ROWS for change in changed)
     means = _effect_of_rows(before, after)
-    if keys or _differ(files) or not (_known(files) and _known(tokenizer)):
-        what = "the rows, their order or the tokenizer" if not _known(tokenizer) else "the rows"
+    if keys or _differ(files):
         why = "; ".join([*(change.values for change in keys), *(["files changed"] if _differ(files) else [])])
-        text = f"{what} differ from those with which the run began{f' ({why})' if why else ''}: {means}"
+        text = f"the rows differ from those with which the run began{f' ({why})' if why else ''}: {means}"
         found.append(ChangeFinding("data", text, _digest_of(before), _digest_of(after), "refused"))
     elif not explained:
         why = f" ({'; '.join(encoders)})" if encoders else ""
@@ -256,18 +255,13 @@ def _pointing_at(changed: list[Change], name: str) -> list[Change]:
     return [change for change in changed if change.rule.kind == "contents" and change.rule.name == name]
 
 
-def _prepared_data(plan: dict[str, Any], other: dict[str, Any]) -> tuple[Any, ...]:
+def _prepared_data(plan: dict[str, Any]) -> tuple[Any, ...]:
     """The results of the preparation; the digest of the rows does not cover sequences and the split, but their counts do."""
-    place = (
-        "data.rows_digest"
-        if _at(plan, "data.rows_digest") and _at(other, "data.rows_digest")
-        else "data.digest"
-    )
-    return _at(plan, place), _at(plan, "data.train"), _at(plan, "data.eval")
+    return _digest_of(plan), _at(plan, "data.train"), _at(plan, "data.eval")
 
 
 def _digest_of(plan: dict[str, Any]) -> Any:
-    return _at(plan, "data.rows_digest") or _at(plan, "data.digest")
+    return _at(plan, "data.rows_digest")
 
 
 def _pair(before: dict[str, Any], after: dict[str, Any], place: str) -> tuple[Any, Any]:
@@ -275,7 +269,7 @@ def _pair(before: dict[str, Any], after: dict[str, Any], place: str) -> tuple[An
 
 
 def _known(pair: tuple[Any, Any]) -> bool:
-    """Whether both plans have it; those of earlier versions do not."""
+    """Whether both plans have it."""
     return bool(pair[0] and pair[1])
 
 

@@ -205,7 +205,7 @@ def verify_target(target: Target, report: Reporter) -> None:
         if not checked.listed and place == target.weights and target.plan is not None:
             report.warning(
                 "target",
-                f"{place} is not verified: it was written by an older version of unisono, without {MODEL_MANIFEST}",
+                f"{place} is not verified: it has no {MODEL_MANIFEST}",
             )
 
 
