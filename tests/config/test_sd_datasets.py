@@ -280,9 +280,9 @@ _SUBSET = "[[datasets.subsets]]\nimage_dir = 'a'\n"
     [
         ("[[datasets]]\n[[datasets.subsets]]\nimage_dir = 'a'\nmetadata_file = 'a.json'", "`metadata_file: a.json` is not available", ":4"),
         ("[[datasets]]\n[[datasets.subsets]]\nimage_dir = 'a'\nconditioning_data_dir = 'c'", "`conditioning_data_dir: c` is not available", ":4"),
-        ("[[datasets]]\nflip_aug = true\n" + _SUBSET, "`flip_aug: true` is not available", ":2"),
+        ("[[datasets]]\nrandom_crop = true\n" + _SUBSET, "`random_crop: true` is not available", ":2"),
         ("[[datasets]]\nface_crop_aug_range = [1.0, 3.0]\n" + _SUBSET, "`face_crop_aug_range", ":2"),
-        ("[general]\nenable_wildcard = true\n[[datasets]]\n" + _SUBSET, "`enable_wildcard: true` is not available", ":2"),
+        ("[general]\ncolor_aug = true\n[[datasets]]\n" + _SUBSET, "`color_aug: true` is not available", ":2"),
         ("[[datasets]]\n" + _SUBSET + "resolution = 64", "`resolution` is not a setting of [[datasets.subsets]]", ":4"),
         ("[[datasets]]\nimage_dir = 'a'\n" + _SUBSET, "`image_dir` is not a setting of [[datasets]]", ":2"),
         ("[general]\nnetwork_dim = 4\n[[datasets]]\n" + _SUBSET, "`network_dim` is not a setting of a dataset", ":2"),

@@ -15,7 +15,8 @@ from tests.diffusion.conftest import Studio
 from tests.diffusion.making import write_pictures
 from unisono.config import RunConfig
 from unisono.config.sections import DiffusionSection
-from unisono.diffusion.latents import PictureLoader, varied_caption
+from unisono.diffusion.captions import varied_caption
+from unisono.diffusion.latents import PictureLoader
 from unisono.diffusion.pipeline_files import read_pipeline
 from unisono.diffusion.prepare import Rows, gather
 from unisono.errors import ConfigError, DataError

@@ -253,6 +253,8 @@ _SETTINGS = {
     "max_side": "max_bucket_reso", "bucket_step": "bucket_reso_steps", "upscale": "bucket_no_upscale",
     "shuffle_captions": "shuffle_caption", "tag_dropout": "caption_tag_dropout_rate", "keep_tokens": "keep_tokens",
     "caption_dropout": "caption_dropout_rate", "caption_prefix": "caption_prefix", "caption_suffix": "caption_suffix",
+    "keep_tokens_separator": "keep_tokens_separator", "caption_separator": "caption_separator",
+    "secondary_separator": "secondary_separator", "wildcards": "enable_wildcard", "flip": "flip_aug",
 }  # fmt: skip
 """Our keys of what may differ between folders of pictures, and those of sd-scripts."""
 _OFF_BY_DEFAULT = (
@@ -262,8 +264,13 @@ _OFF_BY_DEFAULT = (
     "caption_dropout",
     "caption_prefix",
     "caption_suffix",
+    "keep_tokens_separator",
+    "caption_separator",
+    "secondary_separator",
+    "wildcards",
+    "flip",
 )
-"""Those that do nothing unless they are set."""
+"""Those that do nothing unless they are set to another value than their default."""
 
 
 def _settings(draft: Draft, values: Values) -> dict[str, Any]:
@@ -285,7 +292,7 @@ def _settings(draft: Draft, values: Values) -> dict[str, Any]:
 def _put_settings(draft: Draft, settings: Mapping[str, Any]) -> None:
     """Settings that hold for all pictures."""
     for ours, value in settings.items():
-        if value or ours not in _OFF_BY_DEFAULT:
+        if ours not in _OFF_BY_DEFAULT or value != KEYS[_SETTINGS[ours]].default:
             section = "data" if ours == "resolution" else "diffusion"
             draft.put(f"{section}.{ours}", value, _SETTINGS[ours])
 
