@@ -306,6 +306,12 @@ class DiffusionSection(Section):
         description="each time a caption is used one of its lines is drawn, and of `{a|b}` one of the alternatives; `{{` and `}}` are braces."
         " Evaluation has the first ones",
     )
+    tag_warmup: WarmupText = Field(
+        default="0 steps",
+        description="steps, or share of all steps, in which the number of parts of a caption that are trained grows to all of them;"
+        " those that stay are always there",
+    )
+    tag_warmup_min: int = Field(default=1, ge=0, description="with `tag_warmup`: number of parts at step 1")
     caption_prefix: str = Field(default="", description="text before each caption, with a space between them")
     caption_suffix: str = Field(default="", description="text after each caption, with a space between them")
     clip_skip: int | None = Field(
@@ -395,6 +401,10 @@ class PicturesSection(Section):
     )
     secondary_separator: str | None = Field(default=None, description="like diffusion.secondary_separator")
     wildcards: bool | None = Field(default=None, description="like diffusion.wildcards")
+    tag_warmup: WarmupText | None = Field(default=None, description="like diffusion.tag_warmup")
+    tag_warmup_min: Annotated[int, Field(ge=0)] | None = Field(
+        default=None, description="like diffusion.tag_warmup_min"
+    )
     caption_prefix: str | None = Field(default=None, description="like diffusion.caption_prefix")
     caption_suffix: str | None = Field(default=None, description="like diffusion.caption_suffix")
     flip: bool | None = Field(default=None, description="like diffusion.flip")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from unisono.config.sections import DiffusionSection
+from unisono.text import Warmup
 
 VARIED = (
     "caption_dropout",
@@ -20,6 +21,8 @@ VARIED = (
     "caption_separator",
     "secondary_separator",
     "wildcards",
+    "tag_warmup",
+    "tag_warmup_min",
 )
 """The keys of `diffusion` by which captions vary; a picture's entry has its own where a source sets them."""
 _ESCAPED = (("{{", "\ufdd0", "{"), ("}}", "\ufdd1", "}"))
@@ -44,7 +47,11 @@ class Parts:
 
 def captions_vary(section: DiffusionSection) -> bool:
     """Whether a caption can be another text in each use, beside the empty one of `caption_dropout`."""
-    return section.shuffle_captions or section.tag_dropout > 0 or section.wildcards
+    return _changes_parts(section) or section.wildcards
+
+
+def _changes_parts(section: DiffusionSection) -> bool:
+    return section.shuffle_captions or section.tag_dropout > 0 or Warmup.parse(section.tag_warmup).amount > 0
 
 
 def plain_caption(written: str, section: DiffusionSection) -> str:
@@ -56,16 +63,28 @@ def plain_caption(written: str, section: DiffusionSection) -> str:
     return _with_secondary(text, section)
 
 
-def varied_caption(written: str, section: DiffusionSection, drop: float, order: float) -> str:
-    """A caption for one use in training; `drop` and `order` are drawn uniformly from 0 to 1."""
+def varied_caption(
+    written: str, section: DiffusionSection, *, drop: float, order: float, warm: float = 1.0
+) -> str:
+    """A caption for one use in training.
+
+    Args:
+        written: as it is in its file, with prefix and suffix.
+        section: `diffusion`, as it is for its folder.
+        drop: drawn uniformly from 0 to 1; below `caption_dropout` the caption is empty.
+        order: drawn likewise; decides on the line, the alternatives, and the parts.
+        warm: how much of `tag_warmup` is done, 1 at its end.
+    """
     if drop < section.caption_dropout:
         return ""
     # Of this generator only the sequence of `random` is the same in all versions of Python.
     draw = random.Random(math.floor(order * (1 << 24))).random  # noqa: S311 - not for secrets
     text = _with_choices(written, section, lambda found: found[math.floor(draw() * len(found))])
-    if section.shuffle_captions or section.tag_dropout or _has_separator(text, section):
+    if _changes_parts(section) or _has_separator(text, section):
         parts = split_parts(text, section)
         free = parts.free
+        if warm < 1:
+            free = free[: section.tag_warmup_min + math.floor(warm * (len(free) - section.tag_warmup_min))]
         if section.shuffle_captions:
             free = sorted(free, key=lambda _: draw())
         if section.tag_dropout:

@@ -31,6 +31,7 @@ from unisono.diffusion.pipeline import TextEncoding, TextStates, load_component,
 from unisono.diffusion.pipeline_files import read_pipeline
 from unisono.errors import IntegrityError, UnfitError, storage_reason, storage_remedy, storage_words
 from unisono.files import read_json, whole_file
+from unisono.text import Warmup
 
 PICTURES = "pictures.json"
 """The file beside a token table that lists its pictures."""
@@ -257,7 +258,14 @@ class PictureLoader:
     """
 
     def __init__(
-        self, config: RunConfig, table: Path, *, directory: Path, device: torch.device, timesteps: int
+        self,
+        config: RunConfig,
+        table: Path,
+        *,
+        directory: Path,
+        device: torch.device,
+        timesteps: int,
+        total_steps: int,
     ) -> None:
         body = read_json(table / PICTURES)
         self._config = config
@@ -269,11 +277,15 @@ class PictureLoader:
             self._vae = load_component(read_pipeline(directory), "vae").to(device)
         self._kept = Kept()
         self.timesteps = timesteps
+        self._total_steps = total_steps
 
-    def load(self, pictures: Sequence[int], seeds: Sequence[int]) -> PictureBatch:
-        """The uses of some pictures of the table in training, one for each seed."""
+    def load(self, pictures: Sequence[int], seeds: Sequence[int], steps: Sequence[int]) -> PictureBatch:
+        """The uses of some pictures of the table in training, one for each seed, each in a step, from 0."""
         return self._batch(
-            [self._use(self._entries[i], seed) for i, seed in zip(pictures, seeds, strict=True)]
+            [
+                self._use(self._entries[i], seed, step=step)
+                for i, seed, step in zip(pictures, seeds, steps, strict=True)
+            ]
         )
 
     def load_evaluation(self, pictures: Sequence[int], seeds: Sequence[int]) -> PictureBatch:
@@ -283,7 +295,9 @@ class PictureLoader:
             for number in range(EVAL_NOISES):
                 timestep = int((number + 0.5) * self.timesteps / EVAL_NOISES)
                 uses.append(
-                    self._use(self._entries[i], seed + number, timestep=timestep, share=1 / EVAL_NOISES)
+                    self._use(
+                        self._entries[i], seed + number, step=0, timestep=timestep, share=1 / EVAL_NOISES
+                    )
                 )
         return self._batch(uses)
 
@@ -303,7 +317,7 @@ class PictureLoader:
         return PictureBatch(uses, {caption: self._states(caption) for caption in captions})
 
     def _use(
-        self, entry: dict[str, Any], seed: int, *, timestep: int | None = None, share: float = 1.0
+        self, entry: dict[str, Any], seed: int, *, step: int, timestep: int | None = None, share: float = 1.0
     ) -> PictureUse:
         generator = torch.Generator().manual_seed(seed & ((1 << 63) - 1))
         flipped = timestep is None and "flipped" in entry and _draws_flipped(seed)
@@ -320,7 +334,14 @@ class PictureLoader:
         if timestep is None:
             noise = noise + section.noise_offset * offset if section.noise_offset else noise
             varied = section.model_copy(update=entry.get("varied"))
-            caption = varied_caption(str(entry.get("written", caption)), varied, drop, order)
+            steps = Warmup.parse(varied.tag_warmup).steps(self._total_steps)
+            caption = varied_caption(
+                str(entry.get("written", caption)),
+                varied,
+                drop=drop,
+                order=order,
+                warm=step / steps if step < steps else 1.0,
+            )
         return PictureUse(
             latents,
             noise,
