@@ -14,7 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unisono.config.sections import DiffusionSection
-from unisono.diffusion.captions import captions_vary, plain_caption, split_parts, varied_caption
+from unisono.diffusion.captions import (
+    captions_vary,
+    longest_caption,
+    plain_caption,
+    split_parts,
+    varied_caption,
+)
 
 SEPARATED: dict[str, Any] = {"keep_tokens_separator": "|||", "secondary_separator": ";;;"}
 CHANGING = {"shuffle_captions": True, "tag_dropout": 0.4, "wildcards": True, **SEPARATED}
@@ -156,6 +162,11 @@ def test_only_what_changes_captions_needs_text_encoders() -> None:
     assert not captions_vary(DiffusionSection(**SEPARATED, caption_dropout=0.5, flip=True, keep_tokens=2))
     for key, value in (("shuffle_captions", True), ("tag_dropout", 0.1), ("wildcards", True), ("tag_warmup", "3%")):  # fmt: skip
         assert captions_vary(DiffusionSection(**{key: value})), key
+
+
+def test_the_longest_caption_has_the_longest_line_and_alternatives() -> None:
+    section = DiffusionSection(**CHANGING)
+    assert longest_caption("a ||| {b|ccc}, d\nee, {f|gggg|h}, i;;;j", section) == "ee, gggg, i,j"
 
 
 def test_a_separator_is_removed_where_nothing_is_drawn() -> None:

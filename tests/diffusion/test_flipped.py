@@ -94,6 +94,19 @@ def test_evaluation_has_the_picture_and_the_first_caption(studio: Studio, folder
     assert loader.sample(number)[0] == entry["caption"] == "aki, a red tile, sky,cloud, wide, {best}"
 
 
+def test_a_line_that_is_cut_or_lacks_the_prefix_is_told(studio: Studio, tmp_path: Path) -> None:
+    for name, text in (("a", "short\n" + "long " * 30), ("b", "one line {of|among} three")):
+        Image.new("RGB", (32, 32), (70, 70, len(name))).save(tmp_path / f"{name}.png")
+        (tmp_path / f"{name}.txt").write_text(text)
+    found = "\n".join(_plan(studio, tmp_path).data.warnings)
+    assert "1 captions are cut, e.g. of " in found
+    assert "a.png: 120 tokens, of which the text encoder reads 75" in found
+    assert (
+        "1 captions have more than one line; as in sd-scripts caption_prefix is before the first one only"
+        in found
+    )
+
+
 def test_latents_of_both_are_in_the_cache_and_verified(studio: Studio, tmp_path: Path) -> None:
     Image.new("RGB", (32, 32), (7, 70, 170)).save(tmp_path / "a.png")
     (tmp_path / "a.txt").write_text("a")

@@ -56,7 +56,16 @@ def _changes_parts(section: DiffusionSection) -> bool:
 
 def plain_caption(written: str, section: DiffusionSection) -> str:
     """A caption where nothing is drawn, as in evaluation: its first line, the first of alternatives, and all parts in their order."""
-    text = _with_choices(written, section, lambda found: found[0])
+    return _undrawn(written, section, lambda found: found[0])
+
+
+def longest_caption(written: str, section: DiffusionSection) -> str:
+    """A caption of the longest line and alternatives, and all parts."""
+    return _undrawn(written, section, lambda found: max(found, key=len))
+
+
+def _undrawn(written: str, section: DiffusionSection, choose: Choose) -> str:
+    text = _with_choices(written, section, choose)
     if _has_separator(text, section):
         parts = split_parts(text, section)
         text = parts.joined(parts.free)

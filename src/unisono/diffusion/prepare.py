@@ -21,7 +21,7 @@ from unisono.data import Ledger, Place, SourceCounts, flat_total
 from unisono.data.prepare import digest_text, writing_table
 from unisono.data.token_table import Encoded, Ints, Split, TokenWriter, write_meta, write_split
 from unisono.data.tokenizer import traits_of
-from unisono.diffusion.captions import VARIED
+from unisono.diffusion.captions import VARIED, longest_caption
 from unisono.diffusion.latents import PICTURES, Places, encode_caption, encode_pixels, fill, pixels_of
 from unisono.diffusion.picture_folders import (
     BadPictureError,
@@ -65,6 +65,10 @@ class Rows:
     found: Found
     sections: list[DiffusionSection]
     """`diffusion` as it is for each folder."""
+
+    def longest_caption(self, picture: Picture) -> str:
+        """The longest of a picture's captions, by which it is told that captions are cut."""
+        return longest_caption(picture.written, self.sections[picture.source])
 
     def is_flipped(self, number: int) -> bool:
         """Whether some uses of a picture, those for training first, are mirrored."""
@@ -393,7 +397,8 @@ def prepare_pictures(
         json.dumps([DIFFUSION, contents, entries, asdict(places) | {"root": ""}, _accounted(rows)]).encode()
     ).hexdigest()[:32]
     directory = cache_dir / "tables" / key
-    cuts = caption_cuts([p.caption for p in rows.train + rows.eval], pipeline, config.diffusion.max_tokens)
+    captions = [rows.longest_caption(picture) for picture in rows.train + rows.eval]
+    cuts = caption_cuts(captions, pipeline, config.diffusion.max_tokens)
     counts = _write_table(directory, config, pipeline, rows, entries, places, cuts)
     if ledger is not None:
         with whole_file(ledger) as temporary:
@@ -461,7 +466,7 @@ def caption_cuts(captions: Sequence[str], pipeline: Pipeline, max_tokens: int) -
 
 def _caption_warnings(rows: Rows, cuts: dict[str, Cut]) -> list[str]:
     pictures = rows.train + rows.eval
-    cut = [picture for picture in pictures if picture.caption in cuts]
+    cut = [picture for picture in pictures if rows.longest_caption(picture) in cuts]
     long = [picture for picture in pictures if picture.unread_lines]
     partly = [picture for picture in pictures if _has_lines_without_affixes(picture, rows)]
     empty = [picture for picture in pictures if not picture.caption]
@@ -471,7 +476,7 @@ def _caption_warnings(rows: Rows, cuts: dict[str, Cut]) -> list[str]:
             f"{len(empty)} pictures have no caption, and are trained with an empty one, e.g. {empty[0].name}"
         )
     if cut:
-        first = cuts[cut[0].caption]
+        first = cuts[rows.longest_caption(cut[0])]
         found.append(
             f"{len(cut)} captions are cut, e.g. of {cut[0].name}: {first.tokens} tokens, of which the text encoder reads {first.read};"
             " diffusion.max_tokens can be 75, 150 or 225"
@@ -643,7 +648,7 @@ def _write_ledger(
             )
             if picture.unread_lines:
                 what += f"; {picture.unread_lines} more lines of its caption file are not read"
-            cut = cuts.get(picture.caption)
+            cut = cuts.get(rows.longest_caption(picture))
             if cut is not None:
                 counts.cut += 1
                 counts.tokens_cut += cut.tokens - cut.read
