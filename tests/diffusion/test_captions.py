@@ -161,7 +161,7 @@ def test_the_parts_grow_from_the_smallest_number_to_all(least: int, count: int, 
 def test_only_what_changes_captions_needs_text_encoders() -> None:
     assert not captions_vary(DiffusionSection(**SEPARATED, caption_dropout=0.5, flip=True, keep_tokens=2))
     for key, value in (("shuffle_captions", True), ("tag_dropout", 0.1), ("wildcards", True), ("tag_warmup", "3%")):  # fmt: skip
-        assert captions_vary(DiffusionSection(**{key: value})), key
+        assert captions_vary(DiffusionSection.model_validate({key: value})), key
 
 
 def test_the_longest_caption_has_the_longest_line_and_alternatives() -> None:

@@ -5,6 +5,7 @@ Run: pytest tests/diffusion/test_flipped.py
 
 import json
 import math
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,15 @@ def test_half_of_the_uses_are_those_of_the_mirrored_picture(studio: Studio, fold
                 other.latents, mirrored["mean"] + mirrored["std"] * drawn, atol=1e-4, rtol=1e-4
             )
     assert abs(count - 200) < 4 * math.sqrt(400 / 4)
+
+
+def test_uses_have_the_lines_and_alternatives_of_the_file(studio: Studio, folder: Path) -> None:
+    loader = _loader(_plan(studio, folder, VARYING | {"tag_dropout": 0.0, "caption_dropout": 0.0}))
+    captions = {use.caption for use in loader.load([1] * 300, list(range(300)), [9] * 300).uses}
+    parts = ["sky,cloud", "wide", "{best}"]
+    first = {", ".join(["aki", *order]) for color in ("red", "blue") for order in permutations([f"a {color} tile", *parts])}  # fmt: skip
+    other = {"its other line, of two", "of two, its other line"}
+    assert captions == first | other  # as in sd-scripts the prefix is before the first line only
 
 
 def test_evaluation_has_the_picture_and_the_first_caption(studio: Studio, folder: Path) -> None:

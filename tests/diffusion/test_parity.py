@@ -220,6 +220,13 @@ def test_dropped_captions_train_on_the_empty_one(ours: Ours) -> None:
     assert losses == pytest.approx(_by_hand(plan), rel=1e-5)
 
 
+def test_captions_that_grow_and_mirrored_pictures_have_the_losses_of_the_recipe(ours: Ours) -> None:
+    plan, losses = ours({"tag_warmup": "3 steps", "flip": True})
+    parts = [{len(use.caption.split(", ")) for use in step} for step in _uses(plan)]
+    assert parts == [{1}, {1}, {1}, {2}, {2}]
+    assert losses == pytest.approx(_by_hand(plan), rel=1e-5)
+
+
 def _second_last_in_two_parts(pipeline: Any, captions: Sequence[str]) -> torch.Tensor:
     """150 tokens in two parts of 75, each between begin and end, of the layer before the last with the last norm, as sd-scripts encodes them."""
     encoder, tokenizer = pipeline.text_encoder, pipeline.tokenizer
