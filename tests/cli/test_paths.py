@@ -55,11 +55,18 @@ DIRECTORIES = {"out", "--output-dir", "folders", "runs", "output_dir", "checkpoi
 """Where a directory is what is asked for."""
 
 SOURCES = [f"data.{part}[]." for part in ("train", "eval")]
+CAPTION_TEXTS = (
+    "caption_prefix",
+    "caption_suffix",
+    "keep_tokens_separator",
+    "caption_separator",
+    "secondary_separator",
+)
 NO_PATH_KEYS = {
     "model.revision", "adapter.targets", "adapter.modules_to_save", "freeze", "train_only.modules", "train_only.extra",
     "data.system", "data.ignore", "diffusion.prompts", *(source + name for source in SOURCES for name in ("split", "subset", "folder")),
-    "diffusion.caption_prefix", "diffusion.caption_suffix",
-    *(f"{source}pictures.caption{part}" for source in SOURCES for part in ("", "_prefix", "_suffix")),
+    *(f"diffusion.{name}" for name in CAPTION_TEXTS),
+    *(f"{source}pictures.{name}" for source in SOURCES for name in ("caption", *CAPTION_TEXTS)),
     *(f"{source}tags.{name}_tag" for source in SOURCES for name in
       ("role", "content", "user", "assistant", "observation", "function", "system")),
 }  # fmt: skip

@@ -216,6 +216,57 @@ def test_texts_around_captions_and_tags_that_are_dropped(tmp_path: Path) -> None
     assert [own.get("caption_suffix") for own in _pictures(loaded)] == [None, ", from side"]
 
 
+EXAMPLE = """
+[general]
+flip_aug = true
+color_aug = false
+resolution = [1024, 1024]
+
+[[datasets]]
+batch_size = 6
+enable_bucket = true
+bucket_no_upscale = true
+caption_extension = ".txt"
+keep_tokens_separator= "|||"
+shuffle_caption = true
+caption_tag_dropout_rate = 0.1
+secondary_separator = ";;;"
+enable_wildcard = true
+
+  [[datasets.subsets]]
+  image_dir = "/path/to/image_dir"
+  num_repeats = 1
+  caption_prefix = "1girl, hatsune miku, vocaloid |||"
+  caption_suffix = ", anime screencap ||| masterpiece, rating: general"
+"""
+"""The last one of sd-scripts' config_README."""
+
+
+def test_the_example_with_separators_wildcards_and_mirrored_pictures(tmp_path: Path) -> None:
+    section = _load(tmp_path, EXAMPLE).config.diffusion
+    assert (section.flip, section.wildcards, section.shuffle_captions, section.upscale) == (True, True, True, False)  # fmt: skip
+    assert (section.keep_tokens_separator, section.secondary_separator) == ("|||", ";;;")
+    assert (section.caption_separator, section.tag_dropout) == (",", 0.1)
+    assert section.caption_prefix == "1girl, hatsune miku, vocaloid |||"
+    assert section.caption_suffix == ", anime screencap ||| masterpiece, rating: general"
+
+
+def test_each_subset_can_have_its_own_captions_and_may_take_back_those_of_others(tmp_path: Path) -> None:
+    more = (
+        "[[datasets.subsets]]\nimage_dir = 'b'\nflip_aug = false\nenable_wildcard = false\ncaption_separator = ';'\n"
+        "token_warmup_step = 0.25\ntoken_warmup_min = 0\n"
+        "[[datasets.subsets]]\nimage_dir = 'c'\ncaption_prefix = 'c'\ncaption_suffix = 'd'\n"
+    )
+    loaded = _load(tmp_path, EXAMPLE + more, more='token_warmup_step = 100\ncaption_separator = "/"\n')
+    section = loaded.config.diffusion
+    assert (section.tag_warmup, section.tag_warmup_min, section.caption_separator) == ("100 steps", 1, "/")
+    assert [{k: v for k, v in own.items() if k != "caption"} for own in _pictures(loaded)] == [
+        {},
+        {"flip": False, "wildcards": False, "caption_separator": ";", "tag_warmup": "25%", "tag_warmup_min": 0, "caption_prefix": "", "caption_suffix": ""},
+        {"caption_prefix": "c", "caption_suffix": "d"},
+    ]  # fmt: skip
+
+
 def test_datasets_with_their_own_batch_sizes(tmp_path: Path) -> None:
     text = TWO_RESOLUTIONS.replace("= 64\n", "= 64\nbatch_size = 6\n").replace(
         "= 128\n", "= 128\nbatch_size = 4\n"
@@ -280,9 +331,9 @@ _SUBSET = "[[datasets.subsets]]\nimage_dir = 'a'\n"
     [
         ("[[datasets]]\n[[datasets.subsets]]\nimage_dir = 'a'\nmetadata_file = 'a.json'", "`metadata_file: a.json` is not available", ":4"),
         ("[[datasets]]\n[[datasets.subsets]]\nimage_dir = 'a'\nconditioning_data_dir = 'c'", "`conditioning_data_dir: c` is not available", ":4"),
-        ("[[datasets]]\nflip_aug = true\n" + _SUBSET, "`flip_aug: true` is not available", ":2"),
+        ("[[datasets]]\nrandom_crop = true\n" + _SUBSET, "`random_crop: true` is not available", ":2"),
         ("[[datasets]]\nface_crop_aug_range = [1.0, 3.0]\n" + _SUBSET, "`face_crop_aug_range", ":2"),
-        ("[general]\nenable_wildcard = true\n[[datasets]]\n" + _SUBSET, "`enable_wildcard: true` is not available", ":2"),
+        ("[general]\ncolor_aug = true\n[[datasets]]\n" + _SUBSET, "`color_aug: true` is not available", ":2"),
         ("[[datasets]]\n" + _SUBSET + "resolution = 64", "`resolution` is not a setting of [[datasets.subsets]]", ":4"),
         ("[[datasets]]\nimage_dir = 'a'\n" + _SUBSET, "`image_dir` is not a setting of [[datasets]]", ":2"),
         ("[general]\nnetwork_dim = 4\n[[datasets]]\n" + _SUBSET, "`network_dim` is not a setting of a dataset", ":2"),

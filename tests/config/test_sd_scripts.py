@@ -162,12 +162,12 @@ def test_other_models_are_refused_in_one_sentence(tmp_path: Path, line: str, wor
 
 
 def test_refused_and_unknown_keys_are_named_with_their_line(tmp_path: Path) -> None:
-    text = FILE + "flip_aug = true\nnetwork_dimm = 4\n"
+    text = FILE + "color_aug = true\nnetwork_dimm = 4\n"
     text = text.replace('optimizer_type = "AdamW8bit"', 'optimizer_type = "Prodigy"')
     with pytest.raises(ConfigError) as error:
         load_config(_write(tmp_path, text))
     found = {problem.what: problem for problem in error.value.problems}
-    assert any("flip_aug" in what for what in found)
+    assert any("color_aug" in what for what in found)
     assert any("Prodigy" in what for what in found)
     unknown = next(problem for what, problem in found.items() if "network_dimm" in what)
     assert unknown.fix == "did you mean `network_dim`?"

@@ -218,6 +218,47 @@ def test_a_dataset_file_trains_and_its_mistakes_are_no_traceback(
     assert "dataset.toml:12" in refused.stderr
 
 
+EXAMPLE = """
+[general]
+flip_aug = true
+color_aug = false
+resolution = [32, 32]
+
+[[datasets]]
+batch_size = 6
+enable_bucket = true
+bucket_no_upscale = true
+bucket_reso_steps = 8
+caption_extension = ".txt"
+keep_tokens_separator= "|||"
+shuffle_caption = true
+caption_tag_dropout_rate = 0.1
+secondary_separator = ";;;"
+enable_wildcard = true
+
+  [[datasets.subsets]]
+  image_dir = "train/aki/6_aki"
+  num_repeats = 1
+  caption_prefix = "1girl |||"
+  caption_suffix = ", anime ||| best"
+"""
+"""The last one of sd-scripts' config_README, with the paths and sizes of these pictures."""
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_the_example_with_separators_wildcards_and_mirrored_pictures_trains(
+    pipeline_dir: Path, tmp_path: Path, env: dict[str, str]
+) -> None:
+    _prepare(tmp_path, pipeline_dir, steps=3)
+    (tmp_path / "dataset.toml").write_text(EXAMPLE)
+    for file in (tmp_path / "train").rglob("*.txt"):
+        file.write_text("a {red|blue} tile, sky;;;day\n")
+    shown = _unisono("train", "20261124-100000.toml", "dataset_config=dataset.toml", cwd=tmp_path, env=env)
+    assert "completed: step 3" in shown
+    assert "16 latents and embeddings were computed" in shown  # of 8 pictures, and of them mirrored
+
+
 TRAIN_SH = """#!/bin/bash
 pretrained_model="{model}" # base model path
 model_type="sd1.5"

@@ -38,7 +38,7 @@ _PLAIN = {"buckets": False, "caption_dropout": 0.0, "noise_offset": 0.0}
 
 
 def _loader(plan: RunPlan) -> PictureLoader:
-    return PictureLoader(plan.config, Path(plan.data.cache_dir), directory=Path(plan.model.directory), device=torch.device("cpu"), timesteps=100)  # fmt: skip
+    return PictureLoader(plan.config, Path(plan.data.cache_dir), directory=Path(plan.model.directory), device=torch.device("cpu"), timesteps=100, total_steps=plan.total_steps)  # fmt: skip
 
 
 def _uses(plan: RunPlan) -> list[list[PictureUse]]:
@@ -50,9 +50,8 @@ def _uses(plan: RunPlan) -> list[list[PictureUse]]:
     for step in range(plan.total_steps):
         places = list(range(step * size, (step + 1) * size))
         pictures = [int(table.columns["picture"][table.rows_of(stream.at(place))[0]]) for place in places]
-        found.append(
-            loader.load(pictures, [stream_seed(plan.config.seed, "pictures", place) for place in places]).uses
-        )
+        seeds = [stream_seed(plan.config.seed, "pictures", place) for place in places]
+        found.append(loader.load(pictures, seeds, [step] * size).uses)
     return found
 
 
@@ -184,7 +183,7 @@ def test_noise_offset_adds_a_constant_to_each_channel(studio: Studio) -> None:
     )
     pictures, seeds = [i % 12 for i in range(200)], list(range(200))
     constants = []
-    for plain, moved in zip(without.load(pictures, seeds).uses, with_.load(pictures, seeds).uses, strict=True):  # fmt: skip
+    for plain, moved in zip(without.load(pictures, seeds, seeds).uses, with_.load(pictures, seeds, seeds).uses, strict=True):  # fmt: skip
         assert torch.equal(plain.latents, moved.latents)
         assert plain.timestep == moved.timestep
         change = (moved.noise - plain.noise).flatten(1) / 0.1  # (C, H * W)
@@ -204,13 +203,13 @@ def test_captions_are_dropped_and_shuffled_by_their_place_alone(studio: Studio, 
     section = _PLAIN | {"caption_dropout": 0.25, "shuffle_captions": True, "keep_tokens": 2}
     plan = studio.plan("diffusion", data={"train": str(folder.parent)}, diffusion=section)
     loader, seeds = _loader(plan), list(range(400))
-    captions = [use.caption for use in loader.load([0] * 400, seeds).uses]
+    captions = [use.caption for use in loader.load([0] * 400, seeds, seeds).uses]
     dropped = captions.count("")
     assert abs(dropped - 100) < 4 * math.sqrt(400 * 0.25 * 0.75)
     kept = [caption.split(", ") for caption in captions if caption]
     assert all(parts[:2] == ["aki", "red"] and sorted(parts[2:]) == ["blue", "green", "wide"] for parts in kept)  # fmt: skip
     assert len({tuple(parts) for parts in kept}) == 6
-    alone = [loader.load([0], [seed]).uses[0].caption for seed in reversed(seeds)]
+    alone = [loader.load([0], [seed], [seed]).uses[0].caption for seed in reversed(seeds)]
     assert alone[::-1] == captions
     assert {use.caption for use in loader.load_evaluation([0], [0]).uses} == {"aki, red, blue, green, wide"}
 
@@ -218,6 +217,13 @@ def test_captions_are_dropped_and_shuffled_by_their_place_alone(studio: Studio, 
 def test_dropped_captions_train_on_the_empty_one(ours: Ours) -> None:
     plan, losses = ours({"caption_dropout": 0.5})
     assert 3 < sum(use.caption == "" for step in _uses(plan) for use in step) < 17
+    assert losses == pytest.approx(_by_hand(plan), rel=1e-5)
+
+
+def test_captions_that_grow_and_mirrored_pictures_have_the_losses_of_the_recipe(ours: Ours) -> None:
+    plan, losses = ours({"tag_warmup": "3 steps", "flip": True})
+    parts = [{len(use.caption.split(", ")) for use in step} for step in _uses(plan)]
+    assert parts == [{1}, {1}, {1}, {2}, {2}]
     assert losses == pytest.approx(_by_hand(plan), rel=1e-5)
 
 
@@ -254,7 +260,7 @@ def test_long_captions_and_clip_skip_are_encoded_as_by_hand(
     assert losses == pytest.approx(_by_hand(plan, encode=_second_last_in_two_parts), rel=1e-5)
     assert losses[0] != pytest.approx(_by_hand(plan)[0], rel=1e-5)
     longest = studio.plan("diffusion", diffusion=_PLAIN | {"max_tokens": 225}, data={"train": str(folder.parent)})  # fmt: skip
-    states = next(iter(_loader(longest).load([2], [0]).states.values()))["states"]
+    states = next(iter(_loader(longest).load([2], [0], [0]).states.values()))["states"]
     assert states.shape[0] == 227
 
 

@@ -15,6 +15,7 @@ from unisono.config.schema import RunConfig
 from unisono.config.sd_command import flat, is_script, read_script
 from unisono.config.sd_datasets import DatasetFile, locate, read_dataset_file, read_toml
 from unisono.config.sd_keys import KEYS, PAGE, TOOL, read_mapping, resolved
+from unisono.config.sections import DiffusionSection
 from unisono.config.yaml_file import KeyPlaces, parse_value
 from unisono.errors import ConfigError, Problem
 from unisono.files import SETTINGS_BYTES, read_text
@@ -253,6 +254,9 @@ _SETTINGS = {
     "max_side": "max_bucket_reso", "bucket_step": "bucket_reso_steps", "upscale": "bucket_no_upscale",
     "shuffle_captions": "shuffle_caption", "tag_dropout": "caption_tag_dropout_rate", "keep_tokens": "keep_tokens",
     "caption_dropout": "caption_dropout_rate", "caption_prefix": "caption_prefix", "caption_suffix": "caption_suffix",
+    "keep_tokens_separator": "keep_tokens_separator", "caption_separator": "caption_separator",
+    "secondary_separator": "secondary_separator", "wildcards": "enable_wildcard", "flip": "flip_aug",
+    "tag_warmup": "token_warmup_step", "tag_warmup_min": "token_warmup_min",
 }  # fmt: skip
 """Our keys of what may differ between folders of pictures, and those of sd-scripts."""
 _OFF_BY_DEFAULT = (
@@ -262,8 +266,15 @@ _OFF_BY_DEFAULT = (
     "caption_dropout",
     "caption_prefix",
     "caption_suffix",
+    "keep_tokens_separator",
+    "caption_separator",
+    "secondary_separator",
+    "wildcards",
+    "flip",
+    "tag_warmup",
+    "tag_warmup_min",
 )
-"""Those that do nothing unless they are set."""
+"""Those that do nothing unless they are set to another value than their default."""
 
 
 def _settings(draft: Draft, values: Values) -> dict[str, Any]:
@@ -279,13 +290,17 @@ def _settings(draft: Draft, values: Values) -> dict[str, Any]:
         found["upscale"] = not values["bucket_no_upscale"]
     for ours in _OFF_BY_DEFAULT:
         found[ours] = values[_SETTINGS[ours]]
+    if values["token_warmup_step"] > 0:
+        found["tag_warmup"] = _warmup(values["token_warmup_step"])
+    else:
+        found |= {"tag_warmup": "0 steps", "tag_warmup_min": 1}
     return found
 
 
 def _put_settings(draft: Draft, settings: Mapping[str, Any]) -> None:
     """Settings that hold for all pictures."""
     for ours, value in settings.items():
-        if value or ours not in _OFF_BY_DEFAULT:
+        if ours not in _OFF_BY_DEFAULT or value != DiffusionSection.model_fields[ours].default:
             section = "data" if ours == "resolution" else "diffusion"
             draft.put(f"{section}.{ours}", value, _SETTINGS[ours])
 
@@ -375,7 +390,7 @@ def _fill_training(draft: Draft, file: DatasetFile) -> None:
     draft.put("optim.schedule", schedule.removesuffix("_with_warmup"), "lr_scheduler")
     draft.put("optim.schedule_start", 0)
     warmup = values["lr_warmup_steps"]
-    text = f"{100 * warmup:g}%" if 0 < warmup < 1 else f"{int(warmup)} steps"
+    text = _warmup(warmup)
     draft.put("optim.warmup", text if schedule != "constant" else "0 steps", "lr_warmup_steps")
     if schedule == "constant" and warmup:
         draft.ignore("lr_warmup_steps", "as there: `constant` has no warmup")
@@ -384,6 +399,11 @@ def _fill_training(draft: Draft, file: DatasetFile) -> None:
     if schedule == "polynomial":
         draft.put("optim.power", values["lr_scheduler_power"], "lr_scheduler_power")
     draft.put("optim.max_grad_norm", values["max_grad_norm"] or None, "max_grad_norm")
+
+
+def _warmup(amount: float) -> str:
+    """A number of steps; below 1 a share of all."""
+    return f"{100 * amount:g}%" if 0 < amount < 1 else f"{int(amount)} steps"
 
 
 def _put_batch(draft: Draft, file: DatasetFile) -> None:

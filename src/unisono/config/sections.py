@@ -289,6 +289,29 @@ class DiffusionSection(Section):
         ge=0,
         description="with `shuffle_captions` and `tag_dropout`: number of parts at the beginning that stay",
     )
+    keep_tokens_separator: str = Field(
+        default="",
+        description="a text in captions, e.g. `|||`: the parts before the first one stay, and those after a second one, whatever"
+        " `keep_tokens` is; it is removed",
+    )
+    caption_separator: str = Field(
+        default=",", min_length=1, description="the text between the parts of a caption"
+    )
+    secondary_separator: str = Field(
+        default="",
+        description="a text in captions, e.g. `;;;`, between parts that are shuffled and omitted as one; it becomes `caption_separator`",
+    )
+    wildcards: bool = Field(
+        default=False,
+        description="each time a caption is used one of its lines is drawn, and of `{a|b}` one of the alternatives; `{{` and `}}` are braces."
+        " Evaluation has the first ones",
+    )
+    tag_warmup: WarmupText = Field(
+        default="0 steps",
+        description="steps, or share of all steps, in which the number of parts of a caption that are trained grows to all of them;"
+        " those that stay are always there",
+    )
+    tag_warmup_min: int = Field(default=1, ge=0, description="with `tag_warmup`: number of parts at step 1")
     caption_prefix: str = Field(default="", description="text before each caption, with a space between them")
     caption_suffix: str = Field(default="", description="text after each caption, with a space between them")
     clip_skip: int | None = Field(
@@ -297,6 +320,10 @@ class DiffusionSection(Section):
         le=12,
         description="the hidden states of the text encoder that the UNet sees, counted from its end: 1 is the last layer; null: as the"
         " pipeline of the model does it",
+    )
+    flip: bool = Field(
+        default=False,
+        description="half of the uses of a picture in training, drawn each time, are mirrored left to right; latents of both are cached",
     )
     buckets: bool = Field(
         default=True,
@@ -366,8 +393,21 @@ class PicturesSection(Section):
     keep_tokens: Annotated[int, Field(ge=0)] | None = Field(
         default=None, description="like diffusion.keep_tokens"
     )
+    keep_tokens_separator: str | None = Field(
+        default=None, description="like diffusion.keep_tokens_separator"
+    )
+    caption_separator: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None, description="like diffusion.caption_separator"
+    )
+    secondary_separator: str | None = Field(default=None, description="like diffusion.secondary_separator")
+    wildcards: bool | None = Field(default=None, description="like diffusion.wildcards")
+    tag_warmup: WarmupText | None = Field(default=None, description="like diffusion.tag_warmup")
+    tag_warmup_min: Annotated[int, Field(ge=0)] | None = Field(
+        default=None, description="like diffusion.tag_warmup_min"
+    )
     caption_prefix: str | None = Field(default=None, description="like diffusion.caption_prefix")
     caption_suffix: str | None = Field(default=None, description="like diffusion.caption_suffix")
+    flip: bool | None = Field(default=None, description="like diffusion.flip")
     buckets: bool | None = Field(default=None, description="like diffusion.buckets")
     min_side: Annotated[int, Field(ge=8)] | None = Field(default=None, description="like diffusion.min_side")
     max_side: Annotated[int, Field(ge=8)] | None = Field(default=None, description="like diffusion.max_side")

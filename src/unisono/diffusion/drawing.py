@@ -231,6 +231,7 @@ def open_pictures(
         directory=directory,
         device=device,
         timesteps=len(forward.alphas),
+        total_steps=plan.total_steps,
     )
     if not draws:
         return loader, None

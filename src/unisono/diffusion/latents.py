@@ -1,6 +1,7 @@
 """Latents of pictures and embeddings of captions: on disk, by content, and as the uses of a micro batch.
 
     CACHE/pictures/latents/ENCODER/PICTURE-WIDTHxHEIGHT.safetensors    `mean` and `std` of the VAE's distribution, (C, H, W) float32
+                                   PICTURE-WIDTHxHEIGHT-flipped        likewise, of the mirrored picture
     CACHE/pictures/text/ENCODER/CAPTION.safetensors                    `states` (S, E) and, for SDXL, `pooled` (P,), float32
     CACHE/pictures/decoded.json                                        size or fault of each picture that was decoded, by its digest
 
@@ -11,7 +12,7 @@ What is drawn for a use, its noise and its timestep, depends on the seed of its 
 micro batch and number of ranks, with caches or without.
 """
 
-import math
+import random
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,17 +25,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from unisono.config.schema import RunConfig
-from unisono.config.sections import DiffusionSection
+from unisono.diffusion.captions import varied_caption
 from unisono.diffusion.picture_folders import Picture, Pixels, caption_digest, read_pixels
 from unisono.diffusion.pipeline import TextEncoding, TextStates, load_component, needs_text_encoders
 from unisono.diffusion.pipeline_files import read_pipeline
 from unisono.errors import IntegrityError, UnfitError, storage_reason, storage_remedy, storage_words
 from unisono.files import read_json, whole_file
+from unisono.text import Warmup
 
 PICTURES = "pictures.json"
 """The file beside a token table that lists its pictures."""
-VARIED = ("caption_dropout", "shuffle_captions", "tag_dropout", "keep_tokens")
-"""The keys of `diffusion` by which captions vary; a picture's entry has its own where a source sets them."""
 EVAL_NOISES = 8
 """Noises and timesteps at which each evaluation picture is measured, the same in each evaluation."""
 _METADATA = "xxh3_64"
@@ -112,18 +112,20 @@ class Places:
     encoder: str
     text: str
 
-    def latents(self, digest: str, size: tuple[int, int]) -> Path:
-        """The file of a picture in a bucket."""
-        return self.root / "latents" / self.encoder / f"{digest}-{size[0]}x{size[1]}.safetensors"
+    def latents(self, digest: str, size: tuple[int, int], *, flipped: bool = False) -> Path:
+        """The file of a picture in a bucket, or of the mirrored one."""
+        name = f"{digest}-{size[0]}x{size[1]}{'-flipped' if flipped else ''}.safetensors"
+        return self.root / "latents" / self.encoder / name
 
     def caption(self, caption: str) -> Path:
         """The file of a caption."""
         return self.root / "text" / self.text / f"{caption_digest(caption)}.safetensors"
 
 
-def encode_pixels(vae: Any, pixels: Pixels) -> Tensors:
-    """`mean` and `std` (C, H, W) float32 of the latents of one picture, scaled as the UNet sees them."""
+def encode_pixels(vae: Any, pixels: Pixels, *, flipped: bool = False) -> Tensors:
+    """`mean` and `std` (C, H, W) float32 of the latents of one picture, or of the mirrored one, scaled as the UNet sees them."""
     values = torch.tensor(pixels, device=vae.device).permute(2, 0, 1)[None].float() / 127.5 - 1
+    values = values.flip(3) if flipped else values
     with torch.no_grad():
         found = vae.encode(values.to(vae.dtype)).latent_dist
     shift, scale = getattr(vae.config, "shift_factor", None) or 0.0, vae.config.scaling_factor
@@ -223,7 +225,7 @@ class PictureUse:
         latents: (C, H, W) float32.
         noise: (C, H, W), that is added to them.
         timestep: from 0.
-        caption: after dropout and shuffling.
+        caption: as it is for this use.
         weight: of its loss.
         time_ids: original height and width, top and left of the cut, height and width: what SDXL is told of the picture.
     """
@@ -256,7 +258,14 @@ class PictureLoader:
     """
 
     def __init__(
-        self, config: RunConfig, table: Path, *, directory: Path, device: torch.device, timesteps: int
+        self,
+        config: RunConfig,
+        table: Path,
+        *,
+        directory: Path,
+        device: torch.device,
+        timesteps: int,
+        total_steps: int,
     ) -> None:
         body = read_json(table / PICTURES)
         self._config = config
@@ -268,11 +277,15 @@ class PictureLoader:
             self._vae = load_component(read_pipeline(directory), "vae").to(device)
         self._kept = Kept()
         self.timesteps = timesteps
+        self._total_steps = total_steps
 
-    def load(self, pictures: Sequence[int], seeds: Sequence[int]) -> PictureBatch:
-        """The uses of some pictures of the table in training, one for each seed."""
+    def load(self, pictures: Sequence[int], seeds: Sequence[int], steps: Sequence[int]) -> PictureBatch:
+        """The uses of some pictures of the table in training, one for each seed, each in a step, from 0."""
         return self._batch(
-            [self._use(self._entries[i], seed) for i, seed in zip(pictures, seeds, strict=True)]
+            [
+                self._use(self._entries[i], seed, step=step)
+                for i, seed, step in zip(pictures, seeds, steps, strict=True)
+            ]
         )
 
     def load_evaluation(self, pictures: Sequence[int], seeds: Sequence[int]) -> PictureBatch:
@@ -282,7 +295,9 @@ class PictureLoader:
             for number in range(EVAL_NOISES):
                 timestep = int((number + 0.5) * self.timesteps / EVAL_NOISES)
                 uses.append(
-                    self._use(self._entries[i], seed + number, timestep=timestep, share=1 / EVAL_NOISES)
+                    self._use(
+                        self._entries[i], seed + number, step=0, timestep=timestep, share=1 / EVAL_NOISES
+                    )
                 )
         return self._batch(uses)
 
@@ -302,10 +317,11 @@ class PictureLoader:
         return PictureBatch(uses, {caption: self._states(caption) for caption in captions})
 
     def _use(
-        self, entry: dict[str, Any], seed: int, *, timestep: int | None = None, share: float = 1.0
+        self, entry: dict[str, Any], seed: int, *, step: int, timestep: int | None = None, share: float = 1.0
     ) -> PictureUse:
         generator = torch.Generator().manual_seed(seed & ((1 << 63) - 1))
-        moments = self._moments(entry)
+        flipped = timestep is None and "flipped" in entry and _draws_flipped(seed)
+        moments = self._moments(entry, flipped=flipped)
         shape = moments["mean"].shape
         # All of these are drawn, also those that the config does not use: a use then draws the same for any of its settings.
         latents = moments["mean"] + moments["std"] * torch.randn(shape, generator=generator)
@@ -318,47 +334,47 @@ class PictureLoader:
         if timestep is None:
             noise = noise + section.noise_offset * offset if section.noise_offset else noise
             varied = section.model_copy(update=entry.get("varied"))
-            caption = varied_caption(caption, varied, drop, order)
-        width, height = entry["size"]
-        scale = max(width / entry["original"][0], height / entry["original"][1])
-        cut = [
-            max(0, round(side * scale) - own) // 2
-            for side, own in zip(entry["original"], (width, height), strict=True)
-        ]
+            steps = Warmup.parse(varied.tag_warmup).steps(self._total_steps)
+            caption = varied_caption(
+                str(entry.get("written", caption)),
+                varied,
+                drop=drop,
+                order=order,
+                warm=step / steps if step < steps else 1.0,
+            )
         return PictureUse(
             latents,
             noise,
             drawn if timestep is None else timestep,
             caption,
             share * (section.prior_weight if entry["prior"] else 1.0),
-            (entry["original"][1], entry["original"][0], cut[1], cut[0], height, width),
+            _time_ids(entry, flipped=flipped),
         )
 
-    def _moments(self, entry: dict[str, Any]) -> dict[str, torch.Tensor]:
+    def _moments(self, entry: dict[str, Any], *, flipped: bool) -> dict[str, torch.Tensor]:
         size = int(entry["size"][0]), int(entry["size"][1])
         vae = self._vae
         if vae is not None:
-            return encode_pixels(vae, read_pixels(Path(entry["path"]), entry["digest"], size))
-        path = self._places.latents(entry["digest"], size)
-        return self._kept.get(str(path), lambda: read_verified(path, entry["latent"]))
+            pixels = read_pixels(Path(entry["path"]), entry["digest"], size)
+            return encode_pixels(vae, pixels, flipped=flipped)
+        path = self._places.latents(entry["digest"], size, flipped=flipped)
+        digest = entry["flipped" if flipped else "latent"]
+        return self._kept.get(str(path), lambda: read_verified(path, digest))
 
     def _states(self, caption: str) -> dict[str, torch.Tensor]:
         path = self._places.caption(caption)
         return self._kept.get(str(path), lambda: read_verified(path, None))
 
 
-def varied_caption(caption: str, section: DiffusionSection, drop: float, order: float) -> str:
-    """A caption for one use in training; `drop` and `order` are drawn uniformly from 0 to 1."""
-    if drop < section.caption_dropout:
-        return ""
-    if not section.shuffle_captions and not section.tag_dropout:
-        return caption
-    parts = [part.strip() for part in caption.split(",")]
-    kept, rest = parts[: section.keep_tokens], parts[section.keep_tokens :]
-    generator = torch.Generator().manual_seed(math.floor(order * (1 << 24)))
-    if section.shuffle_captions:
-        rest = [rest[i] for i in torch.randperm(len(rest), generator=generator).tolist()]
-    if section.tag_dropout:
-        drawn = torch.rand(len(rest), generator=generator).tolist()
-        rest = [part for part, number in zip(rest, drawn, strict=True) if number >= section.tag_dropout]
-    return ", ".join(kept + rest)
+def _draws_flipped(seed: int) -> bool:
+    """Whether a use has the mirrored picture; of a generator of its own, since it decides which latents are read."""
+    return random.Random(seed).random() < 0.5  # noqa: S311 - not for secrets
+
+
+def _time_ids(entry: dict[str, Any], *, flipped: bool) -> tuple[int, ...]:
+    """What SDXL is told of a picture; the left of the mirrored cut is what was cut from the right."""
+    size, original = entry["size"], entry["original"]
+    scale = max(own / side for own, side in zip(size, original, strict=True))
+    excess = [max(0, round(side * scale) - own) for own, side in zip(size, original, strict=True)]
+    left, top = excess[0] // 2, excess[1] // 2
+    return original[1], original[0], top, excess[0] - left if flipped else left, size[1], size[0]

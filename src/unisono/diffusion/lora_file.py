@@ -418,6 +418,7 @@ def kohya_metadata(
             "ss_caption_dropout_rate": str(section.caption_dropout),
             "ss_shuffle_caption": str(section.shuffle_captions),
             "ss_keep_tokens": str(section.keep_tokens),
+            "ss_flip_aug": str(section.flip),
             "ss_prior_loss_weight": str(section.prior_weight),
             "ss_cache_latents": str(section.cache),
             "ss_enable_bucket": str(section.buckets),

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import xxhash
 
 from unisono.config.sections import DiffusionSection, PicturesSection
+from unisono.diffusion.captions import plain_caption
 from unisono.errors import DataError, UsageError
 from unisono.files import iterate_lines, open_plain, parse_json
 from unisono.text import one_line
@@ -69,7 +70,7 @@ class Picture:
     Attributes:
         path: on this machine.
         name: as in the config and relative to its folder, for messages and the ledger.
-        caption: its text.
+        caption: its text, as `plain_caption` gives it.
         repeats: how often it occurs in an epoch.
         width: pixels, after the rotation that its EXIF data ask for.
         height: likewise.
@@ -79,6 +80,7 @@ class Picture:
         is_prior: whether it is a regularization picture.
         size: width and height of its bucket.
         unread_lines: lines of its caption file after the caption.
+        written: its caption as it is written, of which each use in training has its own.
     """
 
     path: Path
@@ -93,6 +95,7 @@ class Picture:
     is_prior: bool = False
     size: tuple[int, int] = (0, 0)
     unread_lines: int = 0
+    written: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,14 +220,15 @@ def read_folder(
             _refuse_link(path, inside)
             width, height, digest = probe(path, decoded)
             text, unread = captions.of(path, folder, root)
-            caption = " ".join(filter(None, (section.caption_prefix, text, section.caption_suffix)))
+            written = " ".join(filter(None, (section.caption_prefix, text, section.caption_suffix)))
+            caption = plain_caption(written, section)
         except BadPictureError as error:
             found.lost.append(Lost(name, source, "bad", one_line(str(error), limit=200)))
             continue
         picture = Picture(
             path, name, caption, repeats or 1, width, height, digest, source, relative, is_prior
         )
-        found.pictures.append(replace(picture, unread_lines=unread))
+        found.pictures.append(replace(picture, unread_lines=unread, written=written))
     used = {picture.path.with_suffix("") for picture in found.pictures}
     for path in [*others, *_hidden_below(root)]:
         lost = captions.why_unused(path, stems - used, used)
@@ -281,11 +285,12 @@ class _Captions:
             file = path.with_suffix(extension)
             if file.is_file():
                 self._read.add(file)
-                return _read_caption(file)
+                return _read_caption(file, all_lines=self._section.wildcards)
         for place in (path.parent, root):
             caption = self._table(place).get(path.relative_to(place).as_posix())
             if caption is not None:
-                return _refuse_empty(caption, METADATA), 0
+                lines = _nonblank(caption) if self._section.wildcards else [caption]
+                return _refuse_empty("\n".join(lines), METADATA), 0
         if self._usual is not None:
             return self._usual, 0
         if self._folder_names:
@@ -328,8 +333,8 @@ class _Captions:
         return self._tables[folder]
 
 
-def _read_caption(file: Path) -> tuple[str, int]:
-    """The first line of a caption file, as sd-scripts reads it, and the number of those after it; blank lines do not count."""
+def _read_caption(file: Path, *, all_lines: bool) -> tuple[str, int]:
+    """The first line of a caption file, or all of them, as sd-scripts reads it, and the number of those after it; blank lines do not count."""
     try:
         with open_plain(file) as stream:
             data = stream.read(_MOST_CAPTION_BYTES + 1)
@@ -341,8 +346,13 @@ def _read_caption(file: Path) -> tuple[str, int]:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise BadPictureError(f"its caption {file.name} is not UTF-8") from None
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return _refuse_empty(lines[0] if lines else "", file.name), len(lines) - 1
+    lines = _nonblank(text)
+    read = lines if all_lines else lines[:1]
+    return _refuse_empty("\n".join(read), file.name), len(lines) - len(read)
+
+
+def _nonblank(text: str) -> list[str]:
+    return [line.strip() for line in text.splitlines() if line.strip()]
 
 
 def _refuse_empty(caption: str, name: str) -> str:

@@ -16,6 +16,7 @@ import torch
 
 from unisono.child import without_bitsandbytes
 from unisono.config.schema import AdapterSection, RunConfig, picture_settings
+from unisono.diffusion.captions import captions_vary
 from unisono.diffusion.pipeline_files import Pipeline, read_pipeline
 from unisono.errors import ModelError
 from unisono.model.files import check_tokenizer_files
@@ -403,8 +404,8 @@ def load_denoiser(config: RunConfig, *, directory: Path, dtype: str, device: tor
 
 def needs_text_encoders(config: RunConfig) -> bool:
     """Whether captions are encoded in each step: they change, or the text encoders are trained, or nothing is cached."""
-    varied = any(section.shuffle_captions or section.tag_dropout > 0 for section in picture_settings(config))
-    return trains_text(config) or varied or not config.diffusion.cache
+    vary = any(captions_vary(section) for section in picture_settings(config))
+    return trains_text(config) or vary or not config.diffusion.cache
 
 
 def trains_text(config: RunConfig) -> bool:

@@ -21,7 +21,8 @@ from unisono.data import Ledger, Place, SourceCounts, flat_total
 from unisono.data.prepare import digest_text, writing_table
 from unisono.data.token_table import Encoded, Ints, Split, TokenWriter, write_meta, write_split
 from unisono.data.tokenizer import traits_of
-from unisono.diffusion.latents import PICTURES, VARIED, Places, encode_caption, encode_pixels, fill, pixels_of
+from unisono.diffusion.captions import VARIED, longest_caption
+from unisono.diffusion.latents import PICTURES, Places, encode_caption, encode_pixels, fill, pixels_of
 from unisono.diffusion.picture_folders import (
     BadPictureError,
     Found,
@@ -64,6 +65,14 @@ class Rows:
     found: Found
     sections: list[DiffusionSection]
     """`diffusion` as it is for each folder."""
+
+    def longest_caption(self, picture: Picture) -> str:
+        """The longest of a picture's captions, by which it is told that captions are cut."""
+        return longest_caption(picture.written, self.sections[picture.source])
+
+    def is_flipped(self, number: int) -> bool:
+        """Whether some uses of a picture, those for training first, are mirrored."""
+        return number < len(self.train) and self.sections[self.train[number].source].flip
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,19 +301,22 @@ def text_digest(config: RunConfig, pipeline: Pipeline, digests: PipelineDigests)
 
 def fill_caches(
     config: RunConfig, rows: Rows, pipeline: Pipeline, places: Places, report: Reporter, device: torch.device
-) -> tuple[list[int], int, int]:
-    """Computes the latents and embeddings that are missing; gives the digest of each picture's latents, how many were computed, and bytes on disk."""
+) -> tuple[dict[Path, int], int, int]:
+    """Computes the latents and embeddings that are missing; gives the digest of each file of latents, how many were computed, and bytes on disk."""
     pictures = rows.train + rows.eval
     if not config.diffusion.cache:
-        return [0] * len(pictures), 0, 0
+        return {}, 0, 0
     vae: list[Any] = []
+    views = [(number, False) for number in range(len(pictures))]
+    views += [(number, True) for number in range(len(pictures)) if rows.is_flipped(number)]
 
-    def latents(number: int) -> dict[str, torch.Tensor]:
+    def latents(view: int) -> dict[str, torch.Tensor]:
+        number, flipped = views[view]
         if not vae:
             report.phase("load_model", "loading the VAE")
             vae.append(load_component(pipeline, "vae").to(device))
         try:
-            return encode_pixels(vae[0], pixels_of(pictures[number]))
+            return encode_pixels(vae[0], pixels_of(pictures[number]), flipped=flipped)
         except BadPictureError as error:
             raise DataError.of(
                 f"{pictures[number].name}: {error}",
@@ -312,8 +324,12 @@ def fill_caches(
                 fix="run again when no process writes to it",
             ) from error
 
-    paths = [places.latents(picture.digest, picture.size) for picture in pictures]
-    digests, computed = fill(paths, latents, _progress(report, "latents of the pictures"))
+    paths = [
+        places.latents(pictures[number].digest, pictures[number].size, flipped=flipped)
+        for number, flipped in views
+    ]
+    found, computed = fill(paths, latents, _progress(report, "latents of the pictures"))
+    digests = dict(zip(paths, found, strict=True))
     vae.clear()
     if not needs_text_encoders(config):
         encoding: list[TextEncoding] = []
@@ -368,19 +384,21 @@ def prepare_pictures(
     places = Places(cache_dir / "pictures", digests.encoder, text_digest(config, pipeline, digests))
     latents, computed, size = fill_caches(config, rows, pipeline, places, report, cache_device(config))
     entries = [
-        _entry(picture, latent, _varied(rows.sections[picture.source], config.diffusion))
-        for picture, latent in zip(rows.train + rows.eval, latents, strict=True)
+        _varied(rows.sections[picture.source], config.diffusion)
+        | _entry(picture, _latents_of(picture, places, latents, has_flipped=rows.is_flipped(number)))
+        for number, picture in enumerate(rows.train + rows.eval)
     ]
     contents = json.dumps(
         [[_without_places(entry) for entry in entries], rows.sequences, len(rows.train), _ORDER]
     )
     rows_digest = digest_text(contents)
-    files_digest = digest_text(json.dumps([[p.digest, p.caption] for p in rows.train + rows.eval]))
+    files_digest = digest_text(json.dumps([[p.digest, p.written] for p in rows.train + rows.eval]))
     key = hashlib.sha256(
         json.dumps([DIFFUSION, contents, entries, asdict(places) | {"root": ""}, _accounted(rows)]).encode()
     ).hexdigest()[:32]
     directory = cache_dir / "tables" / key
-    cuts = caption_cuts([p.caption for p in rows.train + rows.eval], pipeline, config.diffusion.max_tokens)
+    captions = [rows.longest_caption(picture) for picture in rows.train + rows.eval]
+    cuts = caption_cuts(captions, pipeline, config.diffusion.max_tokens)
     counts = _write_table(directory, config, pipeline, rows, entries, places, cuts)
     if ledger is not None:
         with whole_file(ledger) as temporary:
@@ -448,8 +466,9 @@ def caption_cuts(captions: Sequence[str], pipeline: Pipeline, max_tokens: int) -
 
 def _caption_warnings(rows: Rows, cuts: dict[str, Cut]) -> list[str]:
     pictures = rows.train + rows.eval
-    cut = [picture for picture in pictures if picture.caption in cuts]
+    cut = [picture for picture in pictures if rows.longest_caption(picture) in cuts]
     long = [picture for picture in pictures if picture.unread_lines]
+    partly = [picture for picture in pictures if _has_lines_without_affixes(picture, rows)]
     empty = [picture for picture in pictures if not picture.caption]
     found = []
     if empty:
@@ -457,7 +476,7 @@ def _caption_warnings(rows: Rows, cuts: dict[str, Cut]) -> list[str]:
             f"{len(empty)} pictures have no caption, and are trained with an empty one, e.g. {empty[0].name}"
         )
     if cut:
-        first = cuts[cut[0].caption]
+        first = cuts[rows.longest_caption(cut[0])]
         found.append(
             f"{len(cut)} captions are cut, e.g. of {cut[0].name}: {first.tokens} tokens, of which the text encoder reads {first.read};"
             " diffusion.max_tokens can be 75, 150 or 225"
@@ -466,7 +485,22 @@ def _caption_warnings(rows: Rows, cuts: dict[str, Cut]) -> list[str]:
         found.append(
             f"{len(long)} caption files have more than one line, and only the first is read, as in sd-scripts, e.g. of {long[0].name}"
         )
+    if partly:
+        found.append(
+            f"{len(partly)} captions have more than one line; as in sd-scripts caption_prefix is before the first one only, and caption_suffix"
+            f" after the last one: write them into each line, e.g. of {partly[0].name}"
+        )
     return found
+
+
+def _has_lines_without_affixes(picture: Picture, rows: Rows) -> bool:
+    """Whether a line that is drawn lacks a prefix or suffix that another line of it has."""
+    section = rows.sections[picture.source]
+    return (
+        section.wildcards
+        and "\n" in picture.written
+        and bool(section.caption_prefix + section.caption_suffix)
+    )
 
 
 def _warnings(rows: Rows) -> list[str]:
@@ -485,14 +519,27 @@ def _varied(section: DiffusionSection, usual: DiffusionSection) -> dict[str, Any
     return {} if own == {key: getattr(usual, key) for key in VARIED} else {"varied": own}
 
 
-def _entry(picture: Picture, latent: int, varied: dict[str, Any]) -> dict[str, Any]:
-    return varied | {
+def _latents_of(
+    picture: Picture, places: Places, digests: dict[Path, int], *, has_flipped: bool
+) -> dict[str, int]:
+    """The digests of a picture's latents, and of those of the mirrored one; 0 where they are not cached."""
+    views = {"latent": False, "flipped": True} if has_flipped else {"latent": False}
+    return {
+        name: digests.get(places.latents(picture.digest, picture.size, flipped=flipped), 0)
+        for name, flipped in views.items()
+    }
+
+
+def _entry(picture: Picture, latents: dict[str, int]) -> dict[str, Any]:
+    """What a rank needs to load a picture; the order of its keys is that of earlier versions, and its digest is theirs."""
+    written = {"written": picture.written} if picture.written != picture.caption else {}
+    return written | {
         "digest": picture.digest,
         "caption": picture.caption,
         "size": list(picture.size),
         "original": [picture.width, picture.height],
         "prior": picture.is_prior,
-        "latent": latent,
+        **latents,
         "name": picture.name,
         "path": str(picture.path.resolve()),
     }
@@ -601,7 +648,7 @@ def _write_ledger(
             )
             if picture.unread_lines:
                 what += f"; {picture.unread_lines} more lines of its caption file are not read"
-            cut = cuts.get(picture.caption)
+            cut = cuts.get(rows.longest_caption(picture))
             if cut is not None:
                 counts.cut += 1
                 counts.tokens_cut += cut.tokens - cut.read

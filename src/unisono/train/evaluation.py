@@ -412,8 +412,10 @@ def with_pictures(
     name = "pictures" if is_training else "evaluation pictures"
     seeds = [stream_seed(run.plan.config.seed, name, place) for place in places]
     numbers = table.columns["picture"][list(units)].tolist()
-    load = run.pictures.load if is_training else run.pictures.load_evaluation
-    return replace(micro, pictures=load(numbers, seeds))
+    if not is_training:
+        return replace(micro, pictures=run.pictures.load_evaluation(numbers, seeds))
+    steps = [place // run.plan.global_batch for place in places]
+    return replace(micro, pictures=run.pictures.load(numbers, seeds, steps))
 
 
 def _draw_samples(run: Run, *, step: int) -> None:
