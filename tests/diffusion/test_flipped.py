@@ -85,7 +85,7 @@ def test_half_of_the_uses_are_those_of_the_mirrored_picture(studio: Studio, fold
 
 def test_uses_have_the_lines_and_alternatives_of_the_file(studio: Studio, folder: Path) -> None:
     loader = _loader(_plan(studio, folder, VARYING | {"tag_dropout": 0.0, "caption_dropout": 0.0}))
-    captions = {use.caption for use in loader.load([1] * 300, list(range(300)), [9] * 300).uses}
+    captions = {use.caption for use in loader.load([1] * 3000, list(range(3000)), [9] * 3000).uses}
     parts = ["sky,cloud", "wide", "{best}"]
     first = {", ".join(["aki", *order]) for color in ("red", "blue") for order in permutations([f"a {color} tile", *parts])}  # fmt: skip
     other = {"its other line, of two", "of two, its other line"}
