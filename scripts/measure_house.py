@@ -60,11 +60,11 @@ ROOM_BUDGETS = {
     "checkpoint": 2_550,
     "cli": 5_650,
     "cluster": 4_100,
-    "config": 5_850,
+    "config": 5_900,
     "control": 3_400,
     "data": 8_950,
     "diagnose": 8_550,
-    "diffusion": 3_600,
+    "diffusion": 3_800,
     "doctor": 5_300,
     "drill": 1_550,
     "facts": 3_850,
@@ -91,7 +91,7 @@ FORMER_AIM = 66_000
 """Lines of the package, aimed at when it had 73,000; see the same page."""
 
 TARGETS = (
-    Target("files", 353),
+    Target("files", 354),
     Target("lines", sum(ROOM_BUDGETS.values()), note=f"former aim {FORMER_AIM:,}"),
     Target("rooms over their budget", 0),
     Target("lines of a file, median", 170, at_least=True),
