@@ -190,7 +190,7 @@ def _parse(text: str, *, name: str, what: str) -> tuple[Any, dict[KeyPath, int]]
         mark = error.problem_mark or error.context_mark
         where = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
         why = str(error.problem or error)
-        if what == "the config" and mark and "${" in text.splitlines()[mark.line]:
+        if what == "the config" and mark and any("${" in line for line in text.splitlines()[mark.line :][:1]):
             why = NO_VARIABLES
             fix = "write the value, or remove the key and use KEY=VALUE on the command line, where the shell expands it"
     except yaml.reader.ReaderError as error:
