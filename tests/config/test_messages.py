@@ -269,7 +269,7 @@ def test_a_variable_where_yaml_begins_a_section_is_named_as_one(tmp_path: Path) 
     problem = the_one(tmp_path, "model: m\noptim: {lr: ${LR}}\ndata: {train: d}\noutput_dir: o\n")
     assert "not expanded" in problem.why
     assert ":2:" in problem.where
-    assert "not expanded" not in the_one(tmp_path, "model: '${M}").why  # the fault is behind the last line
+    assert "not expanded" not in the_one(tmp_path, "model: '${M}\n").why  # the fault is behind the last line
 
 
 def test_a_setting_in_the_place_of_the_config_is_told(tmp_path: Path) -> None:
