@@ -162,6 +162,16 @@ def test_other_columns_are_mapped_and_the_file_still_loads(
 
 
 @pytest.mark.parametrize("template", ["lora", "full"])
+@pytest.mark.parametrize(("rows", "share"), [(1, None), (19, None), (20, 0.05)])
+def test_rows_are_held_out_only_of_enough(
+    rows: int, share: float | None, template: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A share of one row would be all of them."""
+    _, out, _ = run(capsys, template, "--data", str(rows_in(tmp_path, rows)))
+    assert RunConfig.model_validate(yaml.safe_load(out)).data.eval == share
+
+
+@pytest.mark.parametrize("template", ["lora", "full"])
 def test_pairs_get_their_objective_and_a_lower_rate(
     template: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

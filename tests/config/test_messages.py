@@ -242,7 +242,40 @@ def test_a_variable_is_not_expanded_and_refused(tmp_path: Path, text: str, key: 
     assert problem.what == f"{key} has the variable {variable}"
     assert "not expanded" in problem.why
     assert "use KEY=VALUE on the command line" in problem.fix
-    assert (f'"{key}=' in problem.fix) == variable.startswith("$")
+    assert (f'"{key}=' in problem.fix) == (variable.startswith("$") and ".0." not in key)
+
+
+def test_a_section_where_a_list_of_sections_stands_is_a_list_of_one(tmp_path: Path) -> None:
+    text = "model: m\ndata: {train: {path: a.csv, weight: 2}, eval: {path: b.csv}}\noutput_dir: o\n"
+    data = accepted(tmp_path, text).data
+    assert [(source.path, source.weight) for source in data.train] == [("a.csv", 2.0)]  # type: ignore[union-attr]
+    assert [source.path for source in data.eval] == ["b.csv"]  # type: ignore[union-attr]
+    assert accepted(tmp_path, text, "data.train.path=c.csv").data.train[0].path == "c.csv"  # type: ignore[union-attr]
+    problem = the_one(tmp_path, text.replace("weight", "wieght"))
+    assert problem.where.endswith(":2")
+    assert "did you mean" in problem.fix
+
+
+def test_a_variable_in_an_item_of_a_list_is_set_with_the_whole_list(tmp_path: Path) -> None:
+    text = "model: m\ndata: {train: [a.jsonl, '${DATA}/b.jsonl']}\noutput_dir: o\n"
+    assert "all of data.train:" in the_one(tmp_path, text).fix
+    assert accepted(tmp_path, text, "data.train=[a.jsonl, /data/b.jsonl]").data.train == [
+        "a.jsonl",
+        "/data/b.jsonl",
+    ]
+
+
+def test_a_variable_where_yaml_begins_a_section_is_named_as_one(tmp_path: Path) -> None:
+    problem = the_one(tmp_path, "model: m\noptim: {lr: ${LR}}\ndata: {train: d}\noutput_dir: o\n")
+    assert "not expanded" in problem.why
+    assert ":2:" in problem.where
+    assert "not expanded" not in the_one(tmp_path, "model: '${M}\n").why  # the fault is behind the last line
+
+
+def test_a_setting_in_the_place_of_the_config_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(tmp_path / "model=builtin:tiny")
+    assert "pass the config before KEY=VALUE" in caught.value.problems[0].fix
 
 
 def test_the_command_that_expands_a_variable_has_the_rest_of_the_value(tmp_path: Path) -> None:

@@ -117,6 +117,7 @@ def test_all_ways_to_write_a_pair_give_the_same_tokens(
             "\n\nHuman: hi\n\nAssistant: yes?\n\nHuman: a\n\nb: c\n\nAssistant: d",
             [("user", "hi"), ("assistant", "yes?"), ("user", "a\n\nb: c"), ("assistant", "d")],
         ),
+        ("\r\n\r\nHuman: hi\r\n\r\nAssistant: a\r\nb", [("user", "hi"), ("assistant", "a\r\nb")]),
         ("Human: hi\n\nAssistant:", [("user", "hi"), ("assistant", "")]),
         ("\n\nHuman: a Human: b\n\nAssistant: c", [("user", "a Human: b"), ("assistant", "c")]),
         ("\n\nHuman: hi", None),

@@ -438,6 +438,15 @@ def test_an_answer_that_is_no_text_is_named(own: Sources) -> None:
 # Preferences.
 
 
+def test_an_empty_answer_in_the_first_row_is_named_and_the_question_is_not_proposed_as_the_text(
+    own: Sources,
+) -> None:
+    """Training on the questions is what nobody wants."""
+    (problem,) = own.refused([{"question": "why?", "answer": None}, {"question": "who?", "answer": "we"}])
+    assert problem.fix.startswith("answer is empty in this row: ")
+    assert "columns: {instruction: question, output: answer}}] and data.on_bad_row: skip" in problem.fix
+
+
 def test_answers_without_a_prompt_are_told_from_transcripts(own: Sources) -> None:
     row = {"chosen": "### User: hi\n### Bot: hello", "rejected": "### User: hi\n### Bot: go away"}
     (problem,) = own.refused([row], objective="dpo")

@@ -61,6 +61,17 @@ def test_bad_rows_are_counted_and_the_first_is_named(tmp_path: Path) -> None:
     assert found.first_bad.startswith(f"{file}:1")
 
 
+@pytest.mark.parametrize("row", [{"chosen": "b", "rejected": "c"}, {"completion": "b", "label": True}])
+def test_preference_rows_share_sequences_with_both_sides_of_each(
+    row: dict[str, object], tmp_path: Path
+) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text((json.dumps({"prompt": "a " * 30, **row}) + "\n") * 40)
+    found = surveyed(file)
+    each = found.max_length // found.longest  # as both sides are as long
+    assert found.sequences == -(-40 // each)
+
+
 def test_rated_answers_are_rows_of_kto(tmp_path: Path) -> None:
     file = tmp_path / "rated.jsonl"
     file.write_text(json.dumps({"prompt": "a", "completion": "b", "label": True}) + "\n")

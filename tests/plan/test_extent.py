@@ -68,6 +68,15 @@ def test_a_smaller_batch_that_is_advised_is_the_largest_that_is_enough(size: int
     assert -(-3 * sequences // one_more) < FEW_STEPS
 
 
+def test_tokens_enough_for_many_passes_are_advised_only_with_a_smaller_batch() -> None:
+    asked = inputs(24, batch={"global": 16}, duration="9k tokens", total_steps=3)
+    train = asked.data.train.model_copy(update={"tokens": 11_000})
+    (way,) = ways_to_more_steps(
+        asked.config, asked.data.model_copy(update={"train": train}), ranks=1, of_ranks=None
+    )
+    assert way.keys == {"batch.global": "1", "duration": "23k tokens"}
+
+
 def test_the_line_says_what_packing_has_made_of_the_rows_and_two_ways_out() -> None:
     asked = inputs(24, batch={"global": 8})
     packed = asked.data.model_copy(update={"train": split(rows=300, sequences=24)})
@@ -80,7 +89,7 @@ def test_the_line_says_what_packing_has_made_of_the_rows_and_two_ways_out() -> N
     ("keys", "words"),
     [
         ({"duration": "3 steps"}, "duration is 3 steps"),
-        ({"duration": "9k tokens", "total_steps": 5}, "tokens' for about 50"),
+        ({"duration": "9k tokens", "total_steps": 5, "batch": {"global": 256}}, "tokens' for about 50"),
         ({"data": {"train": "d", "packing": False}, "duration": "1 epoch"}, "1,000 rows, batch.global is 512"),
         ({"batch": {"per_rank": 256, "accumulate": 2}}, "a step takes 512 (batch.per_rank 256 × batch.accumulate 2 × 1 rank)"),
     ],

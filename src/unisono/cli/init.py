@@ -164,6 +164,12 @@ def _values_for(
         "eval.every": (f"{extent.every} steps", ""),
         "checkpoint.every": (f"{extent.every} steps", ""),
     }
+    if rows["rows"] * template["data"]["eval"] < 1:
+        values |= {
+            "data.eval": ("null", "too few rows to hold some out"),
+            "eval.stop_after": ("null", "only with data.eval"),
+            "checkpoint.best": ("null", "only with data.eval"),
+        }
     if rows["beyond"] and template["data"]["too_long"] != "split":
         values["data.too_long"] = ("cut", f"about {rows['beyond']:,} rows are longer")
     if rows["objective"] != "sft":

@@ -9,7 +9,16 @@ from typing import Any, get_args, get_origin
 from pydantic import ValidationError
 
 from unisono.config.schema import RunConfig, SourceSection
-from unisono.config.yaml_file import KeyPath, KeyPlaces, Takes, all_keys, describe, keys_of, section_in
+from unisono.config.yaml_file import (
+    NO_VARIABLES,
+    KeyPath,
+    KeyPlaces,
+    Takes,
+    all_keys,
+    describe,
+    keys_of,
+    section_in,
+)
 from unisono.errors import Problem
 from unisono.text import is_secret, nearest, one_line
 
@@ -74,13 +83,15 @@ def find_variables(value: Any, places: KeyPlaces, key: KeyPath = ()) -> dict[Key
     if match is None:
         return {}
     name, variable = ".".join(map(str, key)), one_line(match[0], limit=_LONGEST_VALUE)
-    why = "variables are not expanded in a config, so that it means the same on every machine"
-    if variable.startswith("%"):
+    whole = next((".".join(map(str, key[:at])) for at, part in enumerate(key) if isinstance(part, int)), None)
+    if whole is not None:
+        fix = f"write the value, or use KEY=VALUE on the command line with all of {whole}: items of a list have no keys"
+    elif variable.startswith("%"):
         fix = "write the value, or use KEY=VALUE on the command line"
     else:
         command = f'"{name}={one_line(value, limit=_LONGEST_VALUE)}"'
         fix = f"write the value, or use KEY=VALUE on the command line, where the shell expands it: {command}"
-    return {key: Problem(f"{name} has the variable {variable}", places.of(key), why, fix)}
+    return {key: Problem(f"{name} has the variable {variable}", places.of(key), NO_VARIABLES, fix)}
 
 
 def names_secret(key: str) -> bool:

@@ -34,23 +34,31 @@ class Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _list_single_texts(cls, value: Any) -> Any:
-        """A text where a list of texts is expected is a list of one: `track: wandb`."""
+    def _list_single_items(cls, value: Any) -> Any:
+        """A text where a list of texts is expected is a list of one, and so is a section: `track: wandb`, `train: {path: a.csv}`."""
         if not isinstance(value, dict):
             return value
         fields = {field.alias or name: field.annotation for name, field in cls.model_fields.items()}
         return {
-            key: [one] if isinstance(one, str) and _needs_list(fields.get(key), one) else one
+            key: [one] if isinstance(one, str | dict) and _needs_list(fields.get(key), one) else one
             for key, one in value.items()
         }
 
 
-def _needs_list(annotation: Any, text: str) -> bool:
-    """Whether a key takes lists of texts, and not this text itself."""
+def _needs_list(annotation: Any, one: str | dict[str, Any]) -> bool:
+    """Whether a key takes lists of texts, or of sections, and not this text or section itself."""
     members = list(_members(annotation))
-    takes_it = str in members or any(get_origin(one) is Literal and text in get_args(one) for one in members)
-    items = [item for one in members if get_origin(one) is list for item in _members(get_args(one)[0])]
+    items = [item for kind in members if get_origin(kind) is list for item in _members(get_args(kind)[0])]
+    if isinstance(one, dict):
+        return not any(map(_is_section, members)) and any(map(_is_section, items))
+    takes_it = str in members or any(
+        get_origin(kind) is Literal and one in get_args(kind) for kind in members
+    )
     return not takes_it and any(item is str or get_origin(item) is Literal for item in items)
+
+
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
 def _members(annotation: Any) -> Iterator[Any]:

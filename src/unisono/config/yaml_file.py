@@ -24,6 +24,7 @@ _LIMIT_BYTES = 256_000  # pure-Python YAML parses about 50 kB per second; a conf
 _LIMIT_DEPTH = 20
 _LIMIT_NODES = 20_000  # a "billion laughs" file is small and expands beyond any memory
 _LIMIT_INTEGER = 2**63
+NO_VARIABLES = "variables are not expanded in a config, so that it means the same on every machine"
 
 
 class _Loader(yaml.SafeLoader):
@@ -130,6 +131,8 @@ def _refuse_rows(path: Path) -> None:
 
 def _or_nearest_file(path: Path) -> str:
     fix = "check the path, or create a config with `unisono init`"
+    if "=" in path.name:
+        return "pass the config before KEY=VALUE, e.g. `unisono train train.yaml optim.lr=1e-4`; `unisono init` creates one"
     try:
         names = [
             item.name for item in path.parent.iterdir() if item.suffix in (".yaml", ".yml", ".json", ".toml")
@@ -187,6 +190,9 @@ def _parse(text: str, *, name: str, what: str) -> tuple[Any, dict[KeyPath, int]]
         mark = error.problem_mark or error.context_mark
         where = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
         why = str(error.problem or error)
+        if what == "the config" and mark and any("${" in line for line in text.splitlines()[mark.line :][:1]):
+            why = NO_VARIABLES
+            fix = "write the value, or remove the key and use KEY=VALUE on the command line, where the shell expands it"
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         where, why = f"{name}:{line}", f"a character that YAML does not allow: U+{error.character:04X}"

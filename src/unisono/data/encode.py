@@ -40,7 +40,7 @@ from unisono.data.token_table import Encoded, EncodedUnit, share_of
 from unisono.errors import DataError
 from unisono.text import one_line
 
-ENCODER_VERSION = 4
+ENCODER_VERSION = 5
 """Part of the cache's key: incremented whenever the same rows could give different tokens or a different loss mask."""
 
 _BATCH_CHARACTERS = 1 << 22  # characters encoded at once; the tokenizer takes about 180 bytes for each

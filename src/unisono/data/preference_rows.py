@@ -212,7 +212,7 @@ def _without_prompt(row: RowColumns) -> RowError:
     )
 
 
-_TURN = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")
+_TURN = re.compile(r"(?:\A\s*|\r?\n\r?\n)(Human|Assistant):")
 _SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 
 

@@ -337,7 +337,12 @@ def _unknown(section: SourceSection, first: RawRow, key: str) -> DataError:
     absent = [name for name in section.columns.values() if name is not None and name not in first.value]
     without = f", without {', '.join(absent)} (set in `columns`)" if absent else ""
     guess, wrong = propose(first.value), _not_text(first.value)
-    if wrong:
+    empty = [name for name in _asked_or_answered(first.value) if first.value[name] is None]
+    whole = propose({**first.value, **dict.fromkeys(empty, "")}) if empty else {}
+    if "output" in whole:
+        mapping = written_source(section, key, whole)
+        fix = f"{shown(empty[0])} is empty in this row: write a text, or remove the row, or set {mapping} and data.on_bad_row: skip"
+    elif wrong:
         fix = f"{shown(wrong[0])} is {kind_of(first.value[wrong[0]])}, not text: write it as text"
     elif guess:
         fix = _fix_of_guess(guess, written_source(section, key, guess))
@@ -361,10 +366,12 @@ def _fix_of_guess(guess: Columns, mapping: str) -> str:
 
 def _not_text(row: Mapping[str, Any]) -> list[str]:
     """The columns of a question or an answer, by their names, whose values are neither text nor null."""
+    return [name for name in _asked_or_answered(row) if not isinstance(row[name], str | None)]
+
+
+def _asked_or_answered(row: Mapping[str, Any]) -> list[str]:
     names = {"instruction", "output", *USUAL_NAMES["instruction"], *USUAL_NAMES["output"]}
-    return [
-        name for name, value in row.items() if _folded(name) in names and not isinstance(value, str | None)
-    ]
+    return [name for name in row if _folded(name) in names]
 
 
 def propose(row: Mapping[str, Any], wanted: tuple[str, ...] = ("instruction", "output")) -> Columns:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from itertools import chain, islice
 from typing import Any
 
-from unisono.config.sections import PREFERENCE
+from unisono.config.sections import sides_of
 from unisono.data import BadRow, Preference, RawRow, RowError
 from unisono.data.build import pack
 from unisono.data.formats import FormatName, Renamed, to_example
@@ -69,7 +69,7 @@ def survey(source: Source, *, packed: bool) -> Survey:
 
     Args:
         source: its files.
-        packed: whether rows will share sequences; those of preferences never do.
+        packed: whether rows will share sequences.
 
     Raises:
         DataError: if a file cannot be read, has no readable row, or its format is unknown.
@@ -91,17 +91,18 @@ def survey(source: Source, *, packed: bool) -> Survey:
     objective = _objective(leading.value)
     settled = settle_format(source.section, leading, objective=objective, key=_KEY)
     name, columns = settled.name, settled.section.columns
-    lengths = []
+    sides = []
     for row in chain([leading], rows):
         tokens = row if isinstance(row, BadRow) else _tokens(name, row, columns)
-        lengths.append(tokens) if isinstance(tokens, int) else bad.append(tokens)
-    if not lengths:
+        bad.append(tokens) if isinstance(tokens, BadRow) else sides.append(tokens)
+    if not sides:
         raise DataError.of(
             f"{path} has no row that can be used", where=bad[0].where, why=bad[0].why, fix=bad[0].fix
         )
+    lengths, answers = [max(of_row) for of_row in sides], sides_of(objective)
     limit, beyond = fitting_length(lengths)
-    is_packed = packed and objective not in PREFERENCE
-    kept = [min(length, limit) for length in lengths]
+    # A rated row is trained with a second answer, that of another row: about as long.
+    kept = [sum(min(length, limit) for length in of_row) * answers // len(of_row) for of_row in sides]
     return Survey(
         rows=len(lengths),
         bad=len(bad),
@@ -113,7 +114,7 @@ def survey(source: Source, *, packed: bool) -> Survey:
         longest=max(lengths),
         max_length=limit,
         beyond=beyond,
-        sequences=len(pack(kept, limit=limit)) if is_packed else len(kept),
+        sequences=len(pack(kept, limit=limit * answers)) if packed else len(kept),
     )
 
 
@@ -139,8 +140,8 @@ def estimated_tokens(text: str) -> int:
     return alone + math.ceil((len(text) - alone) / _CHARS_OF_A_TOKEN)
 
 
-def _tokens(name: FormatName, row: RawRow, columns: Renamed) -> int | BadRow:
-    """Estimated tokens of a row, of a pair those of the longer side."""
+def _tokens(name: FormatName, row: RawRow, columns: Renamed) -> list[int] | BadRow:
+    """Estimated tokens of a row, of a pair those of each side."""
     try:
         example = (
             read_preference(row.value, columns)
@@ -150,7 +151,7 @@ def _tokens(name: FormatName, row: RawRow, columns: Renamed) -> int | BadRow:
     except RowError as error:
         return error.at(row.place)
     sides = example.answers if isinstance(example, Preference) else [example]
-    return max(_of_example(asdict(side)) for side in sides)
+    return [_of_example(asdict(side)) for side in sides]
 
 
 def _of_example(body: dict[str, Any]) -> int:

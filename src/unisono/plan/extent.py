@@ -60,16 +60,12 @@ class LongerRun:
     Attributes:
         keys: what to set, by config key.
         steps: of the run with them; approximate if `duration` is in tokens.
+        epochs: passes over the rows that its `duration` makes; 0 if it sets none.
     """
 
     keys: dict[str, str]
     steps: int
-
-    @property
-    def epochs(self) -> float:
-        """Passes over the rows that it sets; 0 if it sets none."""
-        duration = Duration.parse(self.keys.get("duration", f"{self.steps} steps"))
-        return duration.amount if duration.unit == "epochs" else 0
+    epochs: float = 0
 
     def __str__(self) -> str:
         return " ".join(f"{key}='{v}'" if " " in v else f"{key}={v}" for key, v in self.keys.items())
@@ -173,11 +169,13 @@ def _longer(config: RunConfig, data: DataSummary, size: int, keys: dict[str, str
     duration = Duration.parse(config.duration)
     if duration.unit == "tokens":
         amount = math.ceil(FEW_STEPS * size * data.train.tokens / data.train.sequences)
-        return LongerRun({**keys, "duration": f"{-(-amount // 1000)}k tokens"}, FEW_STEPS)
+        text = f"{-(-amount // 1000)}k tokens"
+        return LongerRun({**keys, "duration": text}, FEW_STEPS, amount / data.train.tokens)
     least = (FEW_STEPS - 1) * size + 1  # sequences: the last batch may be short
-    text = str(Duration(-(-least // data.train.sequences), "epochs"))
+    epochs = -(-least // data.train.sequences)
+    text = str(Duration(epochs, "epochs"))
     longer = _with_batch(config, size).model_copy(update={"duration": text})
-    return LongerRun({**keys, "duration": text}, steps_of(longer, data)[0])
+    return LongerRun({**keys, "duration": text}, steps_of(longer, data)[0], epochs)
 
 
 @dataclass(frozen=True)
