@@ -105,7 +105,7 @@ def test_a_preview_breaks_rows_between_words() -> None:
         "row": "a:1",
         "tokens": 60,
         "loss_tokens": 30,
-        "runs": [{"text": words, "tokens": 60, "loss": True}],
+        "runs": [{"text": words, "tokens": 60, "loss": True, "weight": 1.0}],
     }
     split = {"rows": 1, "sequences": 1, "tokens": 60, "loss_tokens": 30, "longest_row": 60}
     ledger = {"bad": 0, "dropped": 0, "cut": 0, "split": 0, "not_rendered": 0}
