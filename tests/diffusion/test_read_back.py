@@ -3,16 +3,19 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from transformers import CLIPTextConfig, CLIPTextModel
 
 from tests.diffusion.conftest import Studio
 from tests.diffusion.making import write_pipeline
 from tests.ranks.conftest import Done
 from unisono.checkpoint.verify import MODEL_MANIFEST, write_model_manifest
+from unisono.diffusion.result_predictions import ResultPredictions
 from unisono.errors import IntegrityError
 from unisono.events import Reporter
 from unisono.task import export, read_back
@@ -41,6 +44,22 @@ def test_the_result_predicts_what_the_trained_model_did(studio: Studio, sections
     assert found["compared"] == "predictions"
     assert found["differs_by"] < 2e-6
     assert found["tolerance"] == 1e-5
+
+
+def test_a_text_encoder_of_few_positions_is_compared_up_to_them() -> None:
+    from diffusers import UNet2DConditionModel
+
+    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    settings = CLIPTextConfig(vocab_size=99, max_position_embeddings=16, **small)
+    encoder = CLIPTextModel(settings).eval()
+    unet = UNet2DConditionModel(
+        sample_size=16, block_out_channels=(8,), layers_per_block=1, norm_num_groups=8, cross_attention_dim=32,
+        attention_head_dim=4, down_block_types=("CrossAttnDownBlock2D",), up_block_types=("CrossAttnUpBlock2D",),
+    )  # fmt: skip
+    model = SimpleNamespace(unet=unet.eval(), text_encoder=encoder)
+    found = ResultPredictions.of(model, dtype="float32", text_encoders=["text_encoder"])
+    assert found.outputs[-1].shape == (1, 16, 32)
+    assert found.difference(found.again(model, dtype="float32")) == 0
 
 
 def test_sixteen_bits_are_compared_within_their_rounding(studio: Studio) -> None:

@@ -84,7 +84,7 @@ def test_connections_that_say_nothing_delay_nobody_and_are_dropped(serve: Serve,
 
 def test_sigterm_completes_running_answers_and_refuses_others(serve: Serve, endless: Path) -> None:
     served = serve(endless)
-    stream = served.stream(max_tokens=1500)
+    stream = served.stream(max_tokens=800)
     first = next_event(stream)
     served.process.send_signal(signal.SIGTERM)
     wait_until(lambda: refused(served))

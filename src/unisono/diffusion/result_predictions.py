@@ -26,7 +26,7 @@ class ResultPredictions(ResultOutputs):
     """The noise that a UNet predicts at a few timesteps, and the states of text encoders, each for inputs that its config determines.
 
     Attributes:
-        outputs: of the UNet, (1, C, 16, 16) for each timestep; then of each text encoder, (1, 77, E).
+        outputs: of the UNet, (1, C, 16, 16) for each timestep; then of each text encoder, (1, S, E).
         text_encoders: their names.
     """
 
@@ -103,6 +103,7 @@ def _predict(unet: Any, timestep: int) -> torch.Tensor:
 
 
 def _encode(encoder: Any) -> torch.Tensor:
-    ids = torch.arange(_TOKENS, device=encoder.device)[None] % encoder.config.vocab_size
+    count = min(_TOKENS, encoder.config.max_position_embeddings)
+    ids = torch.arange(count, device=encoder.device)[None] % encoder.config.vocab_size
     found: torch.Tensor = encoder(ids, output_hidden_states=True).hidden_states[-1]
     return found
