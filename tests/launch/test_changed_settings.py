@@ -238,6 +238,16 @@ def test_a_longer_schedule_that_raises_the_learning_rate_is_told_with_both_rates
     assert line in front.read("plan.json")["warnings"]
 
 
+def test_a_longer_schedule_resumes_where_the_plan_of_before_has_no_steps(front: Any) -> None:
+    assert front.run().returncode == 0
+    plan = front.read("plan.json")
+    del plan["total_steps"]
+    (front.out / "plan.json").write_text(json.dumps(plan))
+    done = front.run("duration=20 steps", "--resume")
+    assert done.returncode == 0, done.stderr
+    assert not [text for text in warnings(done.stderr) if text.startswith("the learning rate rises")]
+
+
 def test_a_rate_that_does_not_rise_is_not_told(front: Any) -> None:
     assert front.run("optim.schedule=constant").returncode == 0
     done = front.run("optim.schedule=constant", "duration=20 steps", "--resume")

@@ -25,7 +25,7 @@ from unisono.errors import IntegrityError, ModelError, UsageError
 from unisono.model.directory import locate_model
 from unisono.model.gguf import Layout, Spaces, find_spaces, find_split, read_back
 from unisono.model.result_logits import ResultLogits, fixed_rows
-from unisono.task import generation, gguf_export
+from unisono.task import generation, gguf_export, llama_logits
 from unisono.task.inference import decode, open_for_inference
 from unisono.task.llama_logits import read_in_llama_cpp
 
@@ -322,7 +322,7 @@ def test_an_export_is_loaded_in_llama_cpp_where_its_package_is_installed(
 
 @pytest.mark.long
 def test_what_llama_cpp_computes_otherwise_is_not_written(
-    make_tokenizer: Callable[[], Any], tmp_path: Path
+    make_tokenizer: Callable[[], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needs.package("llama_cpp")
     model = save(CONFIGS["gemma2"], tmp_path / "model", make_tokenizer())
@@ -338,6 +338,9 @@ def test_what_llama_cpp_computes_otherwise_is_not_written(
     with pytest.raises(IntegrityError, match=r"llama\.cpp does not compute") as caught:
         read_in_llama_cpp(file, wanted, dtype="f32")
     assert "llama.cpp cannot load it" in caught.value.problems[0].why
+    assert "--no-read-back" in caught.value.problems[0].fix
+    monkeypatch.setattr(llama_logits, "_ROOM", 1e12)
+    assert read_in_llama_cpp(file, wanted, dtype="f32").why.endswith("are free")
 
 
 REFUSED = {

@@ -441,9 +441,9 @@ def _unknown_option(error: Any, path: str) -> dict[str, str]:
 
 _OTHER_WORDS = {
     "preview": "data preview", "ls": "checkpoint ls", "verify": "checkpoint verify", "prune": "checkpoint prune",
-    "sft": "train", "finetune": "train", "resume": "train CONFIG --resume", "infer": "generate", "predict": "generate", "test": "eval",
-    "evaluate": "eval", "list": "runs", "ui": "board", "webui": "board", "merge": "export RUN OUT --merge", "help": "--help",
-    "version": "--version",
+    "sft": "train", "finetune": "train", "resume": "train CONFIG --resume", "infer": "generate", "predict": "generate",
+    "test": "eval", "evaluate": "eval", "list": "runs", "ui": "board", "webui": "board", "merge": "export RUN OUT --merge",
+    "help": "--help", "version": "--version",
 }  # fmt: skip
 """Commands of a group typed without it, and words of other programs."""
 _OF_A_GROUP = {"unisono data": "preview", "unisono checkpoint": "ls"}

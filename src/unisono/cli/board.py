@@ -96,7 +96,7 @@ def _table(rows: list[dict[str, Any]], width: int) -> list[str]:
         cells.append(
             (
                 one_line(row["name"], limit=60),
-                shown_outcome(row["state"] or "?", _of_last_start(row["verdict"])),
+                shown_outcome(row["state"] or "?", _verdict_of_last_start(row["verdict"])),
                 "?" if row["step"] is None else f"{row['step']}{total}",
                 "" if row["loss"] is None else f"{row['loss']:.4f}",
                 "?" if row["age_s"] is None else _age(row["age_s"]),
@@ -116,7 +116,7 @@ def _table(rows: list[dict[str, Any]], width: int) -> list[str]:
     return [shortened(line, width) for line in lines] if width else lines
 
 
-def _of_last_start(verdict: dict[str, Any] | None) -> dict[str, Any] | None:
+def _verdict_of_last_start(verdict: dict[str, Any] | None) -> dict[str, Any] | None:
     return verdict if verdict is not None and verdict["of_last_start"] else None
 
 

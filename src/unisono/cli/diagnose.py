@@ -383,8 +383,8 @@ _SUGGESTED, _MISSPELLED = 3, 0.8
 def nearest_entries(name: str) -> list[str]:
     """Up to three causes and variables that a name may mean.
 
-    It may be misspelled; else it is a word of their names, or a symptom (`oom`, `nan`, `显存不足`), or a word of their titles; else it is only a
-    little like a name.
+    It may be misspelled; else it is a word of their names, or a symptom (`oom`, `nan`, `显存不足`), or a word of their
+    titles; else it is only a little like a name.
     """
     from unisono.causes import CATALOGUE
     from unisono.causes.variables import VARIABLES
@@ -402,9 +402,9 @@ def nearest_entries(name: str) -> list[str]:
         return [by_lower[misspelled]]
     features = find_features("symptom", sentences_of(name))
     ranked = rank(features, is_failure=True).hypotheses if features else ()
-    found = [entry for lower, entry in by_lower.items() if f"_{word}_" in f"_{lower}_"]
-    found += [one.cause for one in ranked if one.cause in CATALOGUE]
-    found += [cause.id for cause in CATALOGUE.values() if name.lower() in cause.title.lower().split()]
-    if not found:
-        found = [by_lower[close] for close in [nearest(word, list(by_lower))] if close]
-    return sorted(dict.fromkeys(found), key=lambda entry: entry not in CATALOGUE)[:_SUGGESTED]
+    entries = [entry for lower, entry in by_lower.items() if f"_{word}_" in f"_{lower}_"]
+    entries += [one.cause for one in ranked if one.cause in CATALOGUE]
+    entries += [cause.id for cause in CATALOGUE.values() if name.lower() in cause.title.lower().split()]
+    if not entries:
+        entries = [by_lower[close] for close in [nearest(word, list(by_lower))] if close]
+    return sorted(dict.fromkeys(entries), key=lambda entry: entry not in CATALOGUE)[:_SUGGESTED]

@@ -155,11 +155,8 @@ def _find_glob(text: str, path: Path, key: str) -> list[RowFile]:
     pattern = str(path.relative_to(root)) if path.anchor else str(path)
     try:
         matches = sorted(root.glob(pattern))
-    except (
-        ValueError,
-        NotImplementedError,
-        OSError,
-    ) as error:  # of pathlib, for patterns it does not support
+    # pathlib raises NotImplementedError for patterns that it does not support, e.g. absolute ones, and ValueError for `**` within a name.
+    except (ValueError, NotImplementedError, OSError) as error:
         raise DataError.of(
             f"the pattern {text} cannot be used", where=key, why=str(error), fix="fix the pattern"
         ) from error

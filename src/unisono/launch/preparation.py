@@ -109,7 +109,7 @@ def with_changes(plan: RunPlan, run: RunDir, decision: StartDecision, request: T
 def _rate_rises(plan: RunPlan, run: RunDir, step: int) -> list[str]:
     """A line if the learning rate rises at this start, because the schedule now spans more steps than at the start before."""
     before = read_object(run.plan).get("total_steps")
-    if before == plan.total_steps or step >= plan.total_steps:
+    if not isinstance(before, int) or before == plan.total_steps or step >= plan.total_steps:
         return []
     rates = (line["lr"] for line in iterate_metrics(run.metrics) if line["step"] == step and "lr" in line)
     last, optim = next(rates, None), plan.config.optim

@@ -12,11 +12,13 @@ from pathlib import Path
 import torch
 
 from unisono.errors import IntegrityError
+from unisono.facts.limits import available_memory
 from unisono.integrations.llama_cpp import is_installed, last_logits
 from unisono.model.result_logits import KEPT, ResultLogits
 from unisono.task.read_back import ReadBack
-from unisono.text import library_words
+from unisono.text import library_words, show_bytes
 
+_ROOM = 1.3  # times the file: buffers of loading, and of three rows
 _TOLERANCE = {"f32": 1e-2, "bf16": 3e-2, "f16": 3e-2}
 """As model.result_outputs.TOLERANCE: llama.cpp has GELU as a table of f16, and rounds what it multiplies with 16-bit weights."""
 
@@ -34,6 +36,11 @@ def read_in_llama_cpp(file: Path, wanted: ResultLogits, *, dtype: str) -> ReadBa
     """
     if not is_installed():
         return ReadBack("tensors", "llama-cpp-python is not installed")
+    needed, free = int(_ROOM * file.stat().st_size), available_memory()
+    if needed > free:  # the kernel would end its process, which says nothing about the file
+        return ReadBack(
+            "tensors", f"loading it takes {show_bytes(needed)} of memory, and {show_bytes(free)} are free"
+        )
     try:
         # A process of its own: llama.cpp aborts it where it has no answer.
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
@@ -55,5 +62,5 @@ def _refused(file: Path, why: str) -> IntegrityError:
         "llama.cpp does not compute the model that was written",
         where=file.name,
         why=why,
-        fix="nothing was written; export without --format gguf, and please report it with the model's config.json",
+        fix="nothing was written. If it is too old for this model, update llama-cpp-python, or add --no-read-back; else please report it with the model's config.json",
     )
