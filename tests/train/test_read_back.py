@@ -17,6 +17,7 @@ from unisono.events import Reporter
 from unisono.launch.read_back import read_back_result
 from unisono.launch.run_records import Ending
 from unisono.launch.train_request import TrainRequest
+from unisono.model.result_logits import ResultLogits
 from unisono.supervise.interrupts import Interrupts
 from unisono.task import export, read_back
 from unisono.train.weights import entries_of
@@ -171,6 +172,19 @@ def test_a_run_that_is_not_read_back_keeps_no_logits_and_removes_those_of_before
     assert kept.stat().st_mode & 0o777 == 0o600
     train_here(duration="1 steps", directory=run.directory, checkpoint={"read_back": False})
     assert not kept.exists()
+
+
+def test_a_model_that_fails_on_the_rows_keeps_its_result(
+    train_here: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no such position")
+
+    monkeypatch.setattr(ResultLogits, "of", fail)
+    run = train_here(duration="1 steps")
+    assert run.result["outcome"] == "completed"
+    assert not (run.directory / "result_logits.safetensors").exists()
+    assert read(run)["compared"] == "digests"
 
 
 def ended(run: Any) -> Ending:

@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import torch
-
 from unisono.config.sections import DIFFUSION
 from unisono.model.result_logits import ResultLogits
 from unisono.model.result_outputs import ResultOutputs
@@ -24,7 +22,9 @@ def write_outputs(run: Run) -> None:
             found = run.forward.within(lambda: _outputs(run, model))
         if run.group.is_main:
             found.write(run.files.result_logits)
-    except (torch.OutOfMemoryError, OSError) as error:
+    except (
+        Exception
+    ) as error:  # whatever the model's own code raises: the result is written, only its comparison is lost
         if run.sharded is not None and not isinstance(error, OSError):  # the others wait in a collective
             raise
         run.report.warning(
